@@ -1,0 +1,131 @@
+"""Every exception that a user of Lockstep can meet."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DivergedError",
+    "InterruptedRunError",
+    "LockstepError",
+    "MismatchError",
+    "NotBuiltError",
+    "WorkerError",
+    "unknown_name",
+]
+
+
+class LockstepError(Exception):
+    """Base of all errors that Lockstep raises on purpose.
+
+    Attributes:
+        exit_code: what the ``lockstep`` command returns to the shell for this error.
+    """
+
+    exit_code: int = 1
+
+
+class ConfigError(LockstepError, ValueError):
+    """An option or argument has a value that cannot be used.
+
+    Args:
+        argument: the argument as the library spells it, e.g. ``"global_batch"``; the command line shows it as
+            ``--global-batch``.
+        expected: what would have been right, e.g. ``"a whole number of at least 1"``.
+        got: the value that came.
+        hint: what to do about it, a full sentence.
+    """
+
+    exit_code = 2
+
+    def __init__(self, argument: str, expected: str, got: object, hint: str = "") -> None:
+        self.argument, self.expected, self.got, self.hint = argument, expected, got, hint
+        super().__init__(argument, expected, got, hint)
+
+    def __str__(self) -> str:
+        return self.render(self.argument)
+
+    def render(self, argument: str) -> str:
+        """The message with `argument` spelt the way its reader knows it."""
+        got = self.got if isinstance(self.got, str) and not self.got.isidentifier() else repr(self.got)
+        text = f"{argument}: expected {self.expected}, got {got}"
+        return f"{text}. {self.hint}" if self.hint else text
+
+
+class NotBuiltError(ConfigError):
+    """The name is known but that part of Lockstep does not exist yet."""
+
+
+class DataError(LockstepError):
+    """A data file or data set is missing, damaged or not what it says it is."""
+
+    exit_code = 2
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint cannot be written, or must not be read."""
+
+    exit_code = 2
+
+
+class MismatchError(LockstepError):
+    """Ranks hold different things where they must hold the same."""
+
+
+class DivergedError(LockstepError, ArithmeticError):
+    """The loss is no longer a finite number."""
+
+
+class InterruptedRunError(LockstepError):
+    """The run was stopped by a signal, after the step it was in had ended.
+
+    Attributes:
+        checkpoint: path of what was saved, or None where the run keeps no checkpoints.
+    """
+
+    def __init__(self, message: str, signal_number: int, checkpoint: str | None = None) -> None:
+        super().__init__(message, signal_number, checkpoint)
+        self.message, self.signal_number, self.checkpoint = message, signal_number, checkpoint
+        self.exit_code = 128 + signal_number
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class WorkerError(LockstepError):
+    """A worker process raised an exception or ended without an answer.
+
+    Attributes:
+        rank: the rank that failed first.
+        kind: the class name of what it raised, or "exit" where it died.
+        reason: the message of what it raised, in one line or more.
+        worker_traceback: its traceback as text, "" where it left none.
+    """
+
+    def __init__(self, rank: int, kind: str, reason: str, worker_traceback: str = "", exit_code: int = 1) -> None:
+        super().__init__(rank, kind, reason, worker_traceback, exit_code)
+        self.rank, self.kind, self.reason, self.worker_traceback = rank, kind, reason, worker_traceback
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        head = f"rank {self.rank}: {self.kind}: {self.reason}"
+        return f"{head}\n\n{self.worker_traceback.rstrip()}" if self.worker_traceback else head
+
+
+def unknown_name(argument: str, name: object, known: Iterable[str], also: str = "") -> ConfigError:
+    """The error for a name that is not among `known`, with the near ones offered.
+
+    Args:
+        argument: the argument that holds the name.
+        name: what came.
+        known: every name that would have been right.
+        also: another form that is accepted, e.g. ``"package.module:factory"``.
+    """
+    names = sorted(known)
+    expected = "one of " + ", ".join(names) + (f", or {also}" if also else "")
+    near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.5)
+    return ConfigError(argument, expected, name, f"Did you mean {' or '.join(near)}?" if near else "")

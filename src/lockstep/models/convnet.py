@@ -1,0 +1,32 @@
+"""A convolutional net with two wide convolutions and dropout."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..errors import ConfigError
+
+__all__ = ["convnet"]
+
+
+def convnet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), dropout: float = 0.5) -> nn.Module:
+    """Convolutions of 64 and 128 channels (3×3), one max-pooling, 1,024 units, dropout: (n, *shape) → (n, classes).
+
+    Raises:
+        ConfigError: when an image is smaller than 2×2.
+    """
+    channels, height, width = shape
+    if min(height, width) < 2:
+        raise ConfigError("shape", "images of at least 2×2 for convnet", f"{height}×{width}")
+    return nn.Sequential(
+        nn.Conv2d(channels, 64, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 128, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128 * (height // 2) * (width // 2), 1024),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(1024, classes),
+    )

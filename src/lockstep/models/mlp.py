@@ -1,0 +1,18 @@
+"""A multi-layer perceptron."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+__all__ = ["mlp"]
+
+
+def mlp(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), hidden: tuple[int, ...] = (256, 128)) -> nn.Module:
+    """Fully connected layers with ReLU between: (n, *shape) → (n, classes)."""
+    widths = [math.prod(shape), *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], classes))

@@ -1,0 +1,16 @@
+"""How a model and its training state are spread over workers; each strategy is known by name."""
+
+from __future__ import annotations
+
+from ..registry import Registry
+
+__all__ = ["STRATEGIES"]
+
+STRATEGIES = Registry(
+    "strategy",
+    {
+        "distributed": "lockstep.strategies.distributed:Distributed",
+        "sharded": "lockstep.strategies.not_built:sharded",
+        "replicas": "lockstep.strategies.not_built:replicas",
+    },
+)

@@ -1,0 +1,85 @@
+"""Compares the models of all workers before training, and names the first difference."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import nn
+
+from ..communicator import Communicator
+from ..errors import MismatchError
+
+__all__ = ["check_same_layout", "check_same_values"]
+
+Entry = tuple[str, tuple[int, ...], str, bool]
+
+
+def layout(model: nn.Module) -> list[Entry]:
+    """(name, shape, dtype, whether it is trained) of each parameter and buffer, in the model's order."""
+    named: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for name, t in named]
+
+
+def check_same_layout(model: nn.Module, comm: Communicator) -> None:
+    """See that every worker's model has the same parameters and buffers: names, order, shapes, dtypes.
+
+    Raises:
+        MismatchError: on every worker, naming the first difference and the rank that has it.
+    """
+    mine = layout(model)
+    digests = comm.allgather_object(hashlib.sha256(repr(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    layouts = comm.allgather_object(mine)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    raise MismatchError(
+        f"the workers' models differ. {_first_difference(layouts[0], layouts[other], other)} "
+        "Build the same model on every rank: the class, its options and the order of its layers must not depend on "
+        "the rank."
+    )
+
+
+def _first_difference(ours: Sequence[Entry], theirs: Sequence[Entry], rank: int) -> str:
+    for number, (a, b) in enumerate(zip_longest(ours, theirs)):
+        if a != b:
+            return f"Entry {number} is {_describe(a)} on rank 0 and {_describe(b)} on rank {rank}."
+    return f"Ranks 0 and {rank} differ."
+
+
+def _describe(entry: Entry | None) -> str:
+    if entry is None:
+        return "missing"
+    name, shape, dtype, trained = entry
+    return f"{name} {dtype}{list(shape)}{'' if trained else ' (not trained)'}"
+
+
+def check_same_values(model: nn.Module, comm: Communicator) -> None:
+    """See that every worker's parameters and buffers hold the same bits.
+
+    Raises:
+        MismatchError: on every worker, naming the first tensor that differs and the rank that has it.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    digests = comm.allgather_object([(name, _digest(tensor)) for name, tensor in named])
+    for rank, theirs in enumerate(digests):
+        for (name, expected), (_, got) in zip(digests[0], theirs, strict=True):
+            if expected != got:
+                raise MismatchError(
+                    f"the workers' models differ: {name} on rank {rank} holds other values than on rank 0. "
+                    "Something changed it after rank 0's values were sent to all; change parameters on every rank "
+                    "or on none."
+                )
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(memoryview(raw.numpy())).digest()
+
+
+def broadcast_all(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
+    """Give every worker rank 0's values."""
+    for tensor in tensors:
+        comm.broadcast(tensor.detach())

@@ -1,0 +1,102 @@
+"""Data parallelism with one process a device: every worker has the model, gradients are summed in the backward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..communicator import Communicator
+from .consistency import broadcast_all, check_same_layout, check_same_values
+from .statistics import RunningStatistics
+
+__all__ = ["Distributed"]
+
+# The name of the option up to torch 2.12, and since then.
+_BUFFER_SYNC = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+class Distributed:
+    """Trains one model on all workers with PyTorch's DistributedDataParallel.
+
+    Its reducer overlaps the sum of gradients with the backward pass (Li et al., "PyTorch Distributed: Experiences on
+    accelerating data parallel training", VLDB 2020). Alone, nothing is wrapped and nothing is sent.
+
+    Args:
+        comm: the workers.
+        find_unused_parameters: needed where a step may leave parameters without a gradient on some workers.
+    """
+
+    def __init__(self, comm: Communicator, find_unused_parameters: bool = False) -> None:
+        self.comm, self._find_unused = comm, find_unused_parameters
+        self._ddp: DistributedDataParallel | None = None
+        self._statistics: RunningStatistics | None = None
+        self._model: nn.Module | None = None
+
+    def prepare(self, model: nn.Module) -> None:
+        """Bring rank 0's values of `model` to every worker, and see that all are the same then.
+
+        Raises:
+            MismatchError: when the models differ in their parameters or buffers.
+        """
+        self._model = model.to(self.comm.device)
+        if self.comm.size > 1:
+            check_same_layout(model, self.comm)
+            broadcast_all([*model.parameters(), *model.buffers()], self.comm)
+            check_same_values(model, self.comm)
+            self._statistics = RunningStatistics(model, self.comm.world.is_first)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """`module`, a step's forward pass around the prepared model, with its gradients *averaged* over workers."""
+        if self.comm.size == 1 or not any(p.requires_grad for p in module.parameters()):
+            return module
+        self._ddp = DistributedDataParallel(
+            module,
+            process_group=self.comm.group,
+            **{_BUFFER_SYNC: False},  # the running statistics are merged instead; see `reduce_step`
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self._find_unused,
+        )
+        return self._ddp
+
+    def reducing(self, now: bool) -> AbstractContextManager[object]:
+        """Around one of several passes of a step: whether its gradients are reduced now, or added up until later."""
+        return self._ddp.no_sync() if self._ddp is not None and not now else nullcontext()
+
+    def reduce_step(self, totals: torch.Tensor, weight: float) -> Callable[[], torch.Tensor]:
+        """Start summing a step's `totals` over the workers, with the running statistics of normalisation layers.
+
+        Called between the last forward pass and its backward, so that it runs beside it. Calling what is returned
+        waits for the sums of `totals` and sets the merged statistics.
+
+        Args:
+            totals: 1-d floating tensor.
+            weight: this worker's share of the step's samples, 0 to 1.
+        """
+        statistics = self._statistics
+        if not statistics:
+            return self.comm.allreduce_async(totals)
+        numbers = totals.new_empty(len(totals) + len(statistics))
+        numbers[: len(totals)] = totals
+        statistics.pack(weight, numbers[len(totals) :])
+        wait = self.comm.allreduce_async(numbers)
+
+        def finish() -> torch.Tensor:
+            summed = wait()
+            statistics.unpack(summed[len(totals) :])
+            return summed[: len(totals)]
+
+        return finish
+
+    def sync_buffers(self) -> None:
+        """Give every worker rank 0's buffers; only those outside normalisation layers can differ."""
+        if self._model is not None and self.comm.size > 1:
+            broadcast_all(self._model.buffers(), self.comm)

@@ -1,0 +1,49 @@
+"""Keeps the running statistics of normalisation layers the same on all workers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+__all__ = ["RunningStatistics"]
+
+
+class RunningStatistics:
+    """The running means and variances of a model, as numbers to be summed over the workers.
+
+    Each worker's layers see their own part of the batch. The average of the running statistics, weighted by samples,
+    is what one worker's layers would have with statistics per part; taking it at every step leaves all workers with
+    the same bits, so that any of them can evaluate or save. Counters of batches are taken from rank 0, which always
+    has a part.
+    """
+
+    def __init__(self, model: nn.Module, is_first: bool) -> None:
+        layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+        self._averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._counters = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        self._is_first = is_first
+
+    def __len__(self) -> int:
+        return sum(buffer.numel() for buffer in (*self._averaged, *self._counters))
+
+    def pack(self, weight: float, into: torch.Tensor) -> None:
+        """Write this worker's share into `into`, a floating vector of len(self); `weight` is its share of samples."""
+        position = 0
+        for buffers, factor in ((self._averaged, weight), (self._counters, float(self._is_first))):
+            for buffer in buffers:
+                target = into[position : position + buffer.numel()]
+                # A worker without a sample must add nothing, not 0 × what might be infinite.
+                if factor:
+                    torch.mul(buffer.reshape(-1).to(into.dtype), factor, out=target)
+                else:
+                    target.zero_()
+                position += buffer.numel()
+
+    def unpack(self, summed: torch.Tensor) -> None:
+        """Take over the sum of all workers' shares."""
+        position = 0
+        for buffer in (*self._averaged, *self._counters):
+            buffer.copy_(summed[position : position + buffer.numel()].view_as(buffer))
+            position += buffer.numel()

@@ -1,0 +1,156 @@
+"""Batch normalisation with the statistics of the global batch, on every kind of device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..communicator import Communicator
+
+__all__ = ["SyncBatchNorm", "convert"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over the parts of all workers together: any (n, c, …) → the same shape.
+
+    Mean and variance in training are those of all workers' samples, so the output does not depend on how the batch is
+    cut; in evaluation it is ordinary batch norm. Every worker must run it equally often; a part may be empty. The
+    variances of parts are combined as in Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
+    computing sample variances", 1979.
+    """
+
+    comm: Communicator
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"SyncBatchNorm: expected an input of at least 2 dimensions, got shape {list(input.shape)}"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise `input`, (n, c, …)."""
+        if not self.training:
+            return F.batch_norm(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                not self.track_running_stats,
+                0,
+                self.eps,
+            )
+        output, mean, variance, count = _normalise(input, self.weight, self.bias, self.eps, self.comm)
+        self._update(mean, variance, count)
+        return output
+
+    def _update(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, comm: Communicator) -> Any:
+        axes = [0, *range(2, x.dim())]
+        count = x.numel() // x.shape[1] if x.shape[1] else 0
+        wide = _wide(x)
+        own = wide.mean(axes) if count else wide.new_zeros(x.shape[1])
+        spread = (wide - _along(own, x)).square().sum(axes)
+        counts, means, spreads = _gather(count, own, spread, comm)
+        total = counts.sum()
+        mean = (counts * means).sum(0) / total
+        variance = (spreads + counts * (means - mean).square()).sum(0) / total
+        scale = (variance + eps).rsqrt()
+        normal = (wide - _along(mean, x)) * _along(scale, x)
+        ctx.comm, ctx.axes, ctx.has_bias = comm, axes, bias is not None
+        ctx.save_for_backward(normal, weight, scale, total)
+        ctx.mark_non_differentiable(mean, variance, total)
+        output = normal if weight is None else normal * _along(_wide(weight), x)
+        if bias is not None:
+            output = output + _along(_wide(bias), x)
+        return output.to(x.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
+        normal, weight, scale, total = ctx.saved_tensors
+        wide = _wide(gradient)
+        for_bias, for_weight = wide.sum(ctx.axes), (wide * normal).sum(ctx.axes)
+        sums = ctx.comm.allreduce(torch.stack((for_bias, for_weight)))
+        centred = wide - _along(sums[0] / total, wide) - normal * _along(sums[1] / total, wide)
+        factor = scale if weight is None else scale * _wide(weight)
+        for_input = (centred * _along(factor, wide)).to(gradient.dtype)
+        if weight is not None:
+            for_weight, for_bias = for_weight.to(weight.dtype), for_bias.to(weight.dtype)
+        return (
+            for_input,
+            None if weight is None else for_weight,
+            for_bias if ctx.has_bias else None,
+            None,
+            None,
+        )
+
+
+# Collectives cannot be traced; a compiled model calls this as it is.
+@torch.compiler.disable  # type: ignore[misc]
+def _normalise(x: torch.Tensor, weight: Any, bias: Any, eps: float, comm: Communicator) -> Any:
+    return _Normalise.apply(x, weight, bias, eps, comm)  # type: ignore[no-untyped-call]
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _along(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _gather(
+    count: int, mean: torch.Tensor, spread: torch.Tensor, comm: Communicator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # A sum in which each row has one worker's numbers and zeros of the others is an all-gather with exact values.
+    channels = mean.numel()
+    table = mean.new_zeros(comm.size, 1 + 2 * channels)
+    table[comm.rank, 0] = count
+    table[comm.rank, 1 : 1 + channels] = mean
+    table[comm.rank, 1 + channels :] = spread
+    comm.allreduce(table)
+    return table[:, :1], table[:, 1 : 1 + channels], table[:, 1 + channels :]
+
+
+def convert(model: nn.Module, comm: Communicator) -> nn.Module:
+    """`model` with its batch-norm layers exchanged for `SyncBatchNorm`, in place; parameters and buffers are kept.
+
+    The model itself is returned, or its replacement where it is a batch-norm layer. Alone nothing changes.
+    """
+    if comm.size == 1:
+        return model
+    if isinstance(model, _BatchNorm) and not isinstance(model, (SyncBatchNorm, nn.SyncBatchNorm)):
+        return _exchange(model, comm)
+    for name, child in model.named_children():
+        setattr(model, name, convert(child, comm))
+    return model
+
+
+def _exchange(layer: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
+    new = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, False, False)
+    new.affine, new.track_running_stats, new.training = (
+        layer.affine,
+        layer.track_running_stats,
+        layer.training,
+    )
+    # The same Parameter objects: the optimizer holds them.
+    new._parameters, new._buffers = layer._parameters, layer._buffers
+    new.comm = comm
+    return new

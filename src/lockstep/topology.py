@@ -1,0 +1,45 @@
+"""Where one worker stands among all workers of a job; data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["World"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One worker's place: which rank of how many, on which node.
+
+    Attributes:
+        rank: 0 ≤ rank < world_size, unique in the job.
+        world_size: number of workers in the job.
+        local_rank: 0 ≤ local_rank < local_world_size, unique on the node.
+        local_world_size: number of workers on this node.
+        node: 0 ≤ node < nodes, this machine's number.
+        nodes: number of machines in the job.
+        source: which environment said so ("alone", "torchrun", "lockstep", …).
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    source: str = "alone"
+
+    def __post_init__(self) -> None:
+        for index, size in (
+            ("rank", "world_size"),
+            ("local_rank", "local_world_size"),
+            ("node", "nodes"),
+        ):
+            i, n = getattr(self, index), getattr(self, size)
+            if n < 1 or not 0 <= i < n:
+                raise ValueError(f"{index}: expected 0 <= {index} < {size} = {n}, got {i} (from {self.source})")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of the job."""
+        return self.rank == 0

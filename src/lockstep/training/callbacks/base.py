@@ -1,0 +1,37 @@
+"""The moments of a training run at which something can be done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..step import StepResult
+    from ..trainer import Trainer
+
+__all__ = ["Callback", "Row"]
+
+Row = dict[str, float]
+"""One epoch's numbers: epoch (from 1), step, train_loss, lr, seconds, samples_per_second, and test_… for each metric."""
+
+
+class Callback:
+    """Does nothing at any moment; override what you need.
+
+    Attributes:
+        every_rank: whether it runs on all workers. If not (the default), it runs on rank 0 alone and must not
+            communicate. One that does run everywhere must make the same collectives on each.
+    """
+
+    every_rank: bool = False
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step, after a checkpoint was loaded."""
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        """After each step. Reading `result.loss` waits for the device: do so rarely."""
+
+    def on_epoch(self, trainer: Trainer, row: Row) -> None:
+        """After each epoch and its evaluation; `row` is also the last of `trainer.history`."""
+
+    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+        """After the last step, or after what ended the run early; always called if `on_start` was."""

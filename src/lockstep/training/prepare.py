@@ -1,0 +1,48 @@
+"""Changes to a model before training that the training step need not know of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..communicator import Communicator
+from ..strategies.sync_batchnorm import convert
+
+__all__ = ["prepare_model"]
+
+
+def prepare_model(
+    model: nn.Module,
+    comm: Communicator,
+    *,
+    sync_batchnorm: bool = False,
+    channels_last: bool = False,
+    compile_model: bool = False,
+) -> nn.Module:
+    """`model` on the worker's device, changed in place as asked; its parameters stay the same objects.
+
+    Args:
+        model: any module.
+        comm: the workers.
+        sync_batchnorm: batch norm with the statistics of the global batch.
+        channels_last: convolutions with channels in the innermost dimension; 4-d inputs are converted.
+        compile_model: run it through `torch.compile`. Names in the state dict do not change.
+    """
+    model = model.to(comm.device)
+    if sync_batchnorm:
+        model = convert(model, comm)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.register_forward_pre_hook(_to_channels_last)
+    if compile_model:
+        model.compile()
+    return model
+
+
+def _to_channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        x.contiguous(memory_format=torch.channels_last) if isinstance(x, torch.Tensor) and x.dim() == 4 else x
+        for x in inputs
+    )

@@ -1,0 +1,59 @@
+"""Learning rates as functions of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ..errors import ConfigError, unknown_name
+
+__all__ = ["SCHEDULES", "Schedule", "make_schedule", "scaled_lr"]
+
+Schedule = Callable[[int], float]
+"""From the number of steps already made to the factor of the optimizer's own learning rate. A step is one update by
+all workers together, so their number never enters."""
+
+SCHEDULES = ("constant", "cosine", "step")
+
+
+def make_schedule(name: str, total_steps: int, warmup_steps: int = 0, warmup_start: float = 0.0) -> Schedule:
+    """A learning-rate schedule with an optional linear warm-up before it.
+
+    - constant: 1.
+    - cosine: from 1 down to 0 along half a cosine (Loshchilov, Hutter, "SGDR", ICLR 2017).
+    - step: 1, then a tenth of it after 1/3, 2/3 and 8/9 of the steps (Goyal et al., "Accurate, large minibatch SGD",
+      2017: epochs 30, 60 and 80 of 90).
+
+    Args:
+        name: one of the above.
+        total_steps: steps of the whole run; behind them the factor stays what it was at the last.
+        warmup_steps: steps over which the factor grows linearly from `warmup_start` to 1 (Goyal et al. 2017, §2.2).
+        warmup_start: the factor that the warm-up leaves behind first, 0 to 1.
+
+    Raises:
+        ConfigError: for an unknown name, or a warm-up as long as the run.
+    """
+    if name not in SCHEDULES:
+        raise unknown_name("schedule", name, SCHEDULES)
+    if not 0 <= warmup_steps < max(total_steps, 1):
+        raise ConfigError("warmup_epochs", f"a warm-up shorter than the run of {total_steps} steps", f"{warmup_steps}")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return warmup_start + (1 - warmup_start) * (step + 1) / (warmup_steps + 1)
+        progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+        if name == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        if name == "step":
+            return 0.1 ** sum(progress >= point for point in (1 / 3, 2 / 3, 8 / 9))
+        return 1.0
+
+    return factor
+
+
+def scaled_lr(lr: float, global_batch: int, base_batch: int | None) -> float:
+    """The linear scaling rule: `lr` was chosen for `base_batch` samples a step, and grows with the global batch.
+
+    Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017, §2.1.
+    """
+    return lr if base_batch is None else lr * global_batch / base_batch

@@ -1,0 +1,48 @@
+"""Turns Ctrl-C and SIGTERM into a wish to stop after the current step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from ..environment import under_launcher
+
+__all__ = ["StopSignals"]
+
+
+class StopSignals:
+    """While entered, remembers the first SIGINT or SIGTERM instead of dying from it.
+
+    Alone, the second one acts as it would have without this, for those who cannot wait; under a launcher repeats are
+    ignored, because Ctrl-C reaches a worker from the terminal and from the launcher, which is who loses patience.
+    Outside the main thread, where Python allows no signal handlers, it does nothing.
+    """
+
+    HANDLED = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in self.HANDLED}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and not under_launcher():
+            self._restore()
+            signal.raise_signal(number)
+        self.received = self.received or number
+
+    def _restore(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)

@@ -1,0 +1,189 @@
+"""One optimizer update from one global batch, made by all workers together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..communicator import init
+from ..data.loader import Batch
+from ..data.nested import split
+from ..errors import ConfigError, DivergedError
+from ..shards import mix
+from ..strategies.distributed import Distributed
+from .losses import Forward, LossFn, LossModule
+from .precision import Precision, clip
+from .schedules import Schedule
+
+__all__ = ["StepResult", "TrainStep"]
+
+_RANDOM = 2  # the purpose of this key, beside `lockstep.data.loader`'s
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave; the same on every worker.
+
+    Attributes:
+        step: the number of this step, from 0.
+        loss: 0-dim tensor on the device, the mean over the global batch.
+        stop: 0-dim tensor on the device, above zero when some worker asked to stop.
+        lr: the learning rate of the first parameter group.
+    """
+
+    step: int
+    loss: torch.Tensor
+    stop: torch.Tensor
+    lr: float
+
+    def check(self) -> None:
+        """Raise DivergedError if the loss is not finite; waits for the device."""
+        if not torch.isfinite(self.loss):
+            raise DivergedError(
+                f"the loss is {float(self.loss)} at step {self.step} with learning rate {self.lr:g}. "
+                "Lower the learning rate, warm it up, or clip the gradients."
+            )
+
+
+class TrainStep:
+    """Calls the model on this worker's part of a batch and updates it with everyone's gradients.
+
+    The loss and the gradient are means over the *global* batch, weighted by samples, whatever part of it a worker has.
+    The model is left in the mode (training or evaluation) that it is in.
+
+    Args:
+        model: moved to the worker's device; rank 0's values are used by all.
+        optimizer: over parameters of `model`.
+        loss_fn: see `lockstep.training.losses.LossFn`.
+        strategy: how the model is spread over the workers; data parallelism over those of `init()` when None.
+        precision: "fp32", "bf16" or "fp16".
+        accumulate: passes into which a worker's part is cut to save memory; changes nothing else.
+        clip_norm: upper bound of the 2-norm of the whole gradient.
+        schedule: learning-rate factor by step; None leaves the learning rate to the user.
+        seed: of dropout and the like, with the step and the rank.
+        forward: how data becomes output and target, see `lockstep.training.losses.Forward`.
+
+    Raises:
+        ConfigError: for values that cannot be used.
+        MismatchError: when the workers' models differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFn,
+        *,
+        strategy: Distributed | None = None,
+        precision: str = "fp32",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        schedule: Schedule | None = None,
+        seed: int = 0,
+        forward: Forward | None = None,
+    ) -> None:
+        if accumulate < 1:
+            raise ConfigError("accumulate", "a whole number of at least 1", accumulate)
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError("clip_norm", "a number above 0", clip_norm)
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.strategy = strategy or Distributed(init())
+        self.comm = self.strategy.comm
+        self.precision = Precision(precision, self.comm.device)
+        self._accumulate, self._clip_norm, self._seed = accumulate, clip_norm, seed
+        self.steps_done = 0
+        self.strategy.prepare(model)
+        self._parameters = _parameters_of(model, optimizer)
+        self._loss = LossModule(model, loss_fn, forward)
+        self._module = self.strategy.wrap(self._loss)
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Make one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
+        return self.run(batch).loss
+
+    def run(self, batch: Batch, stop: bool = False) -> StepResult:
+        """Make one step, and learn whether any worker wants to stop.
+
+        Raises:
+            DivergedError: on the CPU, before anything is updated, when the loss is not finite. On other devices
+                this would wait for the device at every step; call `StepResult.check` when it suits.
+        """
+        lr = self._begin()
+        finish = self._passes(batch, stop)
+        loss_sum, count, stops = finish().unbind()
+        result = StepResult(self.steps_done, loss_sum / count, stops, lr)
+        if self.comm.device.type == "cpu":
+            result.check()
+        self._update(batch.global_size / count)
+        self.steps_done += 1
+        return result
+
+    def _begin(self) -> float:
+        key = mix((self._seed, _RANDOM, self.steps_done, self.comm.rank))
+        torch.manual_seed(key & 0xFFFFFFFF)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.schedule is not None:
+            factor = self.schedule(self.steps_done)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _passes(self, batch: Batch, stop: bool) -> Callable[[], torch.Tensor]:
+        device = self.comm.device
+        totals = torch.zeros(3, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+        if stop:
+            totals[2] = 1
+        # The reduction averages over workers: times their number it is the sum that the mean over samples needs.
+        scale = self.comm.size / batch.global_size
+        parts = split(batch.data, batch.size, self._accumulate)
+        for number, (data, size) in enumerate(parts):
+            last = number == len(parts) - 1
+            with self.strategy.reducing(now=last):
+                with self.precision.autocast():
+                    loss, count = self._module(data, size)
+                totals[0] += loss.detach()
+                totals[1] += count
+                if last:
+                    finish = self.strategy.reduce_step(totals, batch.size / batch.global_size)
+                self.precision.backward(loss * scale)
+        return finish
+
+    def _update(self, correction: torch.Tensor) -> None:
+        self.precision.unscale(self.optimizer)
+        # Only a loss that counts other things than samples needs it. To ask is free on the CPU; elsewhere it would
+        # wait for the device, and multiplying by 1 is cheaper.
+        if self.comm.device.type != "cpu" or correction != 1:
+            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], correction)
+        if self._clip_norm is not None:
+            clip(self._parameters, self._clip_norm)
+        self.precision.step(self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps made and the gradient scale; model and optimizer have their own."""
+        return {"steps_done": self.steps_done, "precision": self.precision.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved step."""
+        self.steps_done = int(state["steps_done"])
+        self.precision.load_state_dict(state["precision"])
+
+
+def _parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    known = {id(p) for p in model.parameters()}
+    parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in known for p in parameters)
+    if foreign:
+        raise ConfigError(
+            "optimizer",
+            "parameters of the model that is trained",
+            f"{foreign} of {len(parameters)} that are not among them",
+            "Make the optimizer from model.parameters() of this very model.",
+        )
+    return parameters
