@@ -147,7 +147,7 @@ def init(device: str = "auto", timeout: timedelta | None = None) -> Communicator
         ConfigError: for a device that is not there, or an incomplete environment.
     """
     global _default
-    if _default is not None and (_default.group is None or dist.is_initialized()):
+    if _default is not None and _still_valid(_default):
         if device not in ("auto", _default.device.type):
             raise ConfigError("device", f"{_default.device.type}, as in the first call of init()", device)
         return _default
@@ -160,6 +160,13 @@ def init(device: str = "auto", timeout: timedelta | None = None) -> Communicator
     group = _join(world, where, timeout) if environment.is_launched() else None
     _default = Communicator(world, where, group)
     return _default
+
+
+def _still_valid(found: Communicator) -> bool:
+    """Whether the job is still the one that `found` belongs to: a program may destroy its group and make another."""
+    if dist.is_initialized():
+        return found.group is dist.group.WORLD
+    return found.group is None and found.world == environment.find_world()
 
 
 def _world_of_group() -> World:

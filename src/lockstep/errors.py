@@ -127,5 +127,5 @@ def unknown_name(argument: str, name: object, known: Iterable[str], also: str = 
     """
     names = sorted(known)
     expected = "one of " + ", ".join(names) + (f", or {also}" if also else "")
-    near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)
     return ConfigError(argument, expected, name, f"Did you mean {' or '.join(near)}?" if near else "")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -121,15 +123,14 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _toml(text: str) -> dict[str, Any]:
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
-    return tomllib.loads(text)
+    # Part of Python since 3.11; before, its twin is installed.
+    toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    content: dict[str, Any] = toml.loads(text)
+    return content
 
 
 def _find_run(resume: str | None, out: str | None) -> tuple[str | None, Path | None]:
-    """(the checkpoint to go on from, the run folder that it belongs to); (None, None) for a new run in no folder yet."""
+    """(the checkpoint to go on from, the run folder that it belongs to), each None where it is not given."""
     if resume is None:
         return None, None if out is None else _unused(Path(out))
     if resume == "latest":
@@ -140,8 +141,8 @@ def _find_run(resume: str | None, out: str | None) -> tuple[str | None, Path | N
         return _newest_checkpoint(path), path
     if not path.is_dir():
         raise ConfigError("resume", "a checkpoint, a run folder, or latest", f"{resume} (there is no such folder)")
-    folder = path.parent.parent if path.parent.name == "checkpoints" else None
-    return str(path), Path(out) if out is not None else folder
+    belongs_to = path.parent.parent if path.parent.name == "checkpoints" else None
+    return str(path), Path(out) if out is not None else belongs_to
 
 
 def _unused(out: Path) -> Path:

@@ -101,7 +101,7 @@ def to_device(batches: Iterable[Any], device: torch.device, ahead: int) -> Itera
 
 
 def _overlapped(batches: Iterable[Any], device: torch.device, ahead: int) -> Iterator[Any]:
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
 
     def hand_out() -> Any:
@@ -115,7 +115,7 @@ def _overlapped(batches: Iterable[Any], device: torch.device, ahead: int) -> Ite
     for data in batches:
         with torch.cuda.stream(stream):
             moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(stream)
         waiting.append((moved, copied))
         if len(waiting) > max(ahead, 1) - 1:

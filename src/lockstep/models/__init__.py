@@ -11,19 +11,20 @@ from ..registry import Registry
 if TYPE_CHECKING:
     import torch
 
-    from .convnet import convnet
-    from .lenet import lenet
-    from .mlp import mlp
+    from .conv_net import convnet
+    from .le_net import lenet
+    from .perceptron import mlp
     from .resnet import resnet18
 
 __all__ = ["MODELS", "build", "convnet", "lenet", "mlp", "resnet18"]
 
+# A module must not have the name of the function in it: importing it would put it in the function's place.
 MODELS = Registry(
     "model",
     {
-        "mlp": "lockstep.models.mlp:mlp",
-        "lenet": "lockstep.models.lenet:lenet",
-        "convnet": "lockstep.models.convnet:convnet",
+        "mlp": "lockstep.models.perceptron:mlp",
+        "lenet": "lockstep.models.le_net:lenet",
+        "convnet": "lockstep.models.conv_net:convnet",
         "resnet18": "lockstep.models.resnet:resnet18",
     },
     open_ended=True,

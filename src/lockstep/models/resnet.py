@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -38,7 +40,7 @@ def resnet18(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Modu
     """
     widths = (64, 64, 128, 256, 512)
     blocks: list[nn.Module] = []
-    for number, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+    for number, (before, after) in enumerate(pairwise(widths)):
         blocks += [Residual(before, after, stride=1 if number == 0 else 2), Residual(after, after)]
     return nn.Sequential(
         nn.Conv2d(shape[0], 64, kernel_size=3, padding=1),

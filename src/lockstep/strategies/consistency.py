@@ -76,7 +76,7 @@ def check_same_values(model: nn.Module, comm: Communicator) -> None:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(raw.numpy())).digest()
+    return hashlib.sha256(raw.numpy().data).digest()
 
 
 def broadcast_all(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,10 +59,11 @@ class Distributed:
         """`module`, a step's forward pass around the prepared model, with its gradients *averaged* over workers."""
         if self.comm.size == 1 or not any(p.requires_grad for p in module.parameters()):
             return module
+        no_buffer_sync: dict[str, Any] = {_BUFFER_SYNC: False}
         self._ddp = DistributedDataParallel(
             module,
             process_group=self.comm.group,
-            **{_BUFFER_SYNC: False},  # the running statistics are merged instead; see `reduce_step`
+            **no_buffer_sync,  # the running statistics are merged instead; see `reduce_step`
             gradient_as_bucket_view=True,
             find_unused_parameters=self._find_unused,
         )

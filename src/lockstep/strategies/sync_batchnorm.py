@@ -44,6 +44,7 @@ class SyncBatchNorm(_BatchNorm):
                 0,
                 self.eps,
             )
+        output: torch.Tensor
         output, mean, variance, count = _normalise(input, self.weight, self.bias, self.eps, self.comm)
         self._update(mean, variance, count)
         return output

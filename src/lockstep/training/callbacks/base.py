@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "Row"]
 
 Row = dict[str, float]
-"""One epoch's numbers: epoch (from 1), step, train_loss, lr, seconds, samples_per_second, and test_… for each metric."""
+"""One epoch's numbers: epoch (from 1), step, train_loss, lr, seconds, samples_per_second, and test_… by metric."""
 
 
 class Callback:

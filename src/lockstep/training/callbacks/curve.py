@@ -24,7 +24,7 @@ class Curve(Callback):
 
 
 def draw(history: list[Row]) -> bytes:
-    """The picture as PNG: the losses on the left, the other metrics (in per cent where they are shares) on the right."""
+    """The picture as PNG: the losses on the left, the metrics (in per cent where they are shares) on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -10,7 +10,7 @@ __all__ = ["lenet"]
 
 
 def lenet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
-    """Two convolutions (20 of 3×3, 50 of 5×5) with ReLU and average pooling, then 128 units: (n, *shape) → (n, classes).
+    """Two convolutions (20 of 3×3, 50 of 5×5), ReLU, average pooling, then 128 units: (n, *shape) → (n, classes).
 
     The widths are those of "Dive into Deep Learning", section 13.5, after LeCun et al., "Gradient-based learning
     applied to document recognition", 1998. Weights have PyTorch's default initialisation: with the tutorial's

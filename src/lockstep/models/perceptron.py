@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from torch import nn
 
@@ -13,6 +14,6 @@ def mlp(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), hidden: tuple[i
     """Fully connected layers with ReLU between: (n, *shape) → (n, classes)."""
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))

@@ -1,0 +1,183 @@
+"""The loader of one worker, and of the pretended ranks of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from lockstep.communicator import Communicator
+from lockstep.data.loader import Batch, Loader
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.topology import World
+
+CPU = torch.device("cpu")
+
+
+def rank_of(rank: int, size: int) -> Communicator:
+    return Communicator(World(rank, size, rank, size), CPU)
+
+
+def numbers(n: int) -> TensorDataset:
+    return TensorDataset(torch.arange(n, dtype=torch.float32)[:, None], torch.arange(n))
+
+
+def batches(n: int, global_batch: int, size: int, epoch: int = 0, **options: Any) -> list[list[Batch]]:
+    """By step, the parts of all ranks."""
+    ranks = [Loader(numbers(n), global_batch, comm=rank_of(rank, size), **options).epoch(epoch) for rank in range(size)]
+    return [list(parts) for parts in zip(*ranks, strict=True)]
+
+
+@settings(deadline=None)
+@given(n=st.integers(8, 60), global_batch=st.integers(8, 70), size=st.integers(1, 8), epoch=st.integers(0, 3))
+def test_every_sample_once_and_the_same_order_at_any_size(n: int, global_batch: int, size: int, epoch: int) -> None:
+    alone = [batch.indices.tolist() for (batch,) in batches(n, global_batch, 1, epoch)]
+    together = [sum((part.indices.tolist() for part in parts), []) for parts in batches(n, global_batch, size, epoch)]
+    assert together == alone
+    assert sorted(sum(together, [])) == list(range(n))
+
+
+@settings(deadline=None)
+@given(n=st.integers(8, 60), global_batch=st.integers(8, 70), size=st.integers(1, 8))
+def test_parts_know_their_share(n: int, global_batch: int, size: int) -> None:
+    for step, parts in enumerate(batches(n, global_batch, size)):
+        assert {part.global_size for part in parts} == {sum(part.size for part in parts)}
+        assert {part.step for part in parts} == {step}
+        for part in parts:
+            assert part.data[1].tolist() == part.indices.tolist()
+            assert part.data[0].shape == (part.size, 1)
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return Loader(numbers(50), 10, seed=seed, comm=rank_of(0, 1)).order(epoch).tolist()
+
+    torch.manual_seed(1)
+    first = order(0, 0)
+    torch.manual_seed(2)
+    assert order(0, 0) == first
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+    # seeds that differ in their high bits only
+    assert order(1 << 40, 0) != first
+
+
+def test_without_shuffling_the_data_sets_order() -> None:
+    assert [b.indices.tolist() for (b,) in batches(5, 2, 1, shuffle=False)] == [[0, 1], [2, 3], [4]]
+
+
+def test_drop_last() -> None:
+    assert [b.size for (b,) in batches(23, 5, 1, drop_last=True)] == [5, 5, 5, 5]
+    with pytest.raises(ConfigError, match="drop_last"):
+        Loader(numbers(4), 5, drop_last=True, comm=rank_of(0, 1))
+
+
+def test_position_goes_on_with_another_number_of_workers() -> None:
+    before = [Loader(numbers(31), 6, comm=rank_of(rank, 3)) for rank in range(3)]
+    running = [loader.epoch(1) for loader in before]
+    seen = [next(epoch).indices.tolist() for _ in range(2) for epoch in running]
+    assert before[0].position == (1, 2)
+
+    after = [Loader(numbers(31), 6, comm=rank_of(rank, 2)) for rank in range(2)]
+    for loader in after:
+        loader.load_state_dict(before[0].state_dict())
+    rest = [batch.indices.tolist() for parts in zip(*(x.epoch(1) for x in after), strict=True) for batch in parts]
+    assert sum(seen + rest, []) == Loader(numbers(31), 6, comm=rank_of(0, 1)).order(1).tolist()
+    assert after[0].position == (2, 0)
+
+
+def test_the_position_is_behind_what_was_handed_out_not_behind_what_was_prefetched() -> None:
+    loader = Loader(numbers(40), 4, num_workers=2, prefetch=4, comm=rank_of(0, 1))
+    epoch = loader.epoch(0)
+    next(epoch)
+    assert loader.position == (0, 1)
+    epoch.close()  # type: ignore[attr-defined]
+    loader.close()
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"global_batch": 5}, {"n": 30}])
+def test_a_position_of_another_loader_is_refused(change: dict[str, Any]) -> None:
+    options = {"n": 31, "global_batch": 6, **change}
+    saved = Loader(numbers(31), 6, comm=rank_of(0, 1)).state_dict()
+    other = Loader(numbers(options.pop("n")), options.pop("global_batch"), comm=rank_of(0, 1), **options)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        other.load_state_dict(saved)
+
+
+def test_loader_processes_give_the_same_batches_epoch_after_epoch() -> None:
+    state = torch.random.get_rng_state()
+    loader = Loader(numbers(23), 5, num_workers=2, comm=rank_of(0, 1))
+    inline = Loader(numbers(23), 5, comm=rank_of(0, 1))
+    for epoch in range(2):
+        for ours, theirs in zip(loader.epoch(epoch), inline.epoch(epoch), strict=True):
+            torch.testing.assert_close(ours.data, theirs.data)
+    loader.close()
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+class Failing(Dataset[Any]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        raise RuntimeError(f"sample {index} is damaged")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_in_the_data_set_comes_out(num_workers: int) -> None:
+    loader = Loader(Failing(), 5, num_workers=num_workers, shuffle=False, comm=rank_of(0, 1))
+    with pytest.raises(RuntimeError, match="sample 0 is damaged"):
+        list(loader.epoch(0))
+    loader.close()
+
+
+class Whole:
+    """Counts how it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return 7
+
+    def batch(self, indices: list[int]) -> torch.Tensor:
+        self.asked.append(list(indices))
+        return torch.tensor(indices)
+
+
+def test_a_data_set_that_knows_batches_is_asked_once_a_step() -> None:
+    dataset = Whole()
+    loader = Loader(dataset, 3, shuffle=False, comm=rank_of(0, 1))
+    assert [batch.data.tolist() for batch in loader.epoch(0)] == [[0, 1, 2], [3, 4, 5], [6]] == dataset.asked
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"global_batch": 0}, "global_batch: expected a whole number of at least 1, got 0"),
+        ({"global_batch": -3}, "got -3"),
+        ({"global_batch": 2.5}, "got 2.5"),
+        ({"global_batch": True}, "got True"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"prefetch": 0}, "prefetch"),
+        ({"seed": -1}, "seed"),
+        ({"dataset": Stream()}, "a map-style data set"),
+        ({"dataset": numbers(2), "size": 3}, "one sample for each of 3 workers, got 2"),
+        ({"global_batch": 2, "size": 3}, "one sample for each of 3 workers, got 2"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], said: str) -> None:
+    arguments = {"dataset": numbers(10), "global_batch": 5, **options}
+    comm = rank_of(0, arguments.pop("size", 1))
+    with pytest.raises(ConfigError) as caught:
+        Loader(arguments.pop("dataset"), arguments.pop("global_batch"), comm=comm, **arguments)
+    assert said in str(caught.value)

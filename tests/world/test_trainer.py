@@ -1,0 +1,311 @@
+"""A run can be saved, stopped and taken up again, on another number of workers as well."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.errors import CheckpointError, ConfigError, DivergedError, InterruptedRunError
+from lockstep.fingerprint import fingerprint
+from lockstep.training.callbacks import Callback, Checkpoints, CSVLog, Curve, EarlyStopping, TensorBoard
+from lockstep.training.step import StepResult
+from lockstep.training.trainer import Trainer
+from support.pool import Pool
+
+
+def images(n: int = 67, seed: int = 5) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 4, (n,), generator=generator)
+    return TensorDataset(torch.randn(n, 1, 8, 8, generator=generator) + labels[:, None, None, None], labels)
+
+
+def model(width: int = 16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 4))
+
+
+class At(Callback):
+    """Does something at one step."""
+
+    every_rank = True
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action = step, action
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step == self.step:
+            self.action(trainer)
+
+
+def make(out: Path | None, callbacks: list[Callback], optimizer: type = torch.optim.AdamW, **options: Any) -> Trainer:
+    lockstep.init("cpu")
+    net = model(options.pop("width", 16))
+    return Trainer(
+        net, optimizer(net.parameters(), 0.01), nn.CrossEntropyLoss(), 16, out=out, callbacks=callbacks, **options
+    )
+
+
+def fit(out: Path, *callbacks: Callback, epochs: int = 3, resume: str | None = None, **options: Any) -> Any:
+    trainer = make(out, list(callbacks), **options)
+    history = trainer.fit(images(), epochs, validate=images(31, seed=6), resume=resume)
+    return fingerprint(trainer.model, trainer.optimizer), history
+
+
+def timeless(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if k not in ("seconds", "samples_per_second")} for row in history]
+
+
+def send(number: int, only: int) -> Any:
+    def action(trainer: Trainer) -> None:
+        if trainer.comm.rank == only:
+            os.kill(os.getpid(), number)
+
+    return action
+
+
+def interrupted(out: Path, step: int, number: int, rank: int) -> tuple[str, int, str | None]:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(InterruptedRunError) as caught:
+        fit(out, At(step, send(number, rank)), Checkpoints("0"))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    return str(caught.value), caught.value.exit_code, caught.value.checkpoint
+
+
+# 67 samples in batches of 16: five steps an epoch, so steps 6 and 7 lie in the second, 4 and 9 end one
+@pytest.mark.parametrize("step", [6, 4, 9])
+@pytest.mark.parametrize(("workers", "rank", "number"), [(1, 0, signal.SIGINT), (2, 1, signal.SIGTERM)])
+def test_a_stopped_run_goes_on_to_the_same_end(
+    pool: Pool, tmp_path: Path, workers: int, rank: int, number: int, step: int
+) -> None:
+    straight = pool.run(fit, tmp_path / "straight", workers=workers)
+    for message, code, checkpoint in pool.run(interrupted, tmp_path / "run", step, number, rank, workers=workers):
+        assert code == 128 + number
+        # a signal is noticed by all at the end of the step after the one in which it came
+        assert signal.Signals(number).name in message
+        assert checkpoint is not None
+        assert checkpoint in message
+    resumed = pool.run(fit, tmp_path / "run", workers=workers, resume="latest")
+    assert [print_ for print_, _ in resumed] == [print_ for print_, _ in straight]
+    assert timeless(resumed[0][1]) == timeless(straight[0][1])
+
+
+def test_a_stopped_run_goes_on_with_other_numbers_of_workers(pool: Pool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD}
+
+    def stop(step: int, resume: str | None) -> None:
+        with pytest.raises(InterruptedRunError):
+            fit(tmp_path, At(step, send(signal.SIGTERM, 0)), Checkpoints("0"), resume=resume, **options)
+
+    def without_dropout(*arguments: Any, **more: Any) -> Any:
+        nn.Dropout.forward = lambda self, x: x  # type: ignore[method-assign]
+        return fit(*arguments, **more)
+
+    straight = pool.run(without_dropout, tmp_path / "straight", workers=1, **options)[0][1]
+    pool.run(lambda: (setattr(nn.Dropout, "forward", lambda self, x: x), stop(2, None))[1], workers=3)
+    pool.run(lambda: (setattr(nn.Dropout, "forward", lambda self, x: x), stop(7, "latest"))[1], workers=2)
+    resumed = pool.run(without_dropout, tmp_path, workers=1, resume="latest", **options)[0][1]
+    for ours, theirs in zip(timeless(resumed), timeless(straight), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_latest_without_any_checkpoint_starts_afresh(tmp_path: Path) -> None:
+    assert len(fit(tmp_path, epochs=1, resume="latest")[1]) == 1
+
+
+def test_a_finished_run_resumed_does_nothing(tmp_path: Path) -> None:
+    done = fit(tmp_path, Checkpoints(), epochs=2)
+    assert fit(tmp_path, Checkpoints(), epochs=2, resume="latest") == done
+    longer = fit(tmp_path, Checkpoints(), epochs=3, resume="latest")
+    assert timeless(longer[1])[:2] == timeless(done[1])
+
+
+@pytest.mark.parametrize(("every", "steps"), [("1epoch", [5, 10, 15]), ("7steps", [7, 14, 15]), ("2epochs", [10, 15])])
+def test_when_checkpoints_are_made(tmp_path: Path, every: str, steps: list[int]) -> None:
+    fit(tmp_path, Checkpoints(every))
+    assert sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()) == steps
+
+
+@pytest.mark.parametrize("every", ["often", "-1epochs", "1.5epochs", "2 weeks"])
+def test_intervals_that_are_none(every: str) -> None:
+    with pytest.raises(ConfigError, match="checkpoint_every"):
+        Checkpoints(every)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"width": 17}, "another model. The first difference is 1.weight: here of shape [17, 64], in the checkpoint"),
+        ({"optimizer": torch.optim.SGD}, "a checkpoint of a run with SGD, got one with AdamW"),
+        ({"seed": 9}, "seed was 0, here it is 9"),
+    ],
+)
+def test_checkpoints_of_other_runs_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    fit(tmp_path, Checkpoints(), epochs=1)
+    with pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, resume="latest", **options)
+    assert said in str(caught.value)
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_offered(tmp_path: Path) -> None:
+    fit(tmp_path, Checkpoints(), epochs=2)
+    older, newest = sorted((tmp_path / "checkpoints").iterdir())
+    with (newest / "model.safetensors").open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\x55")
+    with pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, resume="latest")
+    assert str(newest) in str(caught.value)
+    assert str(older) in str(caught.value)
+    assert len(fit(tmp_path, resume=str(older))[1]) == 3
+
+
+def saving_fails(out: Path) -> str:
+    def break_folder(trainer: Trainer) -> None:
+        if trainer.comm.rank == 0:
+            (out / "checkpoints").write_text("in the way")
+
+    with pytest.raises(CheckpointError) as caught:
+        fit(out, At(3, break_folder), Checkpoints())
+    return str(caught.value)
+
+
+def test_when_saving_fails_every_rank_says_why(pool: Pool, tmp_path: Path) -> None:
+    messages = pool.run(saving_fails, tmp_path, workers=2)
+    assert messages[0] == messages[1]
+    assert str(tmp_path / "checkpoints") in messages[0]
+
+
+def test_saving_without_a_folder_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="out="):
+        fit(None, Checkpoints(), epochs=1)  # type: ignore[arg-type]
+
+
+def test_an_interrupted_run_without_a_folder_says_that_nothing_is_saved() -> None:
+    with pytest.raises(InterruptedRunError, match="nothing was saved") as caught:
+        fit(None, At(2, send(signal.SIGINT, 0)))  # type: ignore[arg-type]
+    assert caught.value.checkpoint is None
+
+
+def test_the_second_signal_acts_at_once(tmp_path: Path) -> None:
+    def twice(trainer: Trainer) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, At(2, twice))
+
+
+def test_divergence_names_step_rate_and_last_checkpoint(tmp_path: Path) -> None:
+    def poison(trainer: Trainer) -> None:
+        next(trainer.model.parameters()).data.fill_(float("nan"))
+
+    with pytest.raises(DivergedError) as caught:
+        fit(tmp_path, At(7, poison), Checkpoints())
+    assert "the loss is nan at step 8 with learning rate 0.01" in str(caught.value)
+    assert f"The last checkpoint is {tmp_path}/checkpoints/step-0000000005" in str(caught.value)
+
+
+def test_early_stopping(tmp_path: Path) -> None:
+    _, history = fit(tmp_path, EarlyStopping("lr", patience=2), Checkpoints("0"), epochs=20)
+    assert len(history) == 3  # the rate is constant: the first value stays the best
+    with pytest.raises(ConfigError, match="one of epoch, step, train_loss"):
+        fit(tmp_path, EarlyStopping("test_f1"))
+
+
+def test_any_worker_may_ask_to_stop(pool: Pool, tmp_path: Path) -> None:
+    def ask(trainer: Trainer) -> None:
+        if trainer.comm.rank == 1:
+            trainer.stop("enough")
+
+    histories = [history for _, history in pool.run(fit, tmp_path, At(6, ask), workers=2, epochs=9)]
+    assert [len(history) for history in histories] == [2, 2]
+
+
+@pytest.mark.leaks("matplotlib keeps its fonts open")
+def test_the_files_of_a_run(tmp_path: Path) -> None:
+    _, history = fit(tmp_path, CSVLog(), Curve(), TensorBoard())
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert [int(row["epoch"]) for row in rows] == [1, 2, 3]
+    assert float(rows[-1]["test_accuracy"]) == pytest.approx(history[-1]["test_accuracy"])
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_evaluation_counts_every_sample_once(pool: Pool) -> None:
+    def measure() -> dict[str, float]:
+        trainer = make(None, [])
+        return trainer.evaluate(images(31))
+
+    (alone,) = pool.run(measure, workers=1)
+    for size in (2, 4):
+        for measured in pool.run(measure, workers=size):
+            assert measured["accuracy"] == alone["accuracy"]
+            assert measured["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+def test_evaluation_leaves_each_layers_mode() -> None:
+    trainer = make(None, [])
+    trainer.model.train()
+    trainer.model[3].eval()  # type: ignore[index]
+    trainer.evaluate(images(31))
+    assert [module.training for module in trainer.model.modules()] == [True, True, True, True, False, True]
+
+
+def test_callbacks_end_whatever_happens(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    class Watch(Callback):
+        def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+            ended.append(type(error).__name__)
+            raise RuntimeError("while ending")
+
+    def fail(trainer: Trainer) -> None:
+        raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first"):
+        fit(tmp_path, Watch(), Watch(), At(1, fail))
+    assert ended == ["KeyError", "KeyError"]
+    with pytest.raises(RuntimeError, match="while ending"):
+        fit(tmp_path, Watch(), epochs=1)
+
+
+def test_rank_zero_alone_has_ordinary_callbacks(pool: Pool) -> None:
+    class Note(Callback):
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def on_step(self, trainer: Trainer, result: StepResult) -> None:
+            self.steps += 1
+
+    def count() -> int:
+        note = Note()
+        fit(None, note, epochs=1)  # type: ignore[arg-type]
+        return note.steps
+
+    assert pool.run(count, workers=2) == [5, 0]
+
+
+@pytest.mark.parametrize("epochs", [0, -1, 1.5, True])
+def test_bad_numbers_of_epochs(epochs: Any) -> None:
+    with pytest.raises(ConfigError, match="epochs"):
+        fit(None, epochs=epochs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "replicas"])
+def test_strategies_that_are_not_there_yet(strategy: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist yet"):
+        make(None, [], strategy=strategy)
+
+
+def test_an_unknown_strategy() -> None:
+    with pytest.raises(ConfigError, match="Did you mean distributed"):
+        make(None, [], strategy="distribute")
