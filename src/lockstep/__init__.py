@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .communicator import Communicator, init
     from .data.loader import Batch, Loader
     from .errors import LockstepError
-    from .fingerprint import fingerprint
+    from .fingerprints import fingerprint
     from .launch import launch
     from .topology import World
     from .training import callbacks
@@ -52,7 +52,7 @@ _HOMES = {
     "callbacks": "training.callbacks",
     "data": "data",
     "evaluate": "training.evaluate",
-    "fingerprint": "fingerprint",
+    "fingerprint": "fingerprints",
     "init": "communicator",
     "launch": "launch",
     "make_schedule": "training.schedules",
@@ -70,8 +70,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".{_HOMES[name]}", __name__)
-    # Set for good: a submodule with the name of a function (launch, fingerprint) would take its place otherwise.
-    found = module if _HOMES[name].rpartition(".")[2] == name and not hasattr(module, name) else getattr(module, name)
+    # A module must not have the name of the function in it: importing it would put it in the function's place.
+    found = module if _HOMES[name].rpartition(".")[2] == name else getattr(module, name)
     globals()[name] = found
     return found
 

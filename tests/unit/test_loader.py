@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ def numbers(n: int) -> TensorDataset:
     return TensorDataset(torch.arange(n, dtype=torch.float32)[:, None], torch.arange(n))
 
 
+def joined(parts: Iterable[torch.Tensor]) -> list[int]:
+    return torch.cat(list(parts)).tolist()
+
+
 def batches(n: int, global_batch: int, size: int, epoch: int = 0, **options: Any) -> list[list[Batch]]:
     """By step, the parts of all ranks."""
     ranks = [Loader(numbers(n), global_batch, comm=rank_of(rank, size), **options).epoch(epoch) for rank in range(size)]
@@ -37,9 +42,9 @@ def batches(n: int, global_batch: int, size: int, epoch: int = 0, **options: Any
 @given(n=st.integers(8, 60), global_batch=st.integers(8, 70), size=st.integers(1, 8), epoch=st.integers(0, 3))
 def test_every_sample_once_and_the_same_order_at_any_size(n: int, global_batch: int, size: int, epoch: int) -> None:
     alone = [batch.indices.tolist() for (batch,) in batches(n, global_batch, 1, epoch)]
-    together = [sum((part.indices.tolist() for part in parts), []) for parts in batches(n, global_batch, size, epoch)]
+    together = [joined(part.indices for part in parts) for parts in batches(n, global_batch, size, epoch)]
     assert together == alone
-    assert sorted(sum(together, [])) == list(range(n))
+    assert sorted(chain.from_iterable(together)) == list(range(n))
 
 
 @settings(deadline=None)
@@ -86,7 +91,7 @@ def test_position_goes_on_with_another_number_of_workers() -> None:
     for loader in after:
         loader.load_state_dict(before[0].state_dict())
     rest = [batch.indices.tolist() for parts in zip(*(x.epoch(1) for x in after), strict=True) for batch in parts]
-    assert sum(seen + rest, []) == Loader(numbers(31), 6, comm=rank_of(0, 1)).order(1).tolist()
+    assert [*chain.from_iterable(seen + rest)] == Loader(numbers(31), 6, comm=rank_of(0, 1)).order(1).tolist()
     assert after[0].position == (2, 0)
 
 

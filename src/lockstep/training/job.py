@@ -17,7 +17,7 @@ from ..communicator import Communicator, init
 from ..data import DATA
 from ..data.loader import Loader
 from ..errors import ConfigError, LockstepError
-from ..fingerprint import fingerprint
+from ..fingerprints import fingerprint
 from ..models import build
 from ..shards import steps_per_epoch
 from .callbacks import Callback, Checkpoints, CSVLog, Curve, Progress, TensorBoard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from ..errors import ConfigError, DivergedError, InterruptedRunError
 from ..strategies import STRATEGIES
 from .callbacks import defaults
 from .callbacks.base import Callback, Row
+from .callbacks.group import CallbackGroup
 from .epoch import EpochTotals
 from .evaluate import Metric, default_metrics, evaluate
 from .losses import Forward, LossFn
@@ -96,7 +97,7 @@ class Trainer:
         self.step = TrainStep(model, optimizer, loss_fn, strategy=made, seed=seed, **step)
         self._forward = step.get("forward")
         chosen = defaults(self.out is not None) if callbacks is None else callbacks
-        self._callbacks = [c for c in chosen if c.every_rank or self.comm.rank == 0]
+        self._callbacks = CallbackGroup(chosen, self.comm.rank)
         self._saver = Saver(self)
         self._loader: Loader | None = None
         self._stop_reason, self._in_mid_epoch = "", False
@@ -134,7 +135,7 @@ class Trainer:
             self.resume(resume)
         self._make_folder()
         self.model.train()
-        with StopSignals() as signals, self._telling_callbacks():
+        with StopSignals() as signals, self._callbacks.running(self), self._naming_the_last_checkpoint():
             for self.epoch in range(loader.position[0], epochs):
                 self._train_epoch(loader, signals)
                 self._end_epoch(held_out)
@@ -157,8 +158,7 @@ class Trainer:
         for batch in loader.epoch(self.epoch):
             result = self.step.run(batch, stop=signals.received is not None)
             self.totals.add(result.loss, batch.global_size)
-            for callback in self._callbacks:
-                callback.on_step(self, result)
+            self._callbacks.on_step(self, result)
             if self._settle(result):
                 self._interrupt(signals)
 
@@ -189,27 +189,12 @@ class Trainer:
         return bool(self._stop_reason)
 
     @contextmanager
-    def _telling_callbacks(self) -> Iterator[None]:
-        """Call `on_start` of every callback now and `on_end` at the end, whatever ends it."""
-        error: BaseException | None = None
-        with ExitStack() as stack:
-            for callback in self._callbacks:
-                callback.on_start(self)
-                stack.callback(lambda c: self._tell_end(c, error), callback)
-            try:
-                yield
-                self.check_losses()
-            except DivergedError as diverged:
-                error = DivergedError(f"{diverged} {self._last_checkpoint()}")
-                raise error from None
-            except BaseException as other:
-                error = other
-                raise
-
-    def _tell_end(self, callback: Callback, error: BaseException | None) -> None:
-        # What goes wrong at the end must not hide what went wrong before.
-        with nullcontext() if error is None else suppress(Exception):
-            callback.on_end(self, error)
+    def _naming_the_last_checkpoint(self) -> Iterator[None]:
+        try:
+            yield
+            self.check_losses()
+        except DivergedError as error:
+            raise DivergedError(f"{error} {self._last_checkpoint()}") from None
 
     def _last_checkpoint(self) -> str:
         return f"The last checkpoint is {self._saver.last}." if self._saver.last else "There is no checkpoint yet."
@@ -237,8 +222,7 @@ class Trainer:
             row |= {f"test_{name}": value for name, value in measured.items()}
         self.check_losses()
         self.history.append(row)
-        for callback in self._callbacks:
-            callback.on_epoch(self, row)
+        self._callbacks.on_epoch(self, row)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Loss and metrics over a data set or `Loader`, every sample once, the same on every worker."""

@@ -1,0 +1,96 @@
+"""One short text that tells whether two trained models are bit for bit the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import ConfigError
+
+__all__ = ["fingerprint", "plain_names"]
+
+T = TypeVar("T")
+
+
+class _Digest(Protocol):
+    def update(self, data: Any, /) -> None: ...
+
+
+def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
+    """The SHA-256 of a model's parameters and buffers, and of the state of its optimizer.
+
+    It covers every entry of ``state_dict()``, every parameter, and the optimizer's state of each parameter (not its
+    options, such as the learning rate), with name, type, shape and raw bytes. It does not depend on the device, on
+    the order in which entries were made, nor on a wrapper such as DistributedDataParallel or ``torch.compile``.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        ConfigError: something in there is neither a plain dense tensor nor a plain value.
+    """
+    digest = hashlib.sha256(b"lockstep fingerprint 1\n")
+    entries = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
+    _feed(digest, plain_names(entries), "model")
+    if optimizer is not None:
+        _feed(digest, optimizer.state_dict()["state"], "optimizer")
+    return digest.hexdigest()
+
+
+def plain_names(state_dict: Mapping[str, T]) -> dict[str, T]:
+    """The entries under the names that the bare model gives them, in the same order.
+
+    Removed are the ``_orig_mod`` of ``torch.compile`` wherever it stands, and a ``module`` of
+    DistributedDataParallel or DataParallel that leads all names.
+
+    Raises:
+        ConfigError: two entries would have the same name.
+    """
+    parts = [[part for part in name.split(".") if part != "_orig_mod"] for name in state_dict]
+    while parts and all(len(names) > 1 and names[0] == "module" for names in parts):
+        parts = [names[1:] for names in parts]
+    plain = dict(zip((".".join(names) for names in parts), state_dict.values(), strict=True))
+    if len(plain) < len(state_dict):
+        raise ConfigError("state_dict", "names that differ without 'module.' and '_orig_mod.'", ", ".join(state_dict))
+    return plain
+
+
+def _feed(digest: _Digest, node: object, where: str) -> None:
+    # Each piece is preceded by its kind and size, so that no two different trees give the same stream of bytes.
+    kind = type(node).__name__
+    if isinstance(node, Tensor):
+        _head(digest, "tensor", str(node.dtype), list(node.shape))
+        digest.update(_raw(node, where))
+    elif isinstance(node, dict) and all(type(key) in (str, int) for key in node):
+        _head(digest, "dict", len(node))
+        for key in sorted(node, key=lambda key: (type(key).__name__, key)):
+            _head(digest, type(key).__name__, key)
+            _feed(digest, node[key], f"{where}.{key}")
+    elif isinstance(node, (list, tuple)) and type(node) in (list, tuple):
+        _head(digest, kind, len(node))
+        for index, item in enumerate(node):
+            _feed(digest, item, f"{where}.{index}")
+    elif node is None or type(node) in (bool, int, float, str):
+        _head(digest, kind, repr(node))
+    else:
+        raise ConfigError(where, "a tensor or a plain value", f"an object of type {kind}")
+
+
+def _head(digest: _Digest, *fields: object) -> None:
+    digest.update(json.dumps(fields).encode() + b"\n")
+
+
+def _raw(tensor: Tensor, where: str) -> Any:
+    """The bytes of `tensor` in row-major order, as an array of uint8."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        kind = f"a {tensor.layout} {type(tensor).__name__} on {tensor.device}"
+        raise ConfigError(where, "a plain dense tensor", kind, "Gather a DTensor first, with full_tensor().")
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # By way of bytes, because NumPy has no bfloat16; flat, because a view of another size needs a dimension.
+    return dense.reshape(-1).view(torch.uint8).numpy()

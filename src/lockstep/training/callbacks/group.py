@@ -1,0 +1,57 @@
+"""The callbacks of one run, told of each moment together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
+
+from .base import Callback, Row
+
+if TYPE_CHECKING:
+    from ..step import StepResult
+    from ..trainer import Trainer
+
+__all__ = ["CallbackGroup"]
+
+
+class CallbackGroup:
+    """Those of `callbacks` that run on this rank.
+
+    Args:
+        callbacks: in the order in which they are told.
+        rank: 0 has them all, the others only those with `every_rank`.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback], rank: int) -> None:
+        self._members = [callback for callback in callbacks if callback.every_rank or rank == 0]
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        """A step has been made."""
+        for member in self._members:
+            member.on_step(trainer, result)
+
+    def on_epoch(self, trainer: Trainer, row: Row) -> None:
+        """An epoch has been made and evaluated."""
+        for member in self._members:
+            member.on_epoch(trainer, row)
+
+    @contextmanager
+    def running(self, trainer: Trainer) -> Iterator[None]:
+        """Call `on_start` of each now and `on_end` at the end, whatever ends it."""
+        error: BaseException | None = None
+
+        def end(member: Callback) -> None:
+            # What goes wrong at the end must not hide what went wrong before.
+            with nullcontext() if error is None else suppress(Exception):
+                member.on_end(trainer, error)
+
+        with ExitStack() as stack:
+            for member in self._members:
+                member.on_start(trainer)
+                stack.callback(end, member)
+            try:
+                yield
+            except BaseException as raised:
+                error = raised
+                raise
