@@ -211,6 +211,8 @@ def pick_device(device: str, world: World) -> torch.device:
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise ConfigError("device", "auto, cpu, cuda or mps", device)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and not gpus:
+        raise ConfigError("device", "cpu or auto, as this machine has no GPU that torch can use", device)
     if device == "cuda" or (device == "auto" and gpus):
         if world.local_world_size > gpus:
             raise ConfigError(

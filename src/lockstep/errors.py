@@ -116,7 +116,7 @@ class WorkerError(LockstepError):
         return f"{head}\n\n{self.worker_traceback.rstrip()}" if self.worker_traceback else head
 
 
-def unknown_name(argument: str, name: object, known: Iterable[str], also: str = "") -> ConfigError:
+def unknown_name(argument: str, name: object, known: Iterable[str], also: str = "", expected: str = "") -> ConfigError:
     """The error for a name that is not among `known`, with the near ones offered.
 
     Args:
@@ -124,8 +124,9 @@ def unknown_name(argument: str, name: object, known: Iterable[str], also: str = 
         name: what came.
         known: every name that would have been right.
         also: another form that is accepted, e.g. ``"package.module:factory"``.
+        expected: said in place of the list of all names, where that would be long.
     """
     names = sorted(known)
-    expected = "one of " + ", ".join(names) + (f", or {also}" if also else "")
+    expected = expected or "one of " + ", ".join(names) + (f", or {also}" if also else "")
     near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)
     return ConfigError(argument, expected, name, f"Did you mean {' or '.join(near)}?" if near else "")

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import CheckpointError, ConfigError, DivergedError, InterruptedRunError
-from lockstep.fingerprint import fingerprint
+from lockstep.fingerprints import fingerprint
 from lockstep.training.callbacks import Callback, Checkpoints, CSVLog, Curve, EarlyStopping, TensorBoard
 from lockstep.training.step import StepResult
 from lockstep.training.trainer import Trainer

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..environment import debugging
-from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError
+from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
 from . import train
 
 __all__ = ["main"]
@@ -20,14 +20,17 @@ _COMMANDS = {"train": train}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for bad input, 128 + n for signal n, 1 for the rest."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    who = f"lockstep {options.command}"
     try:
+        if unknown:
+            raise unknown_name("option", unknown[0], options.known, expected=f"one that `{who} --help` lists")
         result: int = options.run(options)
         return result
     except LockstepError as error:
-        return _fail(error, f"lockstep {options.command}", options.debug or debugging())
+        return _fail(error, who, options.debug or debugging())
     except KeyboardInterrupt:
-        print(f"lockstep {options.command}: stopped", file=sys.stderr)
+        print(f"{who}: stopped", file=sys.stderr)
         return 130
 
 

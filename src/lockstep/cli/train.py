@@ -50,7 +50,7 @@ def add_to(commands: Any, name: str) -> None:
     files = groups[GROUPS[4]]
     files.add_argument("--config", metavar="FILE", help="YAML or TOML with the same options; flags win")
     files.add_argument("--debug", action="store_true", default=False, help="show the traceback of an error")
-    parser.set_defaults(run=run_command)
+    parser.set_defaults(run=run_command, known=[flag for action in parser._actions for flag in action.option_strings])
 
 
 def _add_option(group: Any, option: Any) -> None:
@@ -155,7 +155,9 @@ def _unused(out: Path) -> Path:
 def _latest_run() -> Path:
     runs = [path.parent.parent for path in Path("runs").glob("*/checkpoints/step-*")]
     if not runs:
-        raise ConfigError("resume", "an earlier run with a checkpoint in runs/", "none", "Name it with --out.")
+        raise ConfigError(
+            "resume", "an earlier run with a checkpoint in runs/", "a folder without one", "Name it with --out."
+        )
     return max(set(runs), key=lambda run: max(path.stat().st_mtime for path in (run / "checkpoints").iterdir()))
 
 
@@ -164,7 +166,9 @@ def _newest_checkpoint(folder: Path) -> str:
 
     newest = CheckpointStore(folder / "checkpoints").latest() if (folder / "checkpoints").is_dir() else None
     if newest is None:
-        raise ConfigError("resume", f"a checkpoint in {folder / 'checkpoints'}", "none", "Start without --resume.")
+        raise ConfigError(
+            "resume", f"a checkpoint in {folder / 'checkpoints'}", "no such thing", "Start without --resume."
+        )
     return str(newest)
 
 

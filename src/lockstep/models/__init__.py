@@ -31,13 +31,13 @@ MODELS = Registry(
 )
 
 
-def build(name: str, classes: int, shape: tuple[int, ...]) -> torch.nn.Module:
+def build(name: str, classes: int | None, shape: tuple[int, ...]) -> torch.nn.Module:
     """The model that `name` stands for, freshly initialised, on the CPU.
 
     Args:
         name: a short name, or ``package.module:factory`` of a callable that returns an ``nn.Module``. A factory
             that has parameters named ``classes`` or ``shape`` gets them; it must do without any others.
-        classes: number of outputs.
+        classes: number of outputs; None where it is not known, and then not handed on.
         shape: one sample's shape, e.g. (1, 28, 28).
 
     Raises:
@@ -46,7 +46,7 @@ def build(name: str, classes: int, shape: tuple[int, ...]) -> torch.nn.Module:
     from torch import nn
 
     factory = MODELS.load(name)
-    offered: dict[str, Any] = {"classes": classes, "shape": shape}
+    offered: dict[str, Any] = {"shape": shape} if classes is None else {"classes": classes, "shape": shape}
     try:
         accepted = inspect.signature(factory).parameters
         arguments = {key: value for key, value in offered.items() if key in accepted}

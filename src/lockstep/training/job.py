@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .. import atomic
 from ..checkpoint import save_weights
-from ..communicator import Communicator, init
+from ..communicator import init
 from ..data import DATA
 from ..data.loader import Loader
 from ..errors import ConfigError, LockstepError
 from ..fingerprints import fingerprint
-from ..models import build
+from ..models import MODELS, build
 from ..shards import steps_per_epoch
 from .callbacks import Callback, Checkpoints, CSVLog, Curve, Progress, TensorBoard
 from .evaluate import evaluating
@@ -48,9 +51,8 @@ def run(options: TrainOptions, out: str, resume: str | None = None) -> dict[str,
     comm = init(options.device)
     train, test = load_data(options)
     torch.manual_seed(options.seed)
-    model = build(options.model, classes=_classes(train, options), shape=_shape(train))
+    model = _build_model(options, train)
     loss_fn = nn.CrossEntropyLoss()
-    _try_model(model, train, loss_fn)
     model = prepare_model(
         model,
         comm,
@@ -77,8 +79,8 @@ def run(options: TrainOptions, out: str, resume: str | None = None) -> dict[str,
     if test is not None:
         test = trainer.loader(test, shuffle=False)
     try:
-        _open_folder(comm, Path(out), options)
-        trainer.fit(loader, options.epochs, validate=test, resume=resume)
+        with _no_folder_for_nothing(trainer, Path(out)):
+            trainer.fit(loader, options.epochs, validate=test, resume=resume)
     finally:
         loader.close()
         if isinstance(test, Loader):
@@ -111,19 +113,16 @@ def _shape(dataset: Any) -> tuple[int, ...]:
     return tuple(inputs.shape[1:])
 
 
-def _classes(dataset: Any, options: TrainOptions) -> int:
+def _classes(dataset: Any) -> int | None:
+    """How many classes the labels have, if that can be told without reading every sample."""
     classes = getattr(dataset, "classes", None)
     if classes is not None:
         return classes if isinstance(classes, int) else len(classes)
-    labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
-    if labels is not None:
-        return int(torch.as_tensor(labels).max()) + 1
-    raise ConfigError(
-        "data",
-        "a data set with an attribute classes (their number, or their names)",
-        options.data,
-        "The model's number of outputs is taken from it.",
-    )
+    tensors = getattr(dataset, "tensors", None)  # of a TensorDataset
+    labels = tensors[-1] if tensors else getattr(dataset, "targets", None)
+    if labels is None or torch.as_tensor(labels).is_floating_point():
+        return None
+    return int(torch.as_tensor(labels).max()) + 1
 
 
 def _samples(dataset: Any, count: int) -> Any:
@@ -135,8 +134,22 @@ def _samples(dataset: Any, count: int) -> Any:
     return default_collate([dataset[index] for index in range(count)])
 
 
+def _build_model(options: TrainOptions, dataset: Any) -> nn.Module:
+    classes = _classes(dataset)
+    if classes is None and options.model in MODELS.targets:
+        raise ConfigError(
+            "data",
+            "a data set with an attribute classes (their number, or their names)",
+            options.data,
+            "The model's number of outputs is taken from it.",
+        )
+    model = build(options.model, classes, _shape(dataset))
+    _try_model(model, dataset, classes)
+    return model
+
+
 @torch.no_grad()
-def _try_model(model: nn.Module, dataset: Any, loss_fn: nn.Module) -> None:
+def _try_model(model: nn.Module, dataset: Any, classes: int | None) -> None:
     """Run two samples through the model, so that what does not fit is said before anything is started."""
     inputs, labels = _samples(dataset, 2)
     with evaluating(model):
@@ -147,7 +160,10 @@ def _try_model(model: nn.Module, dataset: Any, loss_fn: nn.Module) -> None:
             raise ConfigError(
                 "model", f"a model for inputs of shape {list(inputs.shape)}", f"{type(error).__name__}: {reason}"
             ) from error
-        check_fit(loss_fn, output, labels)
+    check_fit(nn.CrossEntropyLoss(), output, labels)
+    if classes is not None and output.shape[1] < classes:
+        got = f"{output.shape[1]} outputs"
+        raise ConfigError("model", f"an output for each of the {classes} classes of the data", got)
 
 
 def make_optimizer(model: nn.Module, options: TrainOptions) -> Optimizer:
@@ -173,24 +189,42 @@ def _schedule(options: TrainOptions, samples: int) -> Any:
 def make_callbacks(options: TrainOptions) -> list[Callback]:
     """What the options ask for beside the training."""
     chosen: list[Callback] = [] if options.quiet else [Progress()]
-    chosen += [CSVLog(), Curve(), Checkpoints(options.checkpoint_every)]
+    chosen += [_OptionsFile(options), CSVLog(), Curve(), Checkpoints(options.checkpoint_every)]
     if "tensorboard" in options.logs():
         chosen.append(TensorBoard())
     return chosen
 
 
-def _open_folder(comm: Communicator, out: Path, options: TrainOptions) -> None:
-    import yaml
+class _OptionsFile(Callback):
+    """Writes every option as it was resolved; not before a checkpoint that is gone on from has been accepted."""
 
-    def write() -> None:
+    def __init__(self, options: TrainOptions) -> None:
+        self._options = options
+
+    def on_start(self, trainer: Trainer) -> None:
+        import yaml
+
+        comm, out = trainer.comm, trainer.out
+        assert out is not None
+        resolved = {"workers": str(comm.size), "device": comm.device.type, "out": str(out)}
+        text = yaml.safe_dump({**self._options.as_dict(), **resolved}, sort_keys=False)
         try:
-            out.mkdir(parents=True, exist_ok=True)
-            resolved = {**options.as_dict(), "workers": str(comm.size), "device": comm.device.type, "out": str(out)}
-            atomic.write_text(out / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
+            atomic.write_text(out / "config.yaml", text)
         except OSError as error:
-            raise ConfigError("out", "a folder that can be written", f"{out} ({error.strerror or error})") from None
+            raise ConfigError("out", "a folder that can be written", f"{out} ({error.strerror})") from None
 
-    comm.on_rank0(write)
+
+@contextmanager
+def _no_folder_for_nothing(trainer: Trainer, out: Path) -> Iterator[None]:
+    """Remove the folders that were made for a run which fails before its first step."""
+    made = [path for path in (out, *out.parents) if not path.exists()]
+    try:
+        yield
+    except LockstepError:
+        if trainer.comm.rank == 0 and trainer.step.steps_done == 0:
+            for path in made:
+                shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def _finish(trainer: Trainer, out: Path) -> dict[str, Any]:
