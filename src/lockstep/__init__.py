@@ -40,24 +40,26 @@ __all__ = [
     "prepare_model",
 ]
 
-# Where each public name lives. They are imported when first used: `import lockstep` costs next to nothing.
+# Where each public name lives: "module:attribute", or a module. They are imported when first used, so that
+# `import lockstep` costs next to nothing. No module of the package itself may have the name of a function in this
+# list: importing it would put the module in the function's place.
 _HOMES = {
-    "Batch": "data.loader",
-    "Communicator": "communicator",
-    "Loader": "data.loader",
-    "LockstepError": "errors",
-    "TrainStep": "training.step",
-    "Trainer": "training.trainer",
-    "World": "topology",
+    "Batch": "data.loader:Batch",
+    "Communicator": "communicator:Communicator",
+    "Loader": "data.loader:Loader",
+    "LockstepError": "errors:LockstepError",
+    "TrainStep": "training.step:TrainStep",
+    "Trainer": "training.trainer:Trainer",
+    "World": "topology:World",
     "callbacks": "training.callbacks",
     "data": "data",
-    "evaluate": "training.evaluate",
-    "fingerprint": "fingerprints",
-    "init": "communicator",
-    "launch": "launch",
-    "make_schedule": "training.schedules",
+    "evaluate": "training.evaluate:evaluate",
+    "fingerprint": "fingerprints:fingerprint",
+    "init": "communicator:init",
+    "launch": "launch:launch",
+    "make_schedule": "training.schedules:make_schedule",
     "models": "models",
-    "prepare_model": "training.prepare",
+    "prepare_model": "training.prepare:prepare_model",
 }
 
 
@@ -69,10 +71,9 @@ def __getattr__(name: str) -> Any:
             return "0+unknown"
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f".{_HOMES[name]}", __name__)
-    # A module must not have the name of the function in it: importing it would put it in the function's place.
-    found = module if _HOMES[name].rpartition(".")[2] == name else getattr(module, name)
-    globals()[name] = found
+    home, _, attribute = _HOMES[name].partition(":")
+    module = importlib.import_module(f".{home}", __name__)
+    globals()[name] = found = getattr(module, attribute) if attribute else module
     return found
 
 

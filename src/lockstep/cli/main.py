@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -50,14 +51,17 @@ def _parser() -> argparse.ArgumentParser:
 def _fail(error: LockstepError, who: str, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
-    if isinstance(error, ConfigError):
-        message = error.render(train.as_flag(error.argument))
+    if isinstance(error, InterruptedRunError):
+        message = error.message
+        if error.checkpoint is not None:
+            message += f". Go on with: {who} --resume {shlex.quote(error.checkpoint)}"
+    elif isinstance(error, ConfigError):
+        message = f"error: {error.render(train.as_flag(error.argument))}"
     elif isinstance(error, WorkerError):
-        message = _worker_message(error)
+        message = f"error: {_worker_message(error)}"
     else:
-        message = str(error)
-    word = "" if isinstance(error, InterruptedRunError) else "error: "
-    print(f"{who}: {word}{message}", file=sys.stderr)
+        message = f"error: {error}"
+    print(f"{who}: {message}", file=sys.stderr)
     return error.exit_code
 
 

@@ -78,12 +78,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     options.check()
     workers = choose_workers(options)
     out = str(folder or _new_folder(options))
-    if environment.is_launched():
-        _run_here(options, out, resume)
-    elif workers == 1:
-        _show(options, out, _run_here(options, out, resume))
-    else:
-        _show(options, out, _run_launched(options, out, resume, workers))
+    here = workers == 1 or environment.is_launched()
+    result = (_run_here if here else _run_launched)(options, out, resume)
+    if environment.find_world().is_first:
+        _show(options, out, result)
     return 0
 
 
@@ -211,10 +209,10 @@ def _run_here(options: TrainOptions, out: str, resume: str | None) -> dict[str, 
     return run(options, out, resume)
 
 
-def _run_launched(options: TrainOptions, out: str, resume: str | None, workers: int) -> dict[str, Any]:
+def _run_launched(options: TrainOptions, out: str, resume: str | None) -> dict[str, Any]:
     from ..launch import launch
 
-    result: dict[str, Any] = launch(_run_here, options, out, resume, workers=workers)
+    result: dict[str, Any] = launch(_run_here, options, out, resume, workers=choose_workers(options))
     return result
 
 

@@ -101,7 +101,7 @@ def load_data(options: TrainOptions) -> tuple[Any, Any]:
         raise ConfigError("data_dir", f"nothing, as {options.data} reads no files", options.data_dir)
     made = factory(data_dir=options.data_dir) if accepts else factory()
     parts = made if isinstance(made, tuple) else (made, None)
-    if len(parts) != 2 or not hasattr(parts[0], "__getitem__"):
+    if len(parts) != 2 or isinstance(parts[0], str) or not hasattr(parts[0], "__getitem__"):
         raise ConfigError("data", "a factory that returns (train, test) or one map-style data set", options.data)
     return parts[0], parts[1]
 
@@ -160,10 +160,10 @@ def _try_model(model: nn.Module, dataset: Any, classes: int | None) -> None:
             raise ConfigError(
                 "model", f"a model for inputs of shape {list(inputs.shape)}", f"{type(error).__name__}: {reason}"
             ) from error
-    check_fit(nn.CrossEntropyLoss(), output, labels)
-    if classes is not None and output.shape[1] < classes:
-        got = f"{output.shape[1]} outputs"
+    if classes is not None and isinstance(output, torch.Tensor) and output.shape[1:2] < (classes,):
+        got = f"an output of shape {list(output.shape)}"
         raise ConfigError("model", f"an output for each of the {classes} classes of the data", got)
+    check_fit(nn.CrossEntropyLoss(), output, labels)
 
 
 def make_optimizer(model: nn.Module, options: TrainOptions) -> Optimizer:

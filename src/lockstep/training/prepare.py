@@ -37,8 +37,20 @@ def prepare_model(
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.register_forward_pre_hook(_to_channels_last)
     if compile_model:
-        model.compile()
+        _compile_in_place(model)
     return model
+
+
+def _compile_in_place(model: nn.Module) -> None:
+    """Compile the model's forward, and keep the model itself, with its names and its optimizer."""
+    forward = model.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    # nn.Module.compile() does nothing for torch's own containers (seen with torch 2.13): the compiler passes over
+    # frames of torch itself, so a Sequential has none that it would take. This frame is ours.
+    model.forward = torch.compile(run)
 
 
 def _to_channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

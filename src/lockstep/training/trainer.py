@@ -178,8 +178,8 @@ class Trainer:
         number = numbers[0] if numbers else int(Signals.SIGTERM)
         where = f"{Signals(number).name} after step {self.step.steps_done} (epoch {self.epoch + 1} of {self.epochs})"
         path = None if self.out is None else self.save()
-        advice = "nothing was saved, as the run has no folder" if path is None else f"saved {path}; go on with resume="
-        raise InterruptedRunError(f"stopped by {where}; {advice}", number, None if path is None else str(path))
+        saved = "nothing was saved, as the run has no folder" if path is None else f"saved {path}"
+        raise InterruptedRunError(f"stopped by {where}; {saved}", number, None if path is None else str(path))
 
     def _agree_to_stop(self, signals: StopSignals) -> bool:
         wishes = self.comm.allgather_object((signals.received, self._stop_reason))
