@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .data.loader import Batch, Loader
     from .errors import LockstepError
     from .fingerprints import fingerprint
-    from .launch import launch
+    from .launchers import launch
     from .topology import World
     from .training import callbacks
     from .training.evaluate import evaluate
@@ -56,7 +56,7 @@ _HOMES = {
     "evaluate": "training.evaluate:evaluate",
     "fingerprint": "fingerprints:fingerprint",
     "init": "communicator:init",
-    "launch": "launch:launch",
+    "launch": "launchers:launch",
     "make_schedule": "training.schedules:make_schedule",
     "models": "models",
     "prepare_model": "training.prepare:prepare_model",

@@ -10,7 +10,7 @@ from pathlib import Path
 from .errors import ConfigError
 from .topology import World
 
-__all__ = ["debugging", "find_world", "is_launched", "rendezvous_is_set", "under_launcher", "usable_cores"]
+__all__ = ["debugging", "find_world", "is_launched", "rendezvous_is_set", "under_launcher", "usable_cores", "variables"]
 
 
 def find_world(variables: Mapping[str, str] | None = None) -> World:
@@ -51,6 +51,11 @@ def _whole(env: Mapping[str, str], name: str, source: str, default: int | None =
         return int(text)
     except ValueError:
         raise ConfigError(f"environment variable {name}", "a whole number", repr(text), hint) from None
+
+
+def variables() -> dict[str, str]:
+    """A copy of this process's environment, to hand on to a child."""
+    return dict(os.environ)
 
 
 def is_launched() -> bool:

@@ -300,6 +300,6 @@ def test_a_signal_saves_and_says_how_to_go_on(folder: Path, number: int, workers
             process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
-    assert re.search(r"saved (\S+)\. Go on with: lockstep train --resume \1$", errors.strip())
+    assert re.search(r"saved long/checkpoints/step-\d+\. Go on with: lockstep train --resume long$", errors.strip())
     assert "Traceback" not in errors
     assert len(list((folder / "long/checkpoints").iterdir())) == 1

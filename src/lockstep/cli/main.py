@@ -7,6 +7,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from .. import __version__
 from ..environment import debugging
@@ -54,7 +55,8 @@ def _fail(error: LockstepError, who: str, debug: bool) -> int:
     if isinstance(error, InterruptedRunError):
         message = error.message
         if error.checkpoint is not None:
-            message += f". Go on with: {who} --resume {shlex.quote(error.checkpoint)}"
+            run = str(Path(error.checkpoint).parent.parent)  # RUN/checkpoints/step-…
+            message += f". Go on with: {who} --resume {shlex.quote(run)}"
     elif isinstance(error, ConfigError):
         message = f"error: {error.render(train.as_flag(error.argument))}"
     elif isinstance(error, WorkerError):

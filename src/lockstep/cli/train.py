@@ -210,7 +210,7 @@ def _run_here(options: TrainOptions, out: str, resume: str | None) -> dict[str, 
 
 
 def _run_launched(options: TrainOptions, out: str, resume: str | None) -> dict[str, Any]:
-    from ..launch import launch
+    from ..launchers import launch
 
     result: dict[str, Any] = launch(_run_here, options, out, resume, workers=choose_workers(options))
     return result

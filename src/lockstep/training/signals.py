@@ -15,8 +15,9 @@ __all__ = ["StopSignals"]
 class StopSignals:
     """While entered, remembers the first SIGINT or SIGTERM instead of dying from it.
 
-    Alone, the second one acts as it would have without this, for those who cannot wait; under a launcher repeats are
-    ignored, because Ctrl-C reaches a worker from the terminal and from the launcher, which is who loses patience.
+    Alone, the second one acts as it would have without this, for those who cannot wait. Under Lockstep's launcher
+    repeats are ignored: whoever signals every process reaches a worker twice, and it is the launcher that loses
+    patience and kills.
     Outside the main thread, where Python allows no signal handlers, it does nothing.
     """
 

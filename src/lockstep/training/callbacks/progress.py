@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .base import Callback, Row
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ class Progress(Callback):
         self._next = 0.0
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begin the display, where there is a terminal for it."""
+        """Say what is about to happen, and begin the display where there is a terminal for it."""
+        self._console.print(as_heading(trainer), soft_wrap=True)
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
@@ -74,6 +77,19 @@ class Progress(Callback):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def as_heading(trainer: Trainer) -> str:
+    """The run in one line."""
+    workers, threads = trainer.comm.size, torch.get_num_threads()
+    parts = [
+        f"global batch {trainer.global_batch:,}",
+        f"{trainer.total_steps // trainer.epochs:,} steps an epoch",
+        f"{workers} {'worker' if workers == 1 else 'workers'} on {trainer.comm.device.type}",
+    ]
+    if trainer.comm.device.type == "cpu":
+        parts.append(f"{threads} {'thread' if threads == 1 else 'threads'} each")
+    return ", ".join(parts) + ("" if trainer.out is None else f"; files in {trainer.out}")
 
 
 def as_line(row: Row, epochs: int) -> str:

@@ -1,0 +1,100 @@
+"""What a run's end means to the one who started it: pure, from what the workers and the agent have left."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import InterruptedRunError, WorkerError
+from .folder import Report
+
+__all__ = ["Ending", "conclude", "first_failure"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Everything known after the last worker has gone.
+
+    Attributes:
+        reports: what the workers said, the earliest first.
+        lost: the ranks that were found dead first.
+        codes: exit code of each rank whose death the agent saw before it ended the others; negative for a signal.
+        signals: what the launcher was sent.
+        killed: whether the launcher killed workers because their time was up.
+    """
+
+    reports: Sequence[Report] = ()
+    lost: Sequence[int] = ()
+    codes: Mapping[int, int] | None = None
+    signals: Sequence[int] = ()
+    killed: bool = False
+
+
+def conclude(ending: Ending) -> None:
+    """Raise what the ending amounts to; return where all is well.
+
+    Raises:
+        WorkerError: a worker failed. That it left on a signal which the launcher was sent is no failure.
+        InterruptedRunError: workers stopped in good order, or the launcher was sent SIGTERM.
+        KeyboardInterrupt: the launcher was sent SIGINT.
+    """
+    error = first_failure(ending)
+    stopped = sorted((report for report in ending.reports if report.stopped), key=lambda report: report.rank)
+    if error is not None and not ((ending.signals or stopped) and _is_obedience(error, ending)):
+        raise error
+    if stopped:
+        raise InterruptedRunError(stopped[0].reason, stopped[0].signal_number, stopped[0].checkpoint)
+    if ending.signals:
+        number = ending.signals[0]
+        how = "the workers did not leave in time and were killed" if ending.killed else "the workers have left"
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt(how)
+        raise InterruptedRunError(f"stopped by {_name(number)}: {how}", number)
+
+
+def first_failure(ending: Ending) -> WorkerError | None:
+    """The failure that came first, or None where no worker failed.
+
+    A report without dead peers comes before any other, the earliest first; then a death without a report; a
+    failure after a peer's death is the last resort.
+    """
+    failures = [report for report in ending.reports if not report.stopped]
+    causes = [report for report in failures if not report.after]
+    if causes:
+        return _reported(causes[0])
+    codes = ending.codes or {}
+    told = {report.rank for report in ending.reports}
+    seen = [rank for rank in codes if rank not in told]
+    lost = [rank for rank in ending.lost if rank not in told]
+    silent = [rank for rank in lost if rank in seen] or lost or seen
+    if silent:
+        return _silent(silent[0], codes.get(silent[0], 0))
+    return _reported(failures[0]) if failures else None
+
+
+def _reported(report: Report) -> WorkerError:
+    return WorkerError(report.rank, report.kind, report.reason, report.traceback, report.exit_code)
+
+
+def _silent(rank: int, code: int) -> WorkerError:
+    if code > 0:
+        return WorkerError(rank, "exit", f"left with exit code {code} and no word", exit_code=code)
+    if code == 0:
+        return WorkerError(rank, "exit", "left with exit code 0 before its work was done", exit_code=1)
+    hint = " (as the system does when memory runs out)" if code == -signal.SIGKILL else ""
+    return WorkerError(rank, "exit", f"killed by {_name(-code)}{hint}", exit_code=128 - code)
+
+
+def _is_obedience(error: WorkerError, ending: Ending) -> bool:
+    if error.kind in ("exit", "SystemExit"):
+        asked = {128 + number for number in ending.signals}
+        return error.exit_code in asked or (ending.killed and error.kind == "exit")
+    return error.kind == "KeyboardInterrupt"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,166 @@
+"""What one worker process does around its work: settle in, report how it ended, leave nothing running."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InterruptedRunError, LockstepError
+from .folder import Folder, Report
+
+__all__ = ["Setup", "main"]
+
+# A worker that failed because a peer died waits this long to be ended with the others, so that the launcher sees
+# the peer's death first. It polls every 50 ms.
+FOLLOW_SECONDS = 10.0
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker must know beside its work.
+
+    Attributes:
+        folder: where it reports.
+        workers: number of workers on this machine.
+        threads: threads that PyTorch may use within one operation.
+        streams: the launcher's file descriptors 1 and 2.
+    """
+
+    folder: Folder
+    workers: int
+    threads: int
+    streams: dict[int, Connection]
+
+
+def main(task: Callable[[], object], setup: Setup, local_rank: str) -> object:
+    """Do `task` as the worker `local_rank` (text, as PyTorch's agent fills it in) and return its value.
+
+    An exception is written down for the launcher, and ends the process with the exception's exit code. A worker
+    that stopped in good order (InterruptedRunError) stays until all have, as the agent ends the peers of a worker
+    that fails.
+    """
+    rank = int(local_rank)
+    try:
+        setup.folder.enter(rank)
+        _settle(setup)
+        value = task()
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+    except InterruptedRunError as error:
+        setup.folder.write(_report(rank, error, setup))
+        value = None
+    except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        report = _report(rank, error, setup)
+        if report.exit_code:
+            _fail(report, setup.folder)
+        value = None  # sys.exit(0) is a way to return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted
+    _flush()
+    setup.folder.finish(rank)
+    return value
+
+
+def _settle(setup: Setup) -> None:
+    _take_signals()
+    threading.Thread(target=_end_with_launcher, args=(setup.folder,), name="launcher watch", daemon=True).start()
+    for descriptor, stream in setup.streams.items():
+        # the fork server's own are those of the first launch
+        os.dup2(stream.fileno(), descriptor)
+        stream.close()
+    for text in (sys.stdout, sys.stderr):
+        if isinstance(text, io.TextIOWrapper):
+            text.reconfigure(line_buffering=True)
+    torch.set_num_threads(setup.threads)
+
+
+def _take_signals() -> None:
+    # In a process group of its own a worker gets Ctrl-C from the launcher alone, and so once.
+    os.setpgid(0, 0)
+    # Outside the terminal's foreground group, writing to it must not stop the process ("stty tostop").
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # PyTorch asks for SIGINT at the death of the fork server; the death that matters is the launcher's.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _end_with_launcher(folder: Folder) -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()  # reads a pipe whose other end only the launcher holds
+    shutil.rmtree(folder.path, ignore_errors=True)
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _report(rank: int, error: BaseException, setup: Setup) -> Report:
+    now = time.time_ns()
+    stopped = isinstance(error, InterruptedRunError)
+    return Report(
+        rank,
+        now,
+        type(error).__name__,
+        _message(error),
+        "" if stopped or isinstance(error, SystemExit) else _traceback(error),
+        _exit_code(error),
+        tuple(setup.folder.lost(r for r in range(setup.workers) if r != rank)),
+        error.signal_number if isinstance(error, InterruptedRunError) else 0,
+        error.checkpoint if isinstance(error, InterruptedRunError) else None,
+    )
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return f"left with exit code {_exit_code(error)}"
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its message cannot be shown: {type(second).__name__})"
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return error.exit_code if isinstance(error, LockstepError) else 1
+
+
+def _traceback(error: BaseException) -> str:
+    frames: TracebackType | None = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__package__") == __package__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _fail(report: Report, folder: Folder) -> None:
+    _flush()
+    folder.write(report)
+    if report.after:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(FOLLOW_SECONDS)
+    raise SystemExit(report.exit_code) from None
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()

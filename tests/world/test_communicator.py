@@ -1,0 +1,145 @@
+"""Workers find each other, and what one does alone reaches all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep.communicator import Communicator, pick_device
+from lockstep.errors import ConfigError
+from lockstep.topology import World
+from support.pool import Pool
+
+
+def place() -> tuple[int, int, str, bool]:
+    comm = lockstep.init("cpu")
+    assert lockstep.init() is comm
+    assert comm.group is dist.group.WORLD
+    return comm.rank, comm.size, comm.world.source, comm.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("init", [True, False], ids=["group is there", "group is made"])
+def test_a_group_of_the_programs_is_used_and_else_one_is_made(pool: Pool, init: bool) -> None:
+    assert pool.run(place, workers=3, init=init) == [(rank, 3, "torchrun", True) for rank in range(3)]
+
+
+def test_alone_nothing_is_set_up() -> None:
+    comm = lockstep.init("cpu")
+    assert (comm.rank, comm.size, comm.group, dist.is_initialized()) == (0, 1, None, False)
+    tensor = torch.ones(2)
+    assert comm.allreduce(tensor) is tensor
+    assert comm.broadcast(tensor) is tensor
+    assert comm.broadcast_object("x") == "x"
+    assert comm.allgather_object("x") == ["x"]
+    assert comm.on_rank0(lambda: 3) == 3
+    comm.barrier()
+    with comm.first():
+        pass
+
+
+def test_another_device_the_second_time_is_an_error() -> None:
+    lockstep.init("cpu")
+    with pytest.raises(ConfigError, match="cpu, as in the first call"):
+        lockstep.init("mps")
+
+
+def again() -> list[int]:
+    sizes = [lockstep.init("cpu").size]
+    dist.destroy_process_group()
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return [*sizes, lockstep.init("cpu").size]
+
+
+def test_a_new_group_is_noticed(pool: Pool) -> None:
+    assert pool.run(again, workers=2) == [[2, 1], [2, 1]]
+
+
+def verbs() -> tuple[list[float], list[float], Any, Any]:
+    comm = lockstep.init("cpu")
+    total = comm.allreduce(torch.tensor([1.0, comm.rank]))
+    wait = comm.allreduce_async(torch.tensor([2.0]))
+    sent = comm.broadcast(torch.full((2,), float(comm.rank)), root=2)
+    assert wait().item() == 6
+    comm.barrier()
+    named = comm.broadcast_object({"rank": comm.rank}, root=1)
+    return total.tolist(), sent.tolist(), named, comm.allgather_object((comm.rank, "x" * comm.rank))
+
+
+def test_verbs(pool: Pool) -> None:
+    everywhere = ([3.0, 3.0], [2.0, 2.0], {"rank": 1}, [(0, ""), (1, "x"), (2, "xx")])
+    assert pool.run(verbs, workers=3) == [everywhere] * 3
+
+
+def alone_on_rank0(folder: Path) -> tuple[str, str]:
+    comm = lockstep.init("cpu")
+    made = comm.on_rank0(lambda: f"made by {comm.rank}")
+    with pytest.raises(FileNotFoundError) as caught:
+        comm.on_rank0((folder / "no" / "such").mkdir)
+    return made, str(caught.value)
+
+
+def test_what_rank_0_gets_or_raises_reaches_all(pool: Pool, tmp_path: Path) -> None:
+    (made, error), other = pool.run(alone_on_rank0, tmp_path, workers=2)
+    assert (made, error) == other
+    assert made == "made by 0"
+    assert "no/such" in error
+
+
+def first(folder: Path) -> bool:
+    comm = lockstep.init("cpu")
+    with comm.first():
+        was_there = (folder / "made").exists()
+        if comm.rank == 0:
+            (folder / "made").mkdir()
+    return was_there
+
+
+def test_rank_0_first(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(first, tmp_path, workers=3) == [False, True, True]
+
+
+def incomplete() -> str:
+    with pytest.raises(ConfigError) as caught:
+        lockstep.init("cpu")
+    return str(caught.value)
+
+
+def test_ranks_without_a_meeting_place(pool: Pool) -> None:
+    (said,) = pool.run(incomplete, workers=1, init=False, env={"MASTER_PORT": None})
+    assert "MASTER_ADDR and MASTER_PORT" in said
+
+
+@pytest.mark.parametrize(
+    ("device", "world", "gpus", "said"),
+    [
+        ("gpu", World(), 0, "auto, cpu, cuda or mps"),
+        ("cuda", World(), 0, "no GPU that torch can use"),
+        ("auto", World(1, 2, 1, 2), 1, "as it has GPUs \\(1\\), got 2 workers \\(this is rank 1\\)"),
+    ],
+)
+def test_devices_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, device: str, world: World, gpus: int, said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ConfigError, match=said):
+        pick_device(device, world)
+
+
+def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert pick_device("auto", World(3, 8, 3, 4)) == torch.device("cuda", 3)
+    assert chosen == [3]
+
+
+def test_a_communicator_says_who_it_is() -> None:
+    assert "rank=1, size=2" in repr(Communicator(World(1, 2, 1, 2), torch.device("cpu")))
