@@ -223,8 +223,9 @@ def test_a_refused_resume_changes_nothing(folder: Path, capsys: pytest.CaptureFi
     assert {path: path.read_bytes() for path in (folder / "one").rglob("*") if path.is_file()} == before
 
 
-def test_divergence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_divergence_at_once_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", "mine:broken") == 1
+    assert left(folder) == set()
     assert "the loss is nan at step 0 with learning rate 0.05" in capsys.readouterr().err
 
 

@@ -89,9 +89,11 @@ def test_a_stopped_run_goes_on_to_the_same_end(
     straight = pool.run(fit, tmp_path / "straight", workers=workers)
     for message, code, checkpoint in pool.run(interrupted, tmp_path / "run", step, number, rank, workers=workers):
         assert code == 128 + number
-        # a signal is noticed by all at the end of the step after the one in which it came
         assert signal.Signals(number).name in message
+        # noticed by all at the end of the step after the one in which it came, or of its epoch
+        done = step + 1 if step in (4, 9) else step + 2
         assert checkpoint is not None
+        assert checkpoint.endswith(f"step-{done:010}")
         assert checkpoint in message
     resumed = pool.run(fit, tmp_path / "run", workers=workers, resume="latest")
     assert [print_ for print_, _ in resumed] == [print_ for print_, _ in straight]
@@ -258,6 +260,39 @@ def test_evaluation_leaves_each_layers_mode() -> None:
     trainer.model[3].eval()  # type: ignore[index]
     trainer.evaluate(images(31))
     assert [module.training for module in trainer.model.modules()] == [True, True, True, True, False, True]
+
+
+class Counting(nn.Module):
+    """Changes a buffer of its own in each step, on each rank in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.layer = nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += lockstep.init().rank + 1
+        return self.layer(x.flatten(1))
+
+
+@pytest.mark.parametrize("when", ["evaluation", "checkpoint"])
+def test_other_buffers_are_those_of_rank_0(pool: Pool, tmp_path: Path, when: str) -> None:
+    def seen() -> float:
+        lockstep.init("cpu")
+        net = Counting()
+        trainer = Trainer(
+            net, torch.optim.SGD(net.parameters(), 0.1), nn.CrossEntropyLoss(), 16, out=tmp_path, callbacks=[]
+        )
+        trainer.fit(images(), 1)
+        own = float(net.seen)
+        if when == "checkpoint":
+            trainer.save()
+        else:
+            trainer.evaluate(images(16))
+        return own - float(net.seen)
+
+    assert pool.run(seen, workers=2) == [0, 5]
 
 
 def test_callbacks_end_whatever_happens(tmp_path: Path) -> None:

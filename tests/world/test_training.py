@@ -38,6 +38,11 @@ def normed() -> nn.Module:
     return nn.Sequential(body, head)
 
 
+def wide_end() -> nn.Module:
+    """Its last layers fill the first bucket of gradients, which is reduced before the backward pass has ended."""
+    return nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(216, 1000), nn.Linear(1000, 4))
+
+
 def train(
     make: Callable[[], nn.Module] = small,
     n: int = 67,
@@ -108,6 +113,37 @@ def test_options_change_nothing_about_it(pool: Pool, options: dict[str, Any]) ->
     check_same(pool, n=65, **options)
 
 
+def by_hand(loss_fn: Any, clip: float | None) -> Losses:
+    """The same training in plain PyTorch, with the mean of the whole batch."""
+    torch.manual_seed(0)
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    dataset, losses = images(67), []
+    loader = Loader(dataset, 16, comm=lockstep.init("cpu"))
+    for epoch in range(2):
+        for indices in loader.order(epoch).split(16):
+            optimizer.zero_grad()
+            value = loss_fn(model(dataset.tensors[0][indices]), dataset.tensors[1][indices])
+            loss = value[0] / value[1] if isinstance(value, tuple) else value.mean()
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("kind", ["mean", "single losses", "tokens"])
+def test_it_is_the_training_that_one_would_write_by_hand(pool: Pool, kind: str, clip: float | None) -> None:
+    kinds = {"mean": nn.CrossEntropyLoss(), "single losses": nn.CrossEntropyLoss(reduction="none")}
+    loss_fn = kinds.get(kind, count_tokens)
+    expected = by_hand(loss_fn, clip)
+    for size in (1, 2):
+        got = pool.run(train, workers=size, loss_fn=loss_fn, clip_norm=clip, accumulate=size)[0][0]
+        assert got == pytest.approx(expected, rel=2e-5)
+
+
 def test_accumulation_is_only_a_matter_of_memory(pool: Pool) -> None:
     (whole, _), *_ = pool.run(train, workers=2)
     (cut, _), *_ = pool.run(train, workers=2, accumulate=4)
@@ -132,6 +168,12 @@ def test_mixed_precision_learns_alike(pool: Pool, precision: str) -> None:
         assert all(losses == ranks[0][0] for losses, _ in ranks)
         assert ranks[0][0] == pytest.approx(full, rel=0.05, abs=0.05)
         assert ranks[0][0] != full
+    # clipping looks at gradients of their own size, not at those that fp16 has scaled up
+    clipped, clipped_full = (
+        pool.run(train, workers=2, epochs=3, clip_norm=0.5, precision=name)[0][0] for name in (precision, "fp32")
+    )
+    assert clipped == pytest.approx(clipped_full, rel=0.05, abs=0.05)
+    assert clipped_full[-1] < 0.85 * clipped_full[0]
 
 
 def test_synchronised_batch_norm_is_that_of_one_worker(pool: Pool) -> None:
@@ -140,6 +182,8 @@ def test_synchronised_batch_norm_is_that_of_one_worker(pool: Pool) -> None:
     check_same(pool, sizes=(2, 4), sync_batchnorm=True, **options)
     with pytest.raises(AssertionError):
         check_same(pool, sizes=(2,), **options)
+    # with several buckets, whose sums lie between those of the layers
+    check_same(pool, sizes=(2, 4), sync_batchnorm=True, **{**options, "make": wide_end})
 
 
 def test_running_statistics_are_the_same_on_all_workers(pool: Pool) -> None:
@@ -212,6 +256,46 @@ def test_different_models_are_named_on_every_rank(pool: Pool, kind: str, said: s
     assert messages[0] == messages[1]
     assert said in messages[0]
     assert bool(said) == bool(messages[0])
+
+
+def start_from(how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    comm = lockstep.init("cpu")
+    torch.manual_seed(comm.rank)
+    layer = nn.BatchNorm1d(3)
+    layer.running_mean.normal_()  # type: ignore[union-attr]
+    model = nn.Sequential(nn.Linear(3, 3), layer)
+    if how == "prepared":
+        Distributed(comm).prepare(model)
+    return model[0].weight.detach(), layer.running_mean  # type: ignore[return-value]
+
+
+def test_all_start_with_the_values_of_rank_0(pool: Pool) -> None:
+    own, prepared = (pool.run(start_from, how, workers=3) for how in ("own", "prepared"))
+    for tensor in (0, 1):
+        assert not torch.equal(own[0][tensor], own[1][tensor])
+        assert all(torch.equal(values[tensor], own[0][tensor]) for values in prepared)
+
+
+def count_reductions(accumulate: int) -> int:
+    comm = lockstep.init("cpu")
+    model, calls = small(), []
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(), accumulate=accumulate)
+    ddp = step._module
+
+    def hook(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        calls.append(bucket.index())
+        work = torch.distributed.all_reduce(bucket.buffer().div_(comm.size), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    hook.__annotations__["bucket"] = torch.distributed.GradBucket  # DDP looks at it
+    hook.__annotations__["return"] = torch.futures.Future[torch.Tensor]
+    ddp.register_comm_hook(None, hook)  # type: ignore[operator]
+    step(next(iter(Loader(images(16), 16, comm=comm).epoch(0))))
+    return len(calls)
+
+
+def test_accumulated_passes_are_reduced_once(pool: Pool) -> None:
+    assert pool.run(count_reductions, 4, workers=2) == pool.run(count_reductions, 1, workers=2) == [1, 1]
 
 
 def values_that_differ() -> str:

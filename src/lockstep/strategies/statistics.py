@@ -34,11 +34,7 @@ class RunningStatistics:
         for buffers, factor in ((self._averaged, weight), (self._counters, float(self._is_first))):
             for buffer in buffers:
                 target = into[position : position + buffer.numel()]
-                # A worker without a sample must add nothing, not 0 × what might be infinite.
-                if factor:
-                    torch.mul(buffer.reshape(-1).to(into.dtype), factor, out=target)
-                else:
-                    target.zero_()
+                torch.mul(buffer.reshape(-1).to(into.dtype), factor, out=target)
                 position += buffer.numel()
 
     def unpack(self, summed: torch.Tensor) -> None:
