@@ -1,0 +1,87 @@
+# `make train` and `make test` are all that a newcomer needs; both work on a fresh clone and again at once.
+# Everything is installed into .venv, once: again only when pyproject.toml or constraints.txt has changed.
+
+PYTHON       ?= python3
+TRAIN_FLAGS  ?= --data digits --model lenet --epochs 15 --global-batch 64 --workers auto
+PYTEST_FLAGS ?=
+PIP_FLAGS    ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+LOG   := $(VENV)/install.log
+DEMO  := $(VENV)/.ready-demo
+TESTS := $(VENV)/.ready-test
+
+# What pip writes when it cannot reach an index.
+NO_NETWORK := NewConnectionError|NameResolutionError|Failed to resolve|Failed to establish|ConnectTimeout|ReadTimeout
+NO_NETWORK := $(NO_NETWORK)|ConnectionError|ConnectionReset|ProxyError|SSLError|Network is unreachable|timed out
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint types floors clean distclean
+
+help: ## show this list
+	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
+	@echo "make test     install what the tests need, then run them all (PYTEST_FLAGS=... for pytest)"
+	@echo "make lint     check style and formatting (ruff)"
+	@echo "make types    check types (mypy, strict)"
+	@echo "make floors   check which module imports which (docs/architecture.md)"
+	@echo "make clean    remove caches and build output; make distclean removes .venv as well"
+	@echo "PYTHON=...    the Python that .venv is made with, 3.10 or newer (now: $(PYTHON))"
+
+train: $(DEMO)
+	@$(BIN)/lockstep train $(TRAIN_FLAGS)
+
+test: $(TESTS)
+	@$(BIN)/pytest $(PYTEST_FLAGS)
+
+lint: $(TESTS)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(TESTS)
+	@$(BIN)/mypy
+
+# -q twice leaves out pytest's count, so that the last one seen in CI is that of all tests
+floors: $(TESTS)
+	@$(BIN)/pytest -q tests/unit/test_floors.py
+	@echo "Every module keeps to its floor."
+
+clean:
+	@rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	@rm -rf $(VENV)
+
+# Each file stands for an installed extra. What the tests need includes what the demonstration needs.
+$(DEMO) $(TESTS): $(VENV)/.ready-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Lockstep with extra '$*' into $(VENV); the first time this takes minutes (log: $(LOG)) ..."
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
+	    { grep -E '^ *ERROR:' $(LOG) || cat $(LOG); } | cut -c 1-200 | tail -n 5 >&2; \
+	    if grep -qE '$(NO_NETWORK)' $(LOG); then \
+	        echo "error: packages could not be downloaded: the package index cannot be reached." >&2; \
+	        echo "       Check the network (or the proxy settings of pip), then run the same command again." >&2; \
+	    else \
+	        echo "error: pip could not install Lockstep; $(LOG) says why." >&2; \
+	        echo "       Put that right, then run the same command again." >&2; \
+	    fi; exit 1; }
+	@touch $@ $(if $(filter $(TESTS),$@),$(DEMO))
+
+$(BIN)/python:
+	@found=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null \
+	    || "$(PYTHON)" --version 2>&1); \
+	set -- $$(echo "$$found" | sed -n 's/^[^0-9]*\([0-9][0-9]*\)\.\([0-9][0-9]*\).*/\1 \2/p'); \
+	if [ $$# -ne 2 ]; then \
+	    echo "error: $(PYTHON) is not a Python that can be run." >&2; \
+	    echo "       Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3 ..." >&2; exit 1; \
+	elif [ $$1 -lt 3 ] || { [ $$1 -eq 3 ] && [ $$2 -lt 10 ]; }; then \
+	    echo "error: Lockstep needs Python 3.10 or newer; $(PYTHON) is Python $$1.$$2." >&2; \
+	    echo "       Install a newer one, or name one: make PYTHON=/path/to/python3 ..." >&2; exit 1; \
+	elif ! "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then \
+	    echo "error: $(PYTHON) cannot make virtual environments: its module venv or ensurepip is missing." >&2; \
+	    echo "       On Debian and Ubuntu: apt install python3-venv (or python$$1.$$2-venv). Then run it again." >&2; \
+	    exit 1; \
+	elif ! said=$$("$(PYTHON)" -m venv --clear $(VENV) 2>&1); then \
+	    rm -rf $(VENV); echo "$$said" | tail -n 5 >&2; \
+	    echo "error: $(PYTHON) could not make a virtual environment in $(VENV); the lines above say why." >&2; exit 1; \
+	fi

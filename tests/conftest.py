@@ -1,0 +1,69 @@
+"""Fixtures for all tests: nothing leaks, and several ranks are cheap."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Generator, Iterator
+
+# torch.compile would otherwise keep a pool of compiler processes for the rest of the run
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# torch asks for the name of every address that its stores connect to, and glibc waits 5 s for a lost answer
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+import pytest
+import torch
+
+from support import leaks
+from support.pool import Pool
+from support.worker import fresh_store
+
+POOL = pytest.StashKey[Pool]()
+FAILED = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "leaks(reason): the test may leave resources or settings behind")
+    torch.set_num_threads(1)
+    # torch keeps two descriptors from its first store on; no test shall seem to leak them
+    fresh_store()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
+@pytest.fixture(scope="session")
+def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
+    """Warm worker processes: ``pool.run(fn, *args, workers=3)`` calls `fn` as the ranks of one job."""
+    with_processes = pytestconfig.stash[POOL] = Pool()
+    yield with_processes
+    del pytestconfig.stash[POOL]
+    with_processes.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves open files, processes, threads or changed global settings behind."""
+    mark = request.node.get_closest_marker("leaks")
+    if mark is not None and not mark.args:
+        pytest.fail('@pytest.mark.leaks needs a reason: @pytest.mark.leaks("why")', pytrace=False)
+    shared = request.config.stash.get(POOL, None)
+    if shared is not None:
+        shared.watch = mark is None
+    torch.manual_seed(0)
+    watch = leaks.Watch(lambda: _belongings(request.config))
+    yield
+    leaks.forget_communicator()
+    # the traceback of a failed test keeps its objects alive
+    excused = mark is not None or request.node.stash.get(FAILED, False)
+    left = watch.finish(linger=0.0 if excused else leaks.LINGER)
+    if left and not excused:
+        pytest.fail("left behind by this test:\n" + "\n".join(f"  {line}" for line in left), pytrace=False)
+
+
+def _belongings(config: pytest.Config) -> tuple[Collection[int], Collection[leaks.File]]:
+    shared = config.stash.get(POOL, None)
+    return shared.belongings() if shared is not None else ((), ())

@@ -1,0 +1,236 @@
+"""The package keeps to the floors table of docs/architecture.md, and each check can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support import floors
+
+ROOT = Path(__file__).parents[2]
+LINES = 300
+
+# name of a module → why it may be longer
+LONGER: dict[str, str] = {}
+
+# package → the modules that may import it at their top; all others import it in the functions that need it
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "accelerate": (),
+    "matplotlib": (),
+    "pooch": (),
+    "rich": (),
+    "sklearn": (),
+    "tensorboard": (),
+    "torch.utils.tensorboard": (),
+    "yaml": (),
+}
+
+Tree = Callable[[dict[str, str]], dict[str, floors.Module]]
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, floors.Module]:
+    return floors.read_package(ROOT / "src" / "lockstep")
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, int]:
+    return floors.read_table((ROOT / "docs" / "architecture.md").read_text())
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """Writes files of a package `pack` and reads it: path → source."""
+
+    def write(files: dict[str, str]) -> dict[str, floors.Module]:
+        for name, text in files.items():
+            path = tmp_path / "pack" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return floors.read_package(tmp_path / "pack")
+
+    return write
+
+
+# --- the package itself -------------------------------------------------------------------------------------
+
+
+def assert_none(problems: list[str]) -> None:
+    assert not problems, "\n".join(problems)
+
+
+def test_table_and_modules_are_the_same(modules: dict[str, floors.Module], table: dict[str, int]) -> None:
+    assert_none(floors.check_table(modules, table))
+    assert len(table) > 10
+
+
+def test_imports_run_down(modules: dict[str, floors.Module], table: dict[str, int]) -> None:
+    assert_none(floors.check_floors(modules, table))
+
+
+def test_nothing_imports_in_a_circle(modules: dict[str, floors.Module]) -> None:
+    assert_none(floors.check_cycles(modules))
+
+
+def test_one_module_alone_touches_the_environment(modules: dict[str, floors.Module]) -> None:
+    assert_none(floors.check_environment(modules))
+
+
+def test_docstrings_begin_with_one_sentence(modules: dict[str, floors.Module]) -> None:
+    assert_none(floors.check_docstrings(modules))
+
+
+def test_files_are_short(modules: dict[str, floors.Module]) -> None:
+    assert_none(floors.check_lengths(modules, LINES, LONGER))
+
+
+def test_slow_and_optional_packages_are_imported_where_used(modules: dict[str, floors.Module]) -> None:
+    assert_none(floors.check_optional(modules, OPTIONAL))
+
+
+# --- the checks fail when they should -----------------------------------------------------------------------
+
+
+def test_table_is_read_from_markdown() -> None:
+    document = "# x\n\n| Floor | Module | Purpose |\n|---|---|---|\n| 1 | `a` | `no` |\n| 12 | `b/`, `c` | x |\n"
+    assert floors.read_table(document) == {"a": 1, "b/": 12, "c": 12}
+
+
+def test_a_part_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="names a twice"):
+        floors.read_table("| 1 | `a` | x |\n| 2 | `a` | x |\n")
+
+
+def test_a_module_not_in_the_table_is_found(tree: Tree) -> None:
+    modules = tree({"__init__.py": "", "a.py": "", "new.py": "", "more/__init__.py": ""})
+    assert floors.check_table(modules, {"__init__": 9, "a": 1, "old": 1}) == [
+        "more/ is not in the floors table",
+        "new is not in the floors table",
+        "the floors table names old, which is not there",
+    ]
+
+
+FLOORS = {"a": 1, "b": 1, "c": 2, "p/": 3, "q/": 3, "__init__": 9}
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "found"),
+    [
+        ("a.py", "from . import c", "pack.a:1 (floor 1) imports pack.c (floor 2)"),
+        ("a.py", "from .c import x", "pack.a:1 (floor 1) imports pack.c (floor 2)"),
+        ("a.py", "import pack.c", "pack.a:1 (floor 1) imports pack.c (floor 2)"),
+        ("a.py", "from pack import c", "pack.a:1 (floor 1) imports pack.c (floor 2)"),
+        ("a.py", "from pack import name", "pack.a:1 (floor 1) imports pack (floor 9)"),
+        ("a.py", "from .b import x", "pack.a:1 (floor 1) imports pack.b (floor 1)"),
+        ("a.py", "def f():\n    from .c import x", "pack.a:2 (floor 1) imports pack.c (floor 2)"),
+        ("a.py", "if TYPE_CHECKING:\n    from .c import x", "pack.a:2 (floor 1) imports pack.c (floor 2)"),
+        ("c.py", "from .p import inner", "pack.c:1 (floor 2) imports pack.p.inner (floor 3)"),
+        ("c.py", "from .p.inner import x", "pack.c:1 (floor 2) imports pack.p.inner (floor 3)"),
+        ("p/inner.py", "from ..q import x", "pack.p.inner:1 (floor 3) imports pack.q (floor 3)"),
+        ("p/__init__.py", "from ..q import x", "pack.p:1 (floor 3) imports pack.q (floor 3)"),
+    ],
+)
+def test_an_import_that_runs_up_or_sideways_is_found(tree: Tree, path: str, source: str, found: str) -> None:
+    files = {"__init__.py": "", "a.py": "", "b.py": "", "c.py": "", "p/__init__.py": "", "p/inner.py": ""}
+    assert floors.check_floors(tree({**files, "q/__init__.py": "", path: source}), FLOORS) == [found]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("c.py", "from . import a, b\nimport os.path"),
+        ("p/inner.py", "from .other import x\nfrom . import other\nfrom ..c import x\nfrom .. import c"),
+        ("p/__init__.py", "from .inner import x\nfrom ..c import x"),
+        ("__init__.py", "from .p.inner import x\nfrom . import a"),
+    ],
+)
+def test_an_import_that_runs_down_is_allowed(tree: Tree, path: str, source: str) -> None:
+    files = {"__init__.py": "", "a.py": "", "b.py": "", "c.py": "", "p/__init__.py": "", "p/other.py": ""}
+    assert floors.check_floors(tree({**files, "q/__init__.py": "", "p/inner.py": "", path: source}), FLOORS) == []
+
+
+def test_a_circle_is_found(tree: Tree) -> None:
+    modules = tree(
+        {
+            "__init__.py": "",
+            "p/__init__.py": "",
+            "p/a.py": "from .b import x",
+            "p/b.py": "def f():\n    from . import c",
+            "p/c.py": "import pack.p.a",
+            "p/d.py": "from .a import x",
+        }
+    )
+    assert floors.check_cycles(modules) == ["pack.p.a imports pack.p.b imports pack.p.c imports pack.p.a"]
+
+
+def test_an_import_for_type_checkers_makes_no_circle(tree: Tree) -> None:
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x\n"
+    assert floors.check_cycles(tree({"__init__.py": "", "a.py": "from .b import x", "b.py": source})) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.environ['X'] = '1'",
+        "import os as system\nsystem.getenv('X')",
+        "from os import environ",
+        "from os import getenv as look",
+        "from os import *",
+        "import os.path\ndef f():\n    return os.putenv('X', '1')",
+    ],
+)
+def test_a_look_at_the_environment_is_found(tree: Tree, source: str) -> None:
+    modules = tree({"a.py": source, "environment.py": source})
+    assert [line.partition(" uses ")[0] for line in floors.check_environment(modules)] == [
+        f"pack.a:{source.count(chr(10)) + 1}"
+    ]
+
+
+def test_other_environments_are_not_found(tree: Tree) -> None:
+    source = "import os\nfrom . import environment\nenvironment.getenv()\njob.environ = 1\nos.getcwd()\n"
+    assert floors.check_environment(tree({"a.py": source})) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("x = 1", "pack.a has no docstring"),
+        ('"""No full stop"""', "pack.a: its docstring begins with other than one sentence: 'No full stop'"),
+        ('"""One. Two."""', "pack.a: its docstring begins with other than one sentence: 'One. Two.'"),
+    ],
+)
+def test_a_docstring_that_is_not_one_sentence_is_found(tree: Tree, source: str, found: str) -> None:
+    assert floors.check_docstrings(tree({"a.py": source})) == [found]
+
+
+@pytest.mark.parametrize(
+    "source", ['"""One, e.g. This, 0.5 and `a.b`."""', '"""One\nover lines.\n\nAnd more. And more."""']
+)
+def test_a_docstring_that_begins_with_one_sentence_is_allowed(tree: Tree, source: str) -> None:
+    assert floors.check_docstrings(tree({"a.py": source})) == []
+
+
+def test_a_long_file_is_found_and_so_is_an_exception_not_needed(tree: Tree) -> None:
+    modules = tree({"a.py": "x = 1\n" * 4, "b.py": "x = 1\n" * 4, "c.py": "x = 1\n" * 3})
+    assert floors.check_lengths(modules, 3, {"pack.b": "why", "pack.c": "why"}) == [
+        "pack.a has 4 lines, over 3",
+        "pack.c needs no exception from the 3 lines",
+    ]
+
+
+@pytest.mark.parametrize(
+    "source", ["import rich.live", "from rich import print", "try:\n    import rich\nexcept ImportError:\n    pass"]
+)
+def test_an_early_import_of_an_optional_package_is_found(tree: Tree, source: str) -> None:
+    modules = tree({"a.py": source, "b.py": source})
+    line = 2 if source.startswith("try") else 1
+    assert floors.check_optional(modules, {"rich": ("pack.b",)}) == [f"pack.a:{line} imports rich at its top"]
+
+
+@pytest.mark.parametrize(
+    "source", ["def f():\n    import rich", "if TYPE_CHECKING:\n    import rich", "import richer", "from . import rich"]
+)
+def test_a_late_import_of_an_optional_package_is_allowed(tree: Tree, source: str) -> None:
+    assert floors.check_optional(tree({"a.py": source, "rich.py": ""}), {"rich": ()}) == []
