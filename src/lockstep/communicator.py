@@ -6,6 +6,7 @@ import atexit
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ class Communicator:
     """
 
     def __init__(self, world: World, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self.world, self.device, self.group = world, device, group
+        self.world, self.device, self.group = replace(world, device=str(device)), device, group
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, device={str(self.device)!r})"
@@ -166,7 +167,7 @@ def _still_valid(found: Communicator) -> bool:
     """Whether the job is still the one that `found` belongs to: a program may destroy its group and make another."""
     if dist.is_initialized():
         return found.group is dist.group.WORLD
-    return found.group is None and found.world == environment.find_world()
+    return found.group is None and found.world == replace(environment.find_world(), device=found.world.device)
 
 
 def _world_of_group() -> World:

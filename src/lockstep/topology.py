@@ -19,6 +19,7 @@ class World:
         node: 0 ≤ node < nodes, this machine's number.
         nodes: number of machines in the job.
         source: which environment said so ("alone", "torchrun", "lockstep", …).
+        device: where this worker computes, e.g. "cpu" or "cuda:3"; `lockstep.init()` fills it in.
     """
 
     rank: int = 0
@@ -28,6 +29,7 @@ class World:
     node: int = 0
     nodes: int = 1
     source: str = "alone"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for index, size in (

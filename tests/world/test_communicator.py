@@ -20,6 +20,7 @@ def place() -> tuple[int, int, str, bool]:
     comm = lockstep.init("cpu")
     assert lockstep.init() is comm
     assert comm.group is dist.group.WORLD
+    assert comm.world == World(comm.rank, 3, comm.rank, 3, 0, 1, "torchrun", "cpu")
     return comm.rank, comm.size, comm.world.source, comm.device == torch.device("cpu")
 
 

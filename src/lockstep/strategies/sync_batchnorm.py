@@ -103,8 +103,6 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-# Collectives cannot be traced; a compiled model calls this as it is.
-@torch.compiler.disable  # type: ignore[misc]
 def _normalise(x: torch.Tensor, weight: Any, bias: Any, eps: float, comm: Communicator) -> Any:
     return _Normalise.apply(x, weight, bias, eps, comm)  # type: ignore[no-untyped-call]
 

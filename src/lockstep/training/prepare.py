@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..communicator import Communicator
-from ..strategies.sync_batchnorm import convert
+from ..strategies.sync_batchnorm import SyncBatchNorm, convert
 
 __all__ = ["prepare_model"]
 
@@ -43,6 +43,9 @@ def prepare_model(
 
 def _compile_in_place(model: nn.Module) -> None:
     """Compile the model's forward, and keep the model itself, with its names and its optimizer."""
+    for layer in model.modules():
+        if isinstance(layer, SyncBatchNorm):  # collectives cannot be traced
+            layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign, no-untyped-call]
     forward = model.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
