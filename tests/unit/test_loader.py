@@ -95,6 +95,14 @@ def test_position_goes_on_with_another_number_of_workers() -> None:
     assert after[0].position == (2, 0)
 
 
+def test_an_epoch_that_was_left_begins_anew_and_a_loaded_position_counts_once() -> None:
+    loader = Loader(numbers(20), 4, comm=rank_of(0, 1))
+    next(loader.epoch(0))
+    assert len(list(loader.epoch(0))) == 5
+    loader.load_state_dict({**loader.state_dict(), "epoch": 3, "step": 2})
+    assert [len(list(loader.epoch(3))) for _ in range(2)] == [3, 5]
+
+
 def test_the_position_is_behind_what_was_handed_out_not_behind_what_was_prefetched() -> None:
     loader = Loader(numbers(40), 4, num_workers=2, prefetch=4, comm=rank_of(0, 1))
     epoch = loader.epoch(0)

@@ -84,6 +84,7 @@ class Loader:
         pin = self.comm.device.type == "cuda"
         self._fetcher = Fetcher(dataset, collate, num_workers, prefetch, pin)
         self._epoch, self._step = 0, 0
+        self._begin_at: tuple[int, int] | None = None  # a loaded position, until its epoch is begun
 
     def _check(self, num_workers: int) -> None:
         for name, value, least in (
@@ -118,8 +119,9 @@ class Loader:
         return torch.randperm(self.samples, generator=generator)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """This worker's part of each global batch of `epoch`, from the saved position if it lies in that epoch."""
-        first = self._step if epoch == self._epoch else 0
+        """This worker's part of each global batch of `epoch`: from its beginning, or once from a loaded position."""
+        first = self._begin_at[1] if self._begin_at is not None and self._begin_at[0] == epoch else 0
+        self._begin_at = None
         order, steps = self.order(epoch), range(first, len(self))
         parts = [self._part(order, step) for step in steps]
         self._epoch, self._step = epoch, first
@@ -159,7 +161,7 @@ class Loader:
                 raise CheckpointError(
                     f"the saved position does not fit this loader: {key} was {state.get(key)!r}, here it is {ours!r}"
                 )
-        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._begin_at = self._epoch, self._step = int(state["epoch"]), int(state["step"])
 
     def _identity(self) -> dict[str, Any]:
         return {
