@@ -25,7 +25,8 @@ from .supervision import Supervision
 
 __all__ = ["Options", "run"]
 
-POLL_SECONDS = 0.05
+# An end is noticed at once in any case. At 50 ms this took 1.4 % of a core, which as many workers as cores would miss.
+POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)

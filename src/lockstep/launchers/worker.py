@@ -27,7 +27,7 @@ from .folder import Folder, Report
 __all__ = ["Setup", "main"]
 
 # A worker that failed because a peer died waits this long to be ended with the others, so that the launcher sees
-# the peer's death first. It polls every 50 ms.
+# the peer's death first. It looks five times a second.
 FOLLOW_SECONDS = 10.0
 
 PR_SET_PDEATHSIG = 1

@@ -1,0 +1,186 @@
+"""Lets one program time another's training steps, and decides when that one may run.
+
+A controller starts several jobs at once and gives them the machine in turn: a job that has no turn waits, idle,
+between two steps. So jobs that are to be compared alternate every few seconds, although each is started only once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from common import keep_freed_memory
+
+PATIENCE = 300  # seconds for a job to start or to make a block; beyond it something hangs
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a program trains. An epoch is one block: `warm_up` steps that are not timed, then `timed_steps`.
+
+    Attributes:
+        epochs: blocks; the program ends after them.
+        meter: the path of the controller's socket.
+    """
+
+    model: str
+    global_batch: int
+    warm_up: int
+    timed_steps: int
+    epochs: int
+    workers: int
+    meter: str
+
+    @property
+    def steps(self) -> int:
+        """In an epoch."""
+        return self.warm_up + self.timed_steps
+
+    @property
+    def samples(self) -> int:
+        """The size of the data set that gives an epoch so many steps."""
+        return self.steps * self.global_batch
+
+    def arguments(self) -> list[str]:
+        """The command line that `parse_job` understands."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items()]
+
+
+def parse_job() -> Job:
+    parser = argparse.ArgumentParser()
+    for name, kind in Job.__annotations__.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int if kind == "int" else str, required=True)
+    return Job(**vars(parser.parse_args()))
+
+
+class Meter:
+    """The end that lives in each worker; made just before the first step, and told of every step.
+
+    Args:
+        job: what is trained.
+        rank: this worker's number.
+    """
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._done = job, 0
+        self._started = (0.0, 0.0)
+        self._losses = torch.zeros(())
+        keep_freed_memory()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(job.meter)
+        self._stream = connection.makefile("rw")
+        self._report_and_wait({"rank": rank})
+
+    def step(self, loss: torch.Tensor) -> None:
+        """Called after each step with its loss: starts and stops the clock, and waits for the next turn."""
+        self._done += 1
+        self._losses += loss.detach()
+        place = self._done % self._job.steps
+        if place == self._job.warm_up:
+            self._started = time.perf_counter(), time.process_time()
+        elif place == 0:
+            seconds, cpu = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
+            mean = float(self._losses) / self._job.steps
+            self._report_and_wait({"seconds": seconds, "cpu_seconds": cpu, "loss": mean})
+            self._losses.zero_()
+
+    def _report_and_wait(self, message: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(message) + "\n")
+        self._stream.flush()
+        if not self._stream.readline():
+            raise SystemExit("the benchmark that started this program has ended")
+
+
+class Controlled:
+    """The controller's end: a job whose workers run one block at each `turn`.
+
+    Args:
+        command: starts the job; its workers make a `Meter` each.
+        job: as the command's arguments say.
+        env: the job's environment.
+    """
+
+    def __init__(self, command: Sequence[str], job: Job, env: dict[str, str]) -> None:
+        self.job = job
+        self._log = Path(f"{job.meter}.log")
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(job.meter)
+        self._server.listen(job.workers)
+        self._streams: list[Any] = []
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def wait_until_ready(self) -> None:
+        """Return when every worker is about to make its first step."""
+        self._server.settimeout(0.5)
+        deadline = time.monotonic() + PATIENCE
+        ranked: list[tuple[int, Any]] = []
+        while len(ranked) < self.job.workers:
+            try:
+                connection = self._server.accept()[0]
+            except TimeoutError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.fail("did not start")
+                continue
+            connection.settimeout(PATIENCE)
+            stream = connection.makefile("rw")
+            ranked.append((json.loads(stream.readline())["rank"], stream))
+        self._streams = [stream for _, stream in sorted(ranked, key=lambda pair: pair[0])]
+
+    def turn(self) -> dict[str, float]:
+        """Let the workers make one block.
+
+        Returns:
+            Of rank 0: `seconds` and `cpu_seconds` (of processor time) for the timed steps, and their mean `loss`.
+        """
+        self._go()
+        try:
+            replies = [stream.readline() for stream in self._streams]
+        except TimeoutError:
+            self.fail(f"made no block within {PATIENCE} s")
+        except ConnectionError:
+            replies = []
+        if not replies or not all(replies):
+            self.fail("ended early")
+        found: dict[str, float] = json.loads(replies[0])
+        return found
+
+    def finish(self) -> None:
+        """Let the job end after its last block, so that it is gone when others have their turn."""
+        self._go()
+        self._process.wait(PATIENCE)
+
+    def _go(self) -> None:
+        try:
+            for stream in self._streams:
+                stream.write("go\n")
+                stream.flush()
+        except ConnectionError:
+            self.fail("ended early")
+
+    def fail(self, what: str) -> NoReturn:
+        """End the benchmark, with the last lines that the job wrote."""
+        tail = "\n".join(self._log.read_text().splitlines()[-15:])
+        raise SystemExit(f"{Path(self.job.meter).name}: the job {what}; its output ends with:\n{tail}")
+
+    def close(self) -> None:
+        """End the job if it still runs."""
+        for stream in self._streams:
+            stream.close()  # a worker that waits for its turn ends
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._server.close()
