@@ -6,7 +6,7 @@ import inspect
 import shutil
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +222,11 @@ def _no_folder_for_nothing(trainer: Trainer, out: Path) -> Iterator[None]:
         yield
     except LockstepError:
         if trainer.comm.rank == 0 and trainer.step.steps_done == 0:
-            for path in made:
-                shutil.rmtree(path, ignore_errors=True)
+            if out in made:
+                shutil.rmtree(out, ignore_errors=True)
+            for parent in made:
+                with suppress(OSError):  # another run may have come to live in it
+                    parent.rmdir()
         raise
 
 

@@ -105,6 +105,13 @@ def as_sum(value: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
 
 
 def _refuse_weighted_mean(loss_fn: LossFn) -> None:
+    if isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) == "sum":
+        raise ConfigError(
+            "loss_fn",
+            "a mean over samples, or (sum, count)",
+            f"{type(loss_fn).__name__} with reduction='sum'",
+            "A sum alone does not say what it is a sum over.",
+        )
     if getattr(loss_fn, "weight", None) is not None and getattr(loss_fn, "reduction", None) == "mean":
         raise ConfigError(
             "loss_fn",

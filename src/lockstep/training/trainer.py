@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,13 +159,14 @@ class Trainer:
         for batch in loader.epoch(self.epoch):
             result = self.step.run(batch, stop=signals.received is not None)
             self.totals.add(result.loss, batch.global_size)
+            # Before the callbacks: one of them may save, and must then look at this step's loss as well.
+            self._unsettled.append(result)
             self._callbacks.on_step(self, result)
-            if self._settle(result):
+            if self._settle():
                 self._interrupt(signals)
 
-    def _settle(self, result: StepResult) -> bool:
+    def _settle(self) -> bool:
         """Look at the losses of this step or, off the CPU, of an earlier one; whether a worker wanted to stop."""
-        self._unsettled.append(result)
         in_flight = 0 if self.comm.device.type == "cpu" else _STEPS_IN_FLIGHT
         stop = False
         while len(self._unsettled) > in_flight:
@@ -205,8 +207,8 @@ class Trainer:
         Raises:
             DivergedError: naming the step and the learning rate.
         """
-        while self._unsettled:
-            self._unsettled.popleft().check()
+        for result in self._unsettled:  # they stay: whether a worker wanted to stop is still to be seen
+            result.check()
 
     def _end_epoch(self, held_out: Loader | None) -> None:
         row: Row = {
@@ -220,6 +222,9 @@ class Trainer:
         if held_out is not None:
             measured = self.evaluate(held_out)
             row |= {f"test_{name}": value for name, value in measured.items()}
+            if not math.isfinite(measured["loss"]):
+                step, lr = self.step.steps_done, row["lr"]
+                raise DivergedError(f"the test loss is {measured['loss']} after step {step} with learning rate {lr:g}.")
         self.check_losses()
         self.history.append(row)
         self._callbacks.on_epoch(self, row)

@@ -47,10 +47,10 @@ class CallbackGroup:
                 member.on_end(trainer, error)
 
         with ExitStack() as stack:
-            for member in self._members:
-                member.on_start(trainer)
-                stack.callback(end, member)
             try:
+                for member in self._members:
+                    member.on_start(trainer)
+                    stack.callback(end, member)
                 yield
             except BaseException as raised:
                 error = raised
