@@ -229,6 +229,15 @@ def test_divergence_at_once_leaves_nothing(folder: Path, capsys: pytest.CaptureF
     assert "the loss is nan at step 0 with learning rate 0.05" in capsys.readouterr().err
 
 
+def test_a_run_that_fails_at_once_spares_its_neighbours(folder: Path) -> None:
+    with (folder / "mine.py").open("a") as module:
+        module.write("def beside():\n    net = broken()\n    net.register_forward_pre_hook(other)\n    return net\n")
+        module.write("def other(net, _):\n    import pathlib\n    if net.training:\n")
+        module.write("        pathlib.Path('runs/another').mkdir(parents=True, exist_ok=True)\n")
+    assert run("--model", "mine:beside") == 1
+    assert [path.name for path in (folder / "runs").iterdir()] == ["another"]
+
+
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--lr", "0", "--debug") == 2
     assert "Traceback" in capsys.readouterr().err

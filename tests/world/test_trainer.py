@@ -310,6 +310,25 @@ def test_callbacks_end_whatever_happens(tmp_path: Path) -> None:
         fit(tmp_path, Watch(), epochs=1)
 
 
+def test_a_callback_that_cannot_start_is_an_error_for_the_others(tmp_path: Path) -> None:
+    class Unable(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            raise KeyError("cannot start")
+
+    with pytest.raises(KeyError, match="cannot start"):
+        fit(tmp_path, Checkpoints(), Unable())
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_test_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    def poison(trainer: Trainer) -> None:
+        next(trainer.model.parameters()).data.fill_(float("nan"))
+
+    with pytest.raises(DivergedError, match="the test loss is nan after step 5"):
+        fit(tmp_path, At(4, poison), Checkpoints())
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_rank_zero_alone_has_ordinary_callbacks(pool: Pool) -> None:
     class Note(Callback):
         def __init__(self) -> None:

@@ -36,7 +36,7 @@ def add_to(commands: Any, name: str) -> None:
     parser = commands.add_parser(
         name,
         help="train a model, on as many workers as you like",
-        description="Train a model. The number of workers changes the speed and nothing else.",
+        description="Train a model. What one step is does not depend on the number of workers; how fast it is does.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,

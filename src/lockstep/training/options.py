@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any
 
 from ..data import DATA
@@ -173,8 +173,3 @@ def parse_text(option: Field[Any], text: str) -> Any:
     except ValueError:
         raise ConfigError(option.name, "a whole number" if kinds.startswith("int") else "a number", text) from None
     return text
-
-
-def default_of(option: Field[Any]) -> Any:
-    """The option's default."""
-    return None if option.default is MISSING else option.default
