@@ -6,6 +6,8 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from .transports.register import register
+
 if TYPE_CHECKING:
     from . import data, models
     from .communicator import Communicator, init
@@ -20,12 +22,14 @@ if TYPE_CHECKING:
     from .training.schedules import make_schedule
     from .training.step import TrainStep
     from .training.trainer import Trainer
+    from .transports.shm.options import ShmOptions
 
 __all__ = [
     "Batch",
     "Communicator",
     "Loader",
     "LockstepError",
+    "ShmOptions",
     "TrainStep",
     "Trainer",
     "World",
@@ -48,6 +52,7 @@ _HOMES = {
     "Communicator": "communicator:Communicator",
     "Loader": "data.loader:Loader",
     "LockstepError": "errors:LockstepError",
+    "ShmOptions": "transports.shm.options:ShmOptions",
     "TrainStep": "training.step:TrainStep",
     "Trainer": "training.trainer:Trainer",
     "World": "topology:World",
@@ -61,6 +66,8 @@ _HOMES = {
     "models": "models",
     "prepare_model": "training.prepare:prepare_model",
 }
+
+register()  # init_process_group("shm") works from here on
 
 
 def __getattr__(name: str) -> Any:

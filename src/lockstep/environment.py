@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,16 @@ from pathlib import Path
 from .errors import ConfigError
 from .topology import World
 
-__all__ = ["debugging", "find_world", "is_launched", "rendezvous_is_set", "under_launcher", "usable_cores", "variables"]
+__all__ = [
+    "debugging",
+    "find_world",
+    "is_launched",
+    "rendezvous_is_set",
+    "shm_size",
+    "under_launcher",
+    "usable_cores",
+    "variables",
+]
 
 
 def find_world(variables: Mapping[str, str] | None = None) -> World:
@@ -71,6 +81,21 @@ def under_launcher() -> bool:
 def rendezvous_is_set() -> bool:
     """Whether the address where the workers meet (MASTER_ADDR, MASTER_PORT) is given."""
     return "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+
+
+def shm_size() -> int:
+    """The most bytes of shared memory for a group, from LOCKSTEP_SHM_SIZE ("256M", "1G", bytes); 0 if unset.
+
+    Raises:
+        ConfigError: for another text.
+    """
+    text = os.environ.get("LOCKSTEP_SHM_SIZE", "").strip()
+    found = re.fullmatch(r"(\d+)\s*([kmg]?)(i?b)?", text, re.IGNORECASE)
+    if not text:
+        return 0
+    if found is None:
+        raise ConfigError("LOCKSTEP_SHM_SIZE", "a size such as 64M, 1G or a number of bytes", text)
+    return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2].lower()]
 
 
 def debugging() -> bool:

@@ -14,6 +14,9 @@ __all__ = [
     "LockstepError",
     "MismatchError",
     "NotBuiltError",
+    "RankLostError",
+    "StallError",
+    "TransportError",
     "WorkerError",
     "unknown_name",
 ]
@@ -91,6 +94,40 @@ class InterruptedRunError(LockstepError):
         super().__init__(message, signal_number, checkpoint)
         self.message, self.signal_number, self.checkpoint = message, signal_number, checkpoint
         self.exit_code = 128 + signal_number
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class TransportError(LockstepError, RuntimeError):
+    """Ranks cannot exchange data, or can no longer."""
+
+
+class RankLostError(TransportError):
+    """A rank has ended or left while others waited for it.
+
+    Attributes:
+        rank: the rank that is gone, as the group numbers it.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(rank, message)
+        self.rank, self.message = rank, message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class StallError(TransportError):
+    """Ranks did not arrive within the time limit.
+
+    Attributes:
+        ranks: those that did not arrive, as the group numbers them.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message, ranks)
+        self.message, self.ranks = message, ranks
 
     def __str__(self) -> str:
         return self.message

@@ -1,0 +1,1 @@
+"""Backends for torch.distributed that Lockstep adds: how data travels between ranks."""

@@ -1,0 +1,1 @@
+"""Groups that span machines: shared memory inside each, Gloo between them."""

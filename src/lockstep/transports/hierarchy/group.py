@@ -1,0 +1,199 @@
+"""`shm` for ranks on several machines: shared memory inside a machine, Gloo between them."""
+
+# torch's stubs give each of these methods another signature than the one it is called with
+# mypy: disable-error-code="override,assignment,attr-defined,call-arg,arg-type,no-any-return"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..c10d import Store
+from ..devices import NAMES, by_device
+from ..shm import moving, reducing
+from ..shm.arguments import NotOnCPUError, dense, pieces
+from ..shm.core import Core
+from ..shm.fold import fold_for
+from ..shm.waiting import Steps
+from ..shm.work import ShmWork
+from .between import Leaders
+
+__all__ = ["HierarchicalGroup"]
+
+Tensors = Sequence[torch.Tensor]
+_WIDENED = (torch.float16, torch.bfloat16)
+
+
+class HierarchicalGroup(dist.ProcessGroup):
+    """A process group of several machines.
+
+    All-reduce, broadcast, all-gather of equal parts and barrier go through shared memory to the first rank of each
+    machine, over Gloo between those, and back. Everything else is Gloo's, between all ranks.
+
+    Args:
+        core: the ranks of this machine.
+        store: where all ranks meet.
+        leaders: the connection between the machines, on the first rank of each; None on the others.
+        gloo: all ranks, connected by Gloo.
+        hosts: the ranks of each machine.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        store: Store,
+        leaders: Leaders | None,
+        gloo: dist.ProcessGroupGloo,
+        hosts: list[list[int]],
+    ) -> None:
+        super().__init__(gloo.rank(), gloo.size())
+        self._core, self._arena, self.store = core, core.arena, store
+        self._leaders, self._gloo, self._hosts = leaders, gloo, hosts
+        self._machine = next(i for i, ranks in enumerate(hosts) if gloo.rank() in ranks)
+
+    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+        """The name that `init_process_group` knows."""
+        return "shm"
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> ShmWork | dist.Work:
+        """Sums as `ShmGroup.allreduce` does, except that machines are added in Gloo's order."""
+        opts = opts or dist.AllreduceOptions()
+        if not tensors[0].is_cpu:
+            raise NotOnCPUError(tensors[0].device)
+        if tensors[0].layout is not torch.strided:
+            return self._gloo.allreduce(list(tensors), opts)
+        for tensor in tensors:
+            fold_for(opts.reduceOp, tensor.dtype)
+        return self._run("all_reduce", (self._all_reduce(t, opts.reduceOp) for t in dense(tensors)), opts, tensors)
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> ShmWork:
+        """Copy the root's tensors to every rank."""
+        steps = (self._broadcast(tensor, opts.rootRank) for tensor in dense(tensors))
+        return self._run("broadcast", steps, opts, tensors)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork | dist.Work:
+        """Copy every rank's tensor to every rank; parts of unequal size go over Gloo as a whole."""
+        if any(part.numel() != tensor.numel() for parts, tensor in zip(outputs, inputs, strict=True) for part in parts):
+            return self._gloo.allgather([list(parts) for parts in outputs], list(inputs))
+        steps = (self._all_gather(dense(parts), t) for parts, t in zip(outputs, dense(inputs), strict=True))
+        return self._run("all_gather", steps, opts, [part for parts in outputs for part in parts])
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork | dist.Work:
+        """Copy every rank's tensor into its part of `output`."""
+        return self.allgather([pieces(output, self.size(), "output")], [tensor], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork | dist.Work:
+        """`all_gather_single` for several tensors."""
+        return self.allgather([pieces(output, self.size(), "output") for output in outputs], inputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allreduce_coalesced = allreduce
+
+    def barrier(self, opts: Any = None) -> ShmWork:
+        """Return when every rank of every machine has come here."""
+        return self._run("barrier", (self._barrier() for _ in range(1)), opts, [])
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let operations take this long, unless they are given a limit of their own."""
+        self._core.timeout = timeout.total_seconds()
+        self._gloo.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long an operation may take."""
+        return timedelta(seconds=self._core.timeout)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._core.close()
+
+    def abort(self) -> None:
+        """Give up: the waits of the other ranks of this machine end with an error."""
+        self._core.fail("the group has been aborted")
+
+    def _run(self, what: str, steps: Iterable[Steps], opts: Any, result: Tensors) -> ShmWork:
+        seconds = opts.timeout.total_seconds() if opts is not None else 0
+        asynchronous = True if opts is None else opts.asyncOp
+        return self._core.run(what, _chain(steps), asynchronous, seconds if seconds > 0 else None, list(result))
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Steps:
+        wide = tensor.float() if tensor.dtype in _WIDENED else tensor
+        inside, between, then = _split(op, wide.dtype)
+        if between is None:  # PREMUL_SUM: the factor is for every rank's own value
+            wide = wide * op.factor
+        yield from reducing.reduce(self._arena, wide, 0, inside)
+        if self._leaders is not None:
+            yield from self._leaders.all_reduce(wide, between or dist.ReduceOp.SUM, inside)
+            if then:
+                wide.div_(self.size())
+        yield from moving.broadcast(self._arena, wide, 0)
+        if wide is not tensor:
+            tensor.copy_(wide)
+
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> Steps:
+        machine = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
+        flat = moving.flat_of(tensor)
+        if machine == self._machine:
+            yield from moving.broadcast(self._arena, flat, self._hosts[machine].index(root))
+        if self._leaders is not None:
+            yield from self._leaders.broadcast(flat, machine)
+        if machine != self._machine:
+            yield from moving.broadcast(self._arena, flat, 0)
+        if self.rank() != root:
+            moving.put_back(flat, tensor)
+
+    def _all_gather(self, outputs: Tensors, tensor: torch.Tensor) -> Steps:
+        flat = moving.flat_of(tensor)
+        blocks = [flat.new_empty(len(ranks) * flat.numel()) for ranks in self._hosts]
+        mine = blocks[self._machine]
+        parts = list(mine.view(self._arena.size, -1).unbind()) if flat.numel() else [flat] * self._arena.size
+        yield from moving.gather(self._arena, parts if self._leaders is not None else [], flat, 0)
+        if self._leaders is not None:
+            yield from self._leaders.all_gather(blocks, mine.clone())
+        for ranks, block in zip(self._hosts, blocks, strict=True):
+            yield from moving.broadcast(self._arena, block, 0)
+            for rank, part in zip(ranks, block.view(len(ranks), -1), strict=True):
+                outputs[rank].copy_(part.view(outputs[rank].shape))
+
+    def _barrier(self) -> Steps:
+        yield from moving.barrier(self._arena)
+        if self._leaders is not None:
+            yield from self._leaders.barrier()
+        yield from moving.barrier(self._arena)
+
+
+def _over_gloo(name: str) -> Callable[..., Any]:
+    def call(self: HierarchicalGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._gloo, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for _name in NAMES:
+    if _name not in vars(HierarchicalGroup):
+        setattr(HierarchicalGroup, _name, _over_gloo(_name))
+by_device(HierarchicalGroup)
+
+
+def _split(op: Any, dtype: torch.dtype) -> tuple[Any, Any, bool]:
+    """The fold inside a machine, the operation between machines, and whether to divide by the number of ranks then."""
+    code = hash(op)
+    if code == int(dist.ReduceOp.RedOpType.AVG):
+        return fold_for(dist.ReduceOp.SUM, dtype), dist.ReduceOp.SUM, True
+    if code == int(dist.ReduceOp.RedOpType.PREMUL_SUM):
+        return fold_for(dist.ReduceOp.SUM, dtype), None, False
+    return fold_for(op, dtype), op, False
+
+
+def _chain(parts: Iterable[Steps]) -> Steps:
+    for part in parts:
+        yield from part

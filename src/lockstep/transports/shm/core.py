@@ -1,0 +1,100 @@
+"""One rank's part of a group on one machine: its memory and what runs in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from ...environment import usable_cores
+from ...errors import TransportError
+from ..c10d import Store
+from .arena import Arena
+from .board import Board
+from .engine import Lane
+from .layout import Layout
+from .mailbox import Mailbox, Receive
+from .segment import share
+from .waiting import Steps
+from .work import ShmWork
+
+__all__ = ["Core"]
+
+
+class Core:
+    """Runs collectives and messages in memory that all ranks of the group have mapped.
+
+    Args:
+        store: where the ranks meet; used here and not again.
+        rank: this rank.
+        layout: division of the memory, the same on all ranks.
+        timeout: seconds that an operation may take when it is given no limit of its own.
+        names: what the ranks are called in errors; their own numbers when None.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, layout: Layout, timeout: float, names: Sequence[int] | None = None
+    ) -> None:
+        self.rank, self.size, self.timeout = rank, layout.ranks, timeout
+        segment = share(store, rank, layout.ranks, layout.total)
+        self._names = names or range(layout.ranks)
+        self._board = Board(segment, layout, rank, self._names)
+        self._board.open(os.getpid())
+        self._meet(store)
+        self.arena = Arena(segment, layout, self._board)
+        self._mailbox = Mailbox(segment, layout, self._board)
+        crowded = layout.ranks > usable_cores()
+        self._crowded, self._broken = crowded, ""
+        self._collectives = Lane(self._board.check, self._break, crowded)
+        self._sends = [Lane(self._board.check, _nothing, crowded) for _ in range(layout.ranks)]
+
+    def _meet(self, store: Store) -> None:
+        store.set(f"open/{self.rank}", "")
+        for rank in range(self.size):
+            store.get(f"open/{rank}")
+        self._board.meet()
+
+    def run(
+        self, what: str, steps: Steps, asynchronous: bool, timeout: float | None, result: list[torch.Tensor]
+    ) -> ShmWork:
+        """Carry out a collective, at once or beside the caller.
+
+        Raises:
+            TransportError: when an earlier one has failed here, or this one does.
+        """
+        if self._broken:
+            raise TransportError(f"shm: this group cannot be used since an earlier error: {self._broken}")
+        if asynchronous:
+            return self._collectives.start(what, steps, timeout or self.timeout, result)
+        return self._collectives.run(what, steps, timeout or self.timeout)
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> ShmWork:
+        """Send `tensor` to `target` beside the caller."""
+        steps = self._mailbox.send(tensor, target, tag)
+        return self._sends[target].start(f"send to rank {self._names[target]}", steps, None, [tensor], self.timeout)
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ShmWork:
+        """Receive a message from `source`, or from any rank, into `tensor` beside the caller."""
+        receive = self._mailbox.post(Receive(tensor, source, tag))
+        what = "recv from any rank" if source is None else f"recv from rank {self._names[source]}"
+        lane = Lane(self._board.check, _nothing, self._crowded)
+        return lane.start(what, self._mailbox.receive(receive), None, [tensor], self.timeout)
+
+    def fail(self, reason: str) -> None:
+        """Give up the group: every wait of the others ends with `reason`."""
+        self._broken = self._broken or reason
+        self._board.fail(reason)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._broken = self._broken or "the group has been destroyed"
+        self._board.close()
+
+    def _break(self, error: BaseException) -> None:
+        if not self._broken:
+            self.fail(f"{type(error).__name__}: {error}")
+
+
+def _nothing(error: BaseException) -> None:
+    """A message that fails leaves the group as it is."""

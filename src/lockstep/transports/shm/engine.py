@@ -1,0 +1,148 @@
+"""Runs operations: at once in the calling thread, or one after another beside it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from .progress import progress
+from .waiting import CHECK_S, Awaited, Check, Steps, Waiter
+from .work import ShmWork, done
+
+__all__ = ["Lane"]
+
+
+class _Operation:
+    """One that has been started.
+
+    Args:
+        what: its name, for errors.
+        steps: what is left of it.
+        work: told when it ends.
+        timeout: seconds that it may take from now; None where only a wait for it is limited (a message may be
+            expected for as long as one likes).
+    """
+
+    def __init__(self, what: str, steps: Steps, work: ShmWork, timeout: float | None) -> None:
+        self.what, self.steps, self.work, self._timeout = what, steps, work, timeout
+        self._began = time.monotonic()
+        self._next_check = self._began + CHECK_S
+
+    def look(self, awaited: Awaited, check: Check) -> None:
+        """Now and then, see whether the wait for `awaited` is still worth it."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_S
+        check(self.what, awaited(), now - self._began, math.inf if self._timeout is None else self._timeout)
+
+
+class Lane:
+    """Operations of which one goes on only when the one before has ended.
+
+    Whoever has time drives them: the thread that waits for one, and otherwise the process's progress thread.
+
+    Args:
+        check: looks during waits whether they are still worth it.
+        fail: called with what has broken an operation halfway.
+        crowded: whether there are more ranks than cores.
+    """
+
+    def __init__(self, check: Check, fail: Callable[[BaseException], None], crowded: bool) -> None:
+        self._check, self._fail, self._crowded = check, fail, crowded
+        self._lock = threading.Lock()
+        self._queue: deque[_Operation] = deque()
+
+    def run(self, what: str, steps: Steps, timeout: float) -> ShmWork:
+        """Carry out `steps` here and now, after whatever is queued."""
+        with self._lock:
+            if not self._queue:
+                self._run(what, steps, timeout)
+                return done
+        work = self.start(what, steps, timeout, [])
+        work.wait()
+        return work
+
+    def _run(self, what: str, steps: Steps, timeout: float) -> None:
+        waiter = None
+        try:
+            for awaited in steps:
+                if waiter is None:
+                    waiter = Waiter(what, timeout, self._check, self._crowded)
+                waiter.pause(awaited)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def start(
+        self, what: str, steps: Steps, timeout: float | None, result: list[torch.Tensor], wait_s: float = 0.0
+    ) -> ShmWork:
+        """Queue `steps`; they go as far as they can at once, then on beside the caller.
+
+        Args:
+            what: name of the operation, for errors.
+            steps: the operation.
+            timeout: seconds that it may take from now; None for no limit but a wait's.
+            result: what its future gives.
+            wait_s: limit of a wait that is given none, in seconds; `timeout` when 0.
+        """
+        limit = wait_s or timeout or 0.0
+        work = ShmWork(result, lambda waiting, seconds: self._drive(what, waiting, seconds or limit))
+        with self._lock:
+            self._queue.append(_Operation(what, steps, work, timeout))
+            if len(self._queue) == 1:
+                self._advance()
+            under_way = bool(self._queue)
+        if under_way:
+            progress.add(self)
+        return work
+
+    @property
+    def pending(self) -> bool:
+        """Whether any operation is left."""
+        return bool(self._queue)
+
+    def advance(self) -> bool:
+        """Go on with the first operation if it can; whether any are left. For the progress thread."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._advance()
+            finally:
+                self._lock.release()
+        return bool(self._queue)
+
+    def _drive(self, what: str, work: ShmWork, timeout: float) -> None:
+        waiter = Waiter(what, timeout, self._check, self._crowded)
+        awaited: Awaited | None = None
+        while not work.is_completed():
+            if self._lock.acquire(blocking=False):
+                try:
+                    awaited = self._advance()
+                finally:
+                    self._lock.release()
+            if not work.is_completed():
+                waiter.pause(awaited)
+
+    def _advance(self) -> Awaited | None:
+        """One step of the first operation; whom it waits for, or None when it has moved on."""
+        if not self._queue:
+            return None
+        operation = self._queue[0]
+        try:
+            awaited = next(operation.steps)
+            if awaited is not None:
+                operation.look(awaited, self._check)
+            return awaited
+        except StopIteration:
+            self._queue.popleft()
+            operation.work.finish()
+        except BaseException as error:
+            self._queue.popleft()
+            self._fail(error)
+            operation.work.finish(error)
+        return None

@@ -1,0 +1,102 @@
+"""How a group's shared memory is divided: counters, halves of slots for collectives, rings for messages (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import ConfigError
+
+__all__ = ["Layout", "default_size", "plan"]
+
+LINE = 128  # bytes; two cache lines, because processors fetch lines in pairs
+BLOCK = 512  # bytes of control for each rank: its counter and state in the first line, its last words in the rest
+RING = 4  # fragments that a sender may be ahead of its receiver
+HEADER = 64  # bytes before the payload of a fragment, and of a slot in an all-to-all
+MAX_CHUNK = 512 << 10  # a chunk that stays in a core's own cache between being written and being read
+MAX_FRAGMENT = 256 << 10
+MIN_CHUNK = 4 << 10
+MIN_FRAGMENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets and sizes in bytes.
+
+    The memory holds, in this order: a control block for each rank; a ring for each ordered pair of ranks; two halves,
+    each with a slot for each rank and one for results. A collective's chunks take the halves in turn, so that a rank
+    may write the next chunk while others still read the last.
+    """
+
+    ranks: int
+    chunk: int
+    fragment: int
+
+    @property
+    def rings(self) -> int:
+        """Where the rings begin."""
+        return _up(self.ranks * BLOCK, 4096)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Size of one ring: two counters (written; read), each on its own line, then the fragments."""
+        return 2 * LINE + RING * (HEADER + self.fragment)
+
+    @property
+    def halves(self) -> int:
+        """Where the two halves begin."""
+        return _up(self.rings + self.ranks * self.ranks * self.ring_bytes, 4096)
+
+    @property
+    def half_bytes(self) -> int:
+        """Size of one half."""
+        return (self.ranks + 1) * self.chunk
+
+    @property
+    def total(self) -> int:
+        """Size of the whole memory."""
+        return self.halves + 2 * self.half_bytes
+
+    def control(self, rank: int) -> int:
+        """Offset of the control block of `rank`."""
+        return rank * BLOCK
+
+    def ring(self, source: int, target: int) -> int:
+        """Offset of the ring for messages from `source` to `target`."""
+        return self.rings + (source * self.ranks + target) * self.ring_bytes
+
+    def slot(self, half: int, rank: int) -> int:
+        """Offset of the slot of `rank` in `half`; rank = ranks is the slot for results."""
+        return self.halves + half * self.half_bytes + rank * self.chunk
+
+
+def default_size(ranks: int) -> int:
+    """The most bytes that a group of `ranks` takes when nobody says otherwise: 64 MiB, or 4 MiB a rank."""
+    return max(64 << 20, ranks * (4 << 20))
+
+
+def plan(ranks: int, size: int) -> Layout:
+    """Divide at most `size` bytes among `ranks`: three quarters for collectives, the rest for messages.
+
+    Raises:
+        ConfigError: when `size` is too small for that many ranks.
+    """
+    least = Layout(ranks, MIN_CHUNK, MIN_FRAGMENT).total
+    if size < least:
+        raise ConfigError(
+            "shm size",
+            f"at least {least} bytes for {ranks} ranks on one machine",
+            size,
+            "Set LOCKSTEP_SHM_SIZE, or ShmOptions(size=...), to more, or leave it out.",
+        )
+    fragment = (size // 4) // (ranks * ranks * RING) - HEADER - LINE
+    fragment = min(MAX_FRAGMENT, max(MIN_FRAGMENT, fragment // LINE * LINE))
+    rest = size - Layout(ranks, 0, fragment).halves
+    if rest < 2 * (ranks + 1) * MIN_CHUNK:
+        fragment = MIN_FRAGMENT
+        rest = size - Layout(ranks, 0, fragment).halves
+    chunk = rest // (2 * (ranks + 1))
+    return Layout(ranks, min(MAX_CHUNK, chunk // 4096 * 4096), fragment)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,185 @@
+"""Messages between two ranks: rings in shared memory, matched to receives by source and tag."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from ...errors import TransportError
+from .board import Board
+from .fence import fence
+from .layout import HEADER, LINE, RING, Layout
+from .moving import flat_of, put_back
+from .segment import Segment
+from .waiting import Steps
+
+__all__ = ["Mailbox", "Receive"]
+
+
+class Receive:
+    """A posted receive.
+
+    Attributes:
+        source: whom it is from; None for any rank, and then who it came from once it is complete.
+        tag: which messages it takes.
+        tensor: where the message goes.
+    """
+
+    def __init__(self, tensor: torch.Tensor, source: int | None, tag: int) -> None:
+        self.tensor, self.source, self.tag = tensor, source, tag
+        self.message: _Message | None = None
+
+    def takes(self, source: int, tag: int) -> bool:
+        """Whether a message from `source` with `tag` is for this receive."""
+        return self.tag == tag and self.source in (None, source)
+
+
+class _Message:
+    """One that is arriving, or has arrived before anyone asked for it."""
+
+    def __init__(self, source: int, tag: int, total: int, data: torch.Tensor) -> None:
+        self.source, self.tag, self.total, self.data = source, tag, total, data
+        self.received = 0
+        self.taken = False
+
+    @property
+    def complete(self) -> bool:
+        return self.received == self.total
+
+
+class _Ring:
+    """One direction between two ranks: a counter of fragments written, one of fragments read, and the fragments."""
+
+    def __init__(self, segment: Segment, layout: Layout, source: int, target: int) -> None:
+        begin = layout.ring(source, target)
+        self.words, self.written, self.read = segment.words, begin >> 3, (begin + LINE) >> 3
+        starts = [begin + 2 * LINE + i * (HEADER + layout.fragment) for i in range(RING)]
+        self._headers = [start >> 3 for start in starts]
+        self._payloads = [segment.bytes[start + HEADER : start + HEADER + layout.fragment] for start in starts]
+        self._done = 0  # fragments this side has written, or read
+
+    @property
+    def full(self) -> bool:
+        return self._done - self.words[self.read] >= RING
+
+    @property
+    def empty(self) -> bool:
+        return self.words[self.written] <= self._done
+
+    def put(self, tag: int, total: int, data: torch.Tensor) -> None:
+        fence()  # the reader's counter was seen before its fragment is written over
+        index = self._done % RING
+        header = self._headers[index]
+        self.words[header], self.words[header + 1], self.words[header + 2] = tag, total, data.numel()
+        self._payloads[index][: data.numel()].copy_(data)
+        fence()
+        self._done += 1
+        self.words[self.written] = self._done
+
+    def head(self) -> tuple[int, int, torch.Tensor]:
+        """Tag, size of the whole message, and the next fragment."""
+        fence()
+        index = self._done % RING
+        header = self._headers[index]
+        return self.words[header], self.words[header + 1], self._payloads[index][: self.words[header + 2]]
+
+    def pop(self) -> None:
+        fence()
+        self._done += 1
+        self.words[self.read] = self._done
+
+
+class Mailbox:
+    """Sends and receives of one rank in one group.
+
+    Messages from one rank with one tag are received in the order in which they were sent. A message for which no
+    receive is posted is read into memory of its own, so that it does not stand in the way of those behind it.
+    """
+
+    def __init__(self, segment: Segment, layout: Layout, board: Board) -> None:
+        self._board, self._fragment = board, layout.fragment
+        self._others = [rank for rank in range(layout.ranks) if rank != board.rank]
+        self._out = {rank: _Ring(segment, layout, board.rank, rank) for rank in self._others}
+        self._in = {rank: _Ring(segment, layout, rank, board.rank) for rank in self._others}
+        self._arriving: dict[int, _Message] = {}
+        self._early: list[_Message] = []
+        self._posted: list[Receive] = []
+        self._lock = threading.Lock()
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Steps:
+        """Write `tensor` into the ring to `target`; a message that the ring holds is sent before it is received."""
+        ring, data = self._out[target], flat_of(tensor).view(torch.uint8)
+        for start in range(0, max(data.numel(), 1), self._fragment):
+            if ring.full:
+                yield None
+            while ring.full:
+                yield lambda: [target]
+            ring.put(tag, data.numel(), data[start : start + self._fragment])
+
+    def post(self, receive: Receive) -> Receive:
+        """Queue `receive`; of several that fit a message, the one posted first gets it."""
+        with self._lock:
+            for message in self._early:
+                if receive.takes(message.source, message.tag):
+                    receive.message = message
+                    self._early.remove(message)
+                    return receive
+            self._posted.append(receive)
+        return receive
+
+    def receive(self, receive: Receive) -> Steps:
+        """Wait until the message for the posted `receive` is in its tensor.
+
+        Raises:
+            TransportError: when the message has another size than the tensor.
+        """
+        sources: Iterable[int] = self._others if receive.source is None else (receive.source,)
+        while receive.message is None or not receive.message.complete:
+            with self._lock:
+                moved = [self._drain(source) for source in sources]
+            if any(moved):
+                yield None
+            else:
+                yield lambda: sources
+        message, wanted = receive.message, receive.tensor.numel() * receive.tensor.element_size()
+        receive.source = message.source
+        if message.total != wanted:
+            raise TransportError(
+                f"shm: rank {message.source} sent {message.total} bytes (tag {message.tag}), "
+                f"but rank {self._board.rank} receives into {wanted} bytes"
+            )
+        if message.data.data_ptr() != receive.tensor.data_ptr():
+            put_back(message.data.view(receive.tensor.dtype), receive.tensor)
+
+    def _drain(self, source: int) -> bool:
+        """Read the next fragment from `source`; whether there was one."""
+        ring = self._in[source]
+        if ring.empty:
+            return False
+        tag, total, data = ring.head()
+        message = self._arriving.get(source)
+        if message is None:
+            message = self._arriving[source] = self._begin(source, tag, total)
+        message.data[message.received : message.received + data.numel()].copy_(data)
+        ring.pop()
+        message.received += data.numel()
+        if message.complete:
+            del self._arriving[source]
+        return True
+
+    def _begin(self, source: int, tag: int, total: int) -> _Message:
+        receive = next((posted for posted in self._posted if posted.takes(source, tag)), None)
+        into = None if receive is None else receive.tensor
+        if into is None or not into.is_contiguous() or into.numel() * into.element_size() != total or into.is_conj():
+            data = torch.empty(total, dtype=torch.uint8)
+        else:
+            data = into.view(-1).view(torch.uint8)
+        message = _Message(source, tag, total, data)
+        if receive is None:
+            self._early.append(message)
+        else:
+            receive.message = message
+            self._posted.remove(receive)
+        return message

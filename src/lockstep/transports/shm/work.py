@@ -1,0 +1,116 @@
+"""What an asynchronous operation gives its caller: c10d's `Work`, to wait for, to ask, or as a future."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ShmWork", "done"]
+
+_lock = threading.Lock()  # between asking for a future and the end of the operation; held for a moment only
+
+
+class ShmWork(dist.Work):
+    """One operation, under way or ended.
+
+    Args:
+        result: the tensors that its future gives.
+        wait: drives the operation until it has ended or the given seconds are over; None when it has ended.
+    """
+
+    def __init__(self, result: list[torch.Tensor], wait: Callable[[ShmWork, float | None], None] | None = None) -> None:
+        super().__init__()
+        self._result, self._wait = result, wait
+        self._error: BaseException | None = None
+        self._ended = wait is None
+        self._signal: torch.futures.Future[None] | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self.source = -1
+
+    @staticmethod
+    def all_of(works: Sequence[ShmWork]) -> ShmWork:
+        """One that has ended when all `works` have."""
+
+        def wait(together: ShmWork, timeout: float | None) -> None:
+            limit = timedelta(seconds=timeout) if timeout else None
+            for work in works:
+                work.wait(limit)
+            together.finish()
+
+        return ShmWork([tensor for work in works for tensor in work.result()], wait if works else None)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Say that the operation has ended, well or with `error`; called once."""
+        with _lock:
+            self._error, self._ended, self._wait = error, True, None
+            signal = self._signal
+        if signal is not None:
+            signal.set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the operation has ended.
+
+        Args:
+            timeout: give up after it; the group's when None or zero.
+
+        Raises:
+            RankLostError, StallError, TransportError: what ended it.
+        """
+        wait = self._wait
+        if wait is not None:
+            wait(self, timeout.total_seconds() if timeout else None)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._ended and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What it ended with, if not well."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that it filled."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Whom a receive from any rank got its message from."""
+        return self.source
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """Nothing: CPU tensors are ready when the operation has ended."""
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that gives the result, or raises what ended the operation."""
+        with _lock:
+            if self._future is None:
+                self._signal = torch.futures.Future()
+                # an error raised in a callback reaches C++ as an error; one set with set_exception does not
+                self._future = self._signal.then(self._outcome)
+                ended = self._ended
+            else:
+                ended = False
+        if ended and self._signal is not None:
+            self._signal.set_result(None)
+        return self._future
+
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+done = ShmWork([])  # every synchronous call that went well returns it
