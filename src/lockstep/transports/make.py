@@ -16,7 +16,7 @@ from .hierarchy.between import Leaders
 from .hierarchy.group import HierarchicalGroup
 from .shm.core import Core
 from .shm.group import ShmGroup
-from .shm.host import ranks_by_host
+from .shm.host import machines
 from .shm.layout import default_size, plan
 from .shm.options import ShmOptions
 
@@ -29,17 +29,20 @@ def make_shm_group(given: Any, options: ShmOptions | None) -> dist.ProcessGroup:
     Raises:
         ConfigError: for options of another backend, or too small a size.
         TransportError: when no memory can be shared.
+        StallError: when some ranks do not call it in time.
     """
     if options is not None and not isinstance(options, ShmOptions):
         raise ConfigError("pg_options", "lockstep.ShmOptions", type(options).__name__)
-    rank, most = given.group_rank, (options.size if options else None) or environment.shm_size()
-    hosts = ranks_by_host(given.store, rank, given.group_size)
-    machine = next(i for i, ranks in enumerate(hosts) if rank in ranks)
-    ranks = hosts[machine]
-    layout = plan(len(ranks), most or default_size(len(ranks)))
-    store = PrefixStore(f"machine/{machine}", given.store)
-    core = Core(store, ranks.index(rank), layout, given.timeout.total_seconds(), ranks)
-    return ShmGroup(core, given.store) if len(hosts) == 1 else _spanning(given, core, hosts, machine)
+    wish = (options.size if options else None) or environment.shm_size()
+    found = machines(given.store, given.group_rank, given.group_size, wish)
+    mine = next(i for i, machine in enumerate(found) if given.group_rank in machine.ranks)
+    ranks, size = found[mine].ranks, found[mine].size
+    layout = plan(len(ranks), size or default_size(len(ranks)))
+    store = PrefixStore(f"machine/{mine}", given.store)
+    core = Core(store, ranks.index(given.group_rank), layout, given.timeout.total_seconds(), ranks)
+    if len(found) == 1:
+        return ShmGroup(core, given.store)
+    return _spanning(given, core, [list(machine.ranks) for machine in found], mine)
 
 
 def _spanning(given: Any, core: Core, hosts: list[list[int]], machine: int) -> dist.ProcessGroup:

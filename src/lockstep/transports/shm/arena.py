@@ -26,8 +26,7 @@ class Arena:
         self.board, self.rank, self.size = board, board.rank, layout.ranks
         self.chunk = layout.chunk
         self._segment, self._layout = segment, layout
-        self._half = 0
-        self._free_at = [0, 0]  # the tick that all must have posted before a half is written again
+        self.state = board.state
         self._views: dict[tuple[object, ...], list[torch.Tensor]] = {}
 
     def claim(self, ticks: int, ends_reading: bool) -> Steps:
@@ -38,9 +37,13 @@ class Arena:
             ends_reading: whether a rank's last post says that it has read the chunk. If not, it has read it by the
                 next tick that it posts, whatever for.
         """
-        half = self._half = self._half ^ 1
-        free_at = self._free_at[half]
-        self._free_at[half] = self.board.tick + ticks + (not ends_reading)
+        state = self.state
+        state.half ^= 1
+        free_again = state.tick + ticks + (not ends_reading)
+        if state.half:
+            free_at, state.free_1 = state.free_1, free_again
+        else:
+            free_at, state.free_0 = state.free_0, free_again
         if not self.board.all_reached(free_at):
             yield from self.board.until_all(free_at)
 
@@ -52,7 +55,7 @@ class Arena:
             dtype: of each tensor.
             offset: where they begin in their slots, in bytes, a multiple of the size of an element.
         """
-        key = (self._half, shape, dtype, offset)
+        key = (self.state.half, shape, dtype, offset)
         views = self._views.get(key)
         if views is None:
             if len(self._views) >= _CACHE:
@@ -64,5 +67,5 @@ class Arena:
         nbytes = dtype.itemsize
         for length in shape:
             nbytes *= length
-        starts = [self._layout.slot(self._half, rank) + offset for rank in range(self.size + 1)]
+        starts = [self._layout.slot(self.state.half, rank) + offset for rank in range(self.size + 1)]
         return [self._segment.bytes[start : start + nbytes].view(dtype).view(shape) for start in starts]

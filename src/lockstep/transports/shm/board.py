@@ -9,6 +9,7 @@ from .fence import fence
 from .layout import BLOCK, Layout
 from .peers import Peers
 from .segment import Segment
+from .state import make_state
 from .waiting import Steps
 
 __all__ = ["Board"]
@@ -39,8 +40,7 @@ class Board:
         self._mine = rank * _WORDS
         self._others = tuple((i, i * _WORDS) for i in range(self.size) if i != rank)
         self._peers: Peers | None = None
-        self.tick = 0
-        self.low = 0  # every rank is known to have reached this tick
+        self.state = make_state(segment, layout, rank)
 
     def open(self, pid: int) -> None:
         """Announce this rank; to be called before any rank calls `meet`."""
@@ -53,20 +53,22 @@ class Board:
 
     def post(self) -> int:
         """Announce this rank's next tick, and return its number."""
-        self.tick = tick = self.tick + 1
+        tick: int = self.state.tick + 1
+        self.state.tick = tick
         fence()
         self._words[self._mine] = tick
         return tick
 
     def all_reached(self, tick: int) -> bool:
         """Whether every rank has posted `tick`."""
-        if self.low >= tick:
+        state = self.state
+        if state.low >= tick:
             return True
         words = self._words
         for _, block in self._others:
             if words[block] < tick:
                 return False
-        self.low = tick if tick < self.tick else self.tick
+        state.low = min(tick, state.tick)
         fence()
         return True
 

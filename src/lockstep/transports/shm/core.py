@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -15,11 +17,12 @@ from .board import Board
 from .engine import Lane
 from .layout import Layout
 from .mailbox import Mailbox, Receive
+from .reducing import begin_compiled
 from .segment import share
-from .waiting import Steps
+from .waiting import SPINS, Steps
 from .work import ShmWork
 
-__all__ = ["Core"]
+__all__ = ["Core", "limit_of"]
 
 
 class Core:
@@ -46,8 +49,11 @@ class Core:
         self._mailbox = Mailbox(segment, layout, self._board)
         crowded = layout.ranks > usable_cores()
         self._crowded, self._broken = crowded, ""
+        self._spins = 0 if crowded else SPINS
         self._collectives = Lane(self._board.check, self._break, crowded)
-        self._sends = [Lane(self._board.check, _nothing, crowded) for _ in range(layout.ranks)]
+        self._sends = [Lane(self._board.check, None, crowded) for _ in range(layout.ranks)]
+        self._receives: WeakSet[Lane] = WeakSet()
+        self.on_end: Callable[[], None] = _nothing  # called when the group has failed here, or is left
 
     def _meet(self, store: Store) -> None:
         store.set(f"open/{self.rank}", "")
@@ -63,11 +69,19 @@ class Core:
         Raises:
             TransportError: when an earlier one has failed here, or this one does.
         """
-        if self._broken:
-            raise TransportError(f"shm: this group cannot be used since an earlier error: {self._broken}")
+        self._require_whole()
         if asynchronous:
             return self._collectives.start(what, steps, timeout or self.timeout, result)
-        return self._collectives.run(what, steps, timeout or self.timeout)
+        return self._collectives.run(what, lambda: steps, lambda: timeout or self.timeout)
+
+    def run_sum(self, tensor: torch.Tensor, code: int, opts: Any) -> ShmWork:
+        """Sum a contiguous, not empty `tensor` over all ranks in place, at once, with the compiled part."""
+        self._require_whole()
+        return self._collectives.run(
+            "all_reduce",
+            lambda: begin_compiled(self.arena, tensor, code, self._spins),
+            lambda: limit_of(opts) or self.timeout,
+        )
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> ShmWork:
         """Send `tensor` to `target` beside the caller."""
@@ -78,23 +92,41 @@ class Core:
         """Receive a message from `source`, or from any rank, into `tensor` beside the caller."""
         receive = self._mailbox.post(Receive(tensor, source, tag))
         what = "recv from any rank" if source is None else f"recv from rank {self._names[source]}"
-        lane = Lane(self._board.check, _nothing, self._crowded)
-        return lane.start(what, self._mailbox.receive(receive), None, [tensor], self.timeout)
+        lane = Lane(self._board.check, None, self._crowded)
+        self._receives.add(lane)
+        work = lane.start(what, self._mailbox.receive(receive), None, [tensor], self.timeout)
+        work.source = lambda: receive.source
+        work.give_up = lane.stop  # it must not take a message after its caller has stopped waiting
+        return work
 
     def fail(self, reason: str) -> None:
         """Give up the group: every wait of the others ends with `reason`."""
         self._broken = self._broken or reason
         self._board.fail(reason)
+        self.on_end()
 
     def close(self) -> None:
         """Leave the group."""
         self._broken = self._broken or "the group has been destroyed"
         self._board.close()
+        self.on_end()
+        for lane in (self._collectives, *self._sends, *self._receives):
+            lane.stop(TransportError(f"shm: {self._broken}"))
+
+    def _require_whole(self) -> None:
+        if self._broken:
+            raise TransportError(f"shm: this group cannot be used since an earlier error: {self._broken}")
 
     def _break(self, error: BaseException) -> None:
         if not self._broken:
             self.fail(f"{type(error).__name__}: {error}")
 
 
-def _nothing(error: BaseException) -> None:
-    """A message that fails leaves the group as it is."""
+def _nothing() -> None:
+    return
+
+
+def limit_of(opts: Any) -> float | None:
+    """The seconds that c10d's options of a call allow it, if they say so."""
+    seconds: float = opts.timeout.total_seconds() if opts is not None else 0.0
+    return seconds if seconds > 0 else None

@@ -16,6 +16,8 @@ from .work import ShmWork, done
 
 __all__ = ["Lane"]
 
+_PATIENCE_S = 0.1
+
 
 class _Operation:
     """One that has been started.
@@ -49,34 +51,42 @@ class Lane:
 
     Args:
         check: looks during waits whether they are still worth it.
-        fail: called with what has broken an operation halfway.
+        fail: called with what has broken an operation halfway, after which none behind it can be right; None where
+            they are independent of each other.
         crowded: whether there are more ranks than cores.
     """
 
-    def __init__(self, check: Check, fail: Callable[[BaseException], None], crowded: bool) -> None:
+    def __init__(self, check: Check, fail: Callable[[BaseException], None] | None, crowded: bool) -> None:
         self._check, self._fail, self._crowded = check, fail, crowded
         self._lock = threading.Lock()
         self._queue: deque[_Operation] = deque()
 
-    def run(self, what: str, steps: Steps, timeout: float) -> ShmWork:
-        """Carry out `steps` here and now, after whatever is queued."""
+    def run(self, what: str, begin: Callable[[], Steps | None], limit: Callable[[], float]) -> ShmWork:
+        """Carry out an operation here and now, after whatever is queued.
+
+        Args:
+            what: its name, for errors.
+            begin: starts it, and gives the steps that are left, or None.
+            limit: seconds that it may take; asked when it has to wait.
+        """
         with self._lock:
             if not self._queue:
-                self._run(what, steps, timeout)
+                self._run(what, begin, limit)
                 return done
-        work = self.start(what, steps, timeout, [])
+        work = self.start(what, _begun(begin), limit(), [])
         work.wait()
         return work
 
-    def _run(self, what: str, steps: Steps, timeout: float) -> None:
+    def _run(self, what: str, begin: Callable[[], Steps | None], limit: Callable[[], float]) -> None:
         waiter = None
         try:
-            for awaited in steps:
+            for awaited in begin() or ():
                 if waiter is None:
-                    waiter = Waiter(what, timeout, self._check, self._crowded)
+                    waiter = Waiter(what, limit(), self._check, self._crowded)
                 waiter.pause(awaited)
         except BaseException as error:
-            self._fail(error)
+            if self._fail is not None:
+                self._fail(error)
             raise
 
     def start(
@@ -99,7 +109,7 @@ class Lane:
                 self._advance()
             under_way = bool(self._queue)
         if under_way:
-            progress.add(self)
+            progress.add(self, at_once=timeout is not None)  # a collective; most messages are waited for at once
         return work
 
     @property
@@ -116,6 +126,14 @@ class Lane:
                 self._lock.release()
         return bool(self._queue)
 
+    def stop(self, error: BaseException) -> None:
+        """End every operation that is under way with `error`."""
+        if self._lock.acquire(timeout=_PATIENCE_S):  # a thread in a synchronous call holds it, and ends by itself
+            try:
+                self._end(error, len(self._queue))
+            finally:
+                self._lock.release()
+
     def _drive(self, what: str, work: ShmWork, timeout: float) -> None:
         waiter = Waiter(what, timeout, self._check, self._crowded)
         awaited: Awaited | None = None
@@ -127,6 +145,12 @@ class Lane:
                     self._lock.release()
             if not work.is_completed():
                 waiter.pause(awaited)
+
+    def _end(self, error: BaseException, how_many: int) -> None:
+        for _ in range(how_many):
+            operation = self._queue.popleft()
+            operation.steps.close()
+            operation.work.finish(error)
 
     def _advance(self) -> Awaited | None:
         """One step of the first operation; whom it waits for, or None when it has moved on."""
@@ -142,7 +166,13 @@ class Lane:
             self._queue.popleft()
             operation.work.finish()
         except BaseException as error:
-            self._queue.popleft()
-            self._fail(error)
-            operation.work.finish(error)
+            if self._fail is not None:
+                self._fail(error)
+            self._end(error, 1 if self._fail is None else len(self._queue))
         return None
+
+
+def _begun(begin: Callable[[], Steps | None]) -> Steps:
+    steps = begin()
+    if steps is not None:
+        yield from steps

@@ -17,9 +17,10 @@ from ..c10d import Store
 from ..devices import by_device
 from . import moving, reducing
 from .arguments import NotOnCPUError, dense, pieces, same_dtype
-from .core import Core
+from .core import Core, limit_of
 from .fold import fold_for
 from .sparse import all_reduce_sparse
+from .state import compiled_code
 from .waiting import Steps
 from .work import ShmWork
 
@@ -51,14 +52,18 @@ class ShmGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> ShmWork:
         """Reduce each tensor over all ranks, in place; also sparse ones, and half types in float32."""
         opts = opts or dist.AllreduceOptions()
-        if not tensors[0].is_cpu:
-            raise NotOnCPUError(tensors[0].device)
-        if tensors[0].layout is torch.sparse_coo:
-            steps = _chain(all_reduce_sparse(self._arena, tensor, opts.reduceOp) for tensor in tensors)
+        op, first = opts.reduceOp, tensors[0]
+        codes = [compiled_code(op, tensor.dtype) for tensor in tensors]
+        if len(codes) == 1 and codes[0] >= 0 and not opts.asyncOp and _is_plain(first):
+            return self._note(self._core.run_sum(first, codes[0], opts))
+        if not first.is_cpu:
+            raise NotOnCPUError(first.device)
+        if first.layout is torch.sparse_coo:
+            steps = _chain(all_reduce_sparse(self._arena, tensor, op) for tensor in tensors)
             return self._run("all_reduce", steps, opts, tensors)
-        folds = [fold_for(opts.reduceOp, tensor.dtype) for tensor in tensors]
+        folds = [fold_for(op, tensor.dtype) for tensor in tensors]
         plain = dense(tensors)
-        steps = _chain(reducing.all_reduce(self._arena, t, fold) for t, fold in zip(plain, folds, strict=True))
+        steps = _chain(reducing.all_reduce(self._arena, *each) for each in zip(plain, folds, codes, strict=True))
         return self._run("all_reduce", steps, opts, tensors)
 
     allreduce_coalesced = allreduce
@@ -77,21 +82,21 @@ class ShmGroup(dist.ProcessGroup):
         for output, parts in zip(dense(outputs), inputs, strict=True):
             self._count("inputs", parts)
             same_dtype([output, *parts])
-            if parts[self.rank()].numel() != output.numel():
-                raise ConfigError("output", f"{parts[self.rank()].numel()} elements", output.numel())
+            if parts[self._core.rank].numel() != output.numel():
+                raise ConfigError("output", f"{parts[self._core.rank].numel()} elements", output.numel())
             fold = fold_for(opts.reduceOp, output.dtype)
             steps.append(reducing.reduce_scatter(self._arena, output, dense(parts), fold))
         return self._run("reduce_scatter", _chain(steps), opts, outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
         """Reduce `tensor` over all ranks; each gets its part of it in `output`."""
-        return self.reduce_scatter([output], [pieces(tensor, self.size(), "input")], opts)
+        return self.reduce_scatter([output], [pieces(tensor, self._core.size, "input")], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """`reduce_scatter_single` for several tensors."""
-        return self.reduce_scatter(outputs, [pieces(tensor, self.size(), "input") for tensor in inputs], opts)
+        return self.reduce_scatter(outputs, [pieces(tensor, self._core.size, "input") for tensor in inputs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -108,8 +113,8 @@ class ShmGroup(dist.ProcessGroup):
         for parts, tensor in zip(outputs, dense(inputs), strict=True):
             self._count("outputs", parts)
             same_dtype([tensor, *parts])
-            if parts[self.rank()].numel() != tensor.numel():
-                raise ConfigError("output", f"{tensor.numel()} elements for this rank", parts[self.rank()].numel())
+            if parts[self._core.rank].numel() != tensor.numel():
+                raise ConfigError("output", f"{tensor.numel()} elements for this rank", parts[self._core.rank].numel())
             steps.append(moving.all_gather(self._arena, dense(parts), tensor))
         return self._run("all_gather", _chain(steps), opts, [part for parts in outputs for part in parts])
 
@@ -123,7 +128,7 @@ class ShmGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """`all_gather_single` for several tensors."""
-        parts = [pieces(output, self.size(), "output") for output in outputs]
+        parts = [pieces(output, self._core.size, "output") for output in outputs]
         return self.allgather(parts, inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -131,8 +136,8 @@ class ShmGroup(dist.ProcessGroup):
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> ShmWork:
         """Copy rank i's tensor to `outputs[0][i]` of the root."""
         root, tensor = self._root(opts), dense(inputs)[0]
-        parts = dense(outputs[0]) if self.rank() == root else []
-        if self.rank() == root:
+        parts = dense(outputs[0]) if self._core.rank == root else []
+        if self._core.rank == root:
             self._count("outputs", parts)
             _same_sizes("outputs", parts, tensor)
         return self._run("gather", moving.gather(self._arena, parts, tensor, root), opts, parts)
@@ -140,8 +145,8 @@ class ShmGroup(dist.ProcessGroup):
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> ShmWork:
         """Copy `inputs[0][i]` of the root to rank i's tensor."""
         root, tensor = self._root(opts), dense(outputs)[0]
-        parts = dense(inputs[0]) if self.rank() == root else []
-        if self.rank() == root:
+        parts = dense(inputs[0]) if self._core.rank == root else []
+        if self._core.rank == root:
             self._count("inputs", parts)
             _same_sizes("inputs", parts, tensor)
         return self._run("scatter", moving.scatter(self._arena, tensor, parts, root), opts, outputs)
@@ -163,8 +168,8 @@ class ShmGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> ShmWork:
         """`alltoall` of the parts of two tensors, divided along the first dimension, evenly without splits."""
-        outputs = pieces(output, self.size(), "output", output_splits)
-        inputs = pieces(tensor, self.size(), "input", input_splits)
+        outputs = pieces(output, self._core.size, "output", output_splits)
+        inputs = pieces(tensor, self._core.size, "input", input_splits)
         same_dtype([output, tensor])
         steps = moving.all_to_all(self._arena, outputs, inputs)
         return self._run("all_to_all", steps, opts, [output])
@@ -220,9 +225,8 @@ class ShmGroup(dist.ProcessGroup):
         self._core.fail("the group has been aborted")
 
     def _run(self, what: str, steps: Steps, opts: Any, result: Tensors) -> ShmWork:
-        seconds = opts.timeout.total_seconds() if opts is not None else 0
         asynchronous = True if opts is None else opts.asyncOp
-        return self._note(self._core.run(what, steps, asynchronous, seconds if seconds > 0 else None, list(result)))
+        return self._note(self._core.run(what, steps, asynchronous, limit_of(opts), list(result)))
 
     def _note(self, work: ShmWork) -> ShmWork:
         if self._batch is not None:
@@ -233,14 +237,14 @@ class ShmGroup(dist.ProcessGroup):
         return self._peer("root", opts.rootRank, self_too=True)
 
     def _peer(self, argument: str, rank: int, self_too: bool = False) -> int:
-        if not 0 <= rank < self.size() or (rank == self.rank() and not self_too):
-            other = "" if self_too else " other than this one"
-            raise ConfigError(argument, f"a rank{other} from 0 to {self.size() - 1} (this is {self.rank()})", rank)
+        if not 0 <= rank < self._core.size or (rank == self._core.rank and not self_too):
+            other = "" if self_too else f" other than this one ({self._core.rank})"
+            raise ConfigError(argument, f"a rank{other} from 0 to {self._core.size - 1}", rank)
         return rank
 
     def _count(self, argument: str, parts: Tensors) -> None:
-        if len(parts) != self.size():
-            raise ConfigError(argument, f"{self.size()} tensors, one for each rank", len(parts))
+        if len(parts) != self._core.size:
+            raise ConfigError(argument, f"{self._core.size} tensors, one for each rank", len(parts))
 
 
 def _same_sizes(argument: str, parts: Tensors, tensor: torch.Tensor) -> None:
@@ -248,6 +252,11 @@ def _same_sizes(argument: str, parts: Tensors, tensor: torch.Tensor) -> None:
     for part in parts:
         if part.numel() != tensor.numel():
             raise ConfigError(argument, f"{tensor.numel()} elements in each, as in this rank's tensor", part.numel())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of `tensor` are its elements in order, and there are any."""
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.numel() > 0
 
 
 def _chain(parts: Iterable[Steps]) -> Steps:

@@ -14,7 +14,7 @@ RING = 4  # fragments that a sender may be ahead of its receiver
 HEADER = 64  # bytes before the payload of a fragment, and of a slot in an all-to-all
 MAX_CHUNK = 512 << 10  # a chunk that stays in a core's own cache between being written and being read
 MAX_FRAGMENT = 256 << 10
-MIN_CHUNK = 4 << 10
+PAGE = 4 << 10
 MIN_FRAGMENT = 512
 
 
@@ -34,7 +34,7 @@ class Layout:
     @property
     def rings(self) -> int:
         """Where the rings begin."""
-        return _up(self.ranks * BLOCK, 4096)
+        return _up(self.ranks * BLOCK, PAGE)
 
     @property
     def ring_bytes(self) -> int:
@@ -44,7 +44,7 @@ class Layout:
     @property
     def halves(self) -> int:
         """Where the two halves begin."""
-        return _up(self.rings + self.ranks * self.ranks * self.ring_bytes, 4096)
+        return _up(self.rings + self.ranks * self.ranks * self.ring_bytes, PAGE)
 
     @property
     def half_bytes(self) -> int:
@@ -80,7 +80,8 @@ def plan(ranks: int, size: int) -> Layout:
     Raises:
         ConfigError: when `size` is too small for that many ranks.
     """
-    least = Layout(ranks, MIN_CHUNK, MIN_FRAGMENT).total
+    least_chunk = _up((ranks + 1) * HEADER, PAGE)  # a slot holds at least a line for each rank, and a header
+    least = Layout(ranks, least_chunk, MIN_FRAGMENT).total
     if size < least:
         raise ConfigError(
             "shm size",
@@ -91,11 +92,11 @@ def plan(ranks: int, size: int) -> Layout:
     fragment = (size // 4) // (ranks * ranks * RING) - HEADER - LINE
     fragment = min(MAX_FRAGMENT, max(MIN_FRAGMENT, fragment // LINE * LINE))
     rest = size - Layout(ranks, 0, fragment).halves
-    if rest < 2 * (ranks + 1) * MIN_CHUNK:
+    if rest < 2 * (ranks + 1) * least_chunk:
         fragment = MIN_FRAGMENT
         rest = size - Layout(ranks, 0, fragment).halves
     chunk = rest // (2 * (ranks + 1))
-    return Layout(ranks, min(MAX_CHUNK, chunk // 4096 * 4096), fragment)
+    return Layout(ranks, min(MAX_CHUNK, chunk // PAGE * PAGE), fragment)
 
 
 def _up(number: int, step: int) -> int:

@@ -42,7 +42,7 @@ def broadcast(arena: Arena, tensor: torch.Tensor, root: int) -> Steps:
         if rank == root:
             slot.copy_(chunk)
         else:
-            yield from board.until(root, board.tick + 1)
+            yield from board.until(root, board.state.tick + 1)
             chunk.copy_(slot)
         board.post()
     if rank != root:
@@ -61,7 +61,7 @@ def gather(arena: Arena, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, 
         if arena.rank == root:
             for source, out in enumerate(flats):
                 if source != root:
-                    yield from board.until(source, board.tick + 1)
+                    yield from board.until(source, board.state.tick + 1)
                 out[start : start + length].copy_(chunk if source == root else slots[source])
         else:
             slots[arena.rank].copy_(chunk)
@@ -83,7 +83,7 @@ def scatter(arena: Arena, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], 
             for target, part in enumerate(flats):
                 (chunk if target == root else slots[target]).copy_(part[start : start + length])
         else:
-            yield from board.until(root, board.tick + 1)
+            yield from board.until(root, board.state.tick + 1)
             chunk.copy_(slots[arena.rank])
         board.post()
     put_back(flat, tensor)

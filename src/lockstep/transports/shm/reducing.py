@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,15 +12,31 @@ from .fold import Fold
 from .moving import flat_of, put_back
 from .waiting import Steps
 
-__all__ = ["all_reduce", "reduce", "reduce_scatter"]
+__all__ = ["all_reduce", "begin_compiled", "reduce", "reduce_scatter"]
 
 _WHOLE = 32 << 10  # up to this many bytes over all ranks each adds everything itself, which needs one tick, not two
 _ALIGN = 64  # bytes; slices begin on a cache line, so that no two ranks write into one
 
 
-def all_reduce(arena: Arena, tensor: torch.Tensor, fold: Fold) -> Steps:
-    """Reduce `tensor` over all ranks, in place, any shape and strides; every rank gets the same bits."""
-    if tensor.numel() * tensor.element_size() * (arena.size - 1) <= min(_WHOLE, arena.chunk):
+def all_reduce(arena: Arena, tensor: torch.Tensor, fold: Fold, code: int = -1) -> Steps:
+    """Reduce `tensor` over all ranks, in place, any shape and strides; every rank gets the same bits.
+
+    Args:
+        arena: where the ranks exchange it.
+        tensor: this rank's values, and then the result.
+        fold: the reduction.
+        code: the compiled part's number for the dtype of a sum; -1 for what it does not do. It takes the same ticks
+            and gives the same bits, so ranks with and without it work together.
+    """
+    if code >= 0 and tensor.numel():
+        flat = flat_of(tensor)
+        rest = begin_compiled(arena, flat, code, 0)
+        if rest is not None:
+            yield from rest
+        put_back(flat, tensor)
+        return
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes * (arena.size - 1) <= _WHOLE and nbytes <= arena.chunk:
         yield from _all_reduce_whole(arena, tensor, fold)
         return
     flat = flat_of(tensor)
@@ -27,6 +44,18 @@ def all_reduce(arena: Arena, tensor: torch.Tensor, fold: Fold) -> Steps:
     for start in range(0, flat.numel(), length):
         yield from _all_reduce_sliced(arena, flat[start : start + length], fold)
     put_back(flat, tensor)
+
+
+def begin_compiled(arena: Arena, tensor: torch.Tensor, code: int, spins: int) -> Steps | None:
+    """Begin to sum a contiguous, not empty `tensor` in place; the steps that are left, or None when it is done."""
+    task = arena.state.all_reduce(tensor.data_ptr(), tensor.numel(), code, spins)
+    return None if task is None else _go_on(arena, tensor, task)
+
+
+def _go_on(arena: Arena, tensor: torch.Tensor, task: Any) -> Steps:
+    while not task.advance(0):
+        yield from arena.board.until_all(task.awaited)
+    tensor.data_ptr()  # named last, so that its memory, which the task writes to, has lived until now
 
 
 def _all_reduce_whole(arena: Arena, tensor: torch.Tensor, fold: Fold) -> Steps:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ...errors import TransportError
 from ..c10d import PrefixStore, Store
+from .meeting import tell_all
 
 __all__ = ["Segment", "share"]
 
@@ -36,104 +35,77 @@ class Segment:
 def share(store: Store, rank: int, size: int, nbytes: int) -> Segment:
     """Make `nbytes` of zeroed memory on rank 0 and map it on all `size` ranks; every rank must call it.
 
-    The memory has no name (memfd), so nothing is left in any folder however the ranks end; the others open it through
-    rank 0's descriptor in /proc, which the kernel allows to the same user only. Where that cannot be had, a file of
-    mode 0600 is used, allocated in full beforehand (a full /dev/shm is then an error here and not a bus error later)
-    and unlinked as soon as all have it.
+    The memory never has a name, so nothing is left in any folder however and whenever the ranks end; the others open
+    it through rank 0's descriptor in /proc, which the kernel allows to the same user only. Where there is no memfd, a
+    file is used, allocated in full beforehand: a full /dev/shm is then an error here and not a bus error later.
 
     Raises:
         TransportError: on every rank, with what each way failed for.
+        StallError: when some ranks do not call it.
     """
     failures = []
-    for way in (_Memfd, _File):
-        segment, problem = _attempt(way(), PrefixStore(way.__name__, store), rank, size, nbytes)
+    for make in (_memfd, _unnamed_file):
+        segment, problem = _attempt(make, PrefixStore(make.__name__, store), rank, size, nbytes)
         if segment is not None:
             return segment
         failures.append(problem)
-    raise TransportError(f"shm: no shared memory of {nbytes} bytes between {size} ranks: " + "; ".join(failures))
+    raise TransportError(
+        f"shm: no shared memory of {nbytes} bytes between {size} ranks: {'; '.join(failures)}. "
+        "LOCKSTEP_SHM_SIZE, or ShmOptions(size=...), asks for less."
+    )
 
 
-def _attempt(way: _Memfd | _File, store: Store, rank: int, size: int, nbytes: int) -> tuple[Segment | None, str]:
-    if rank == 0:
-        offer, problem = _try(lambda: way.create(nbytes))
-        store.set("offer", json.dumps(offer))
-    else:
-        offer, problem = json.loads(store.get("offer")), ""
-    segment: Segment | None = None
-    if offer is not None:
-        segment, problem = _try(lambda: _map(way.open(offer), nbytes))
-    verdict = _all_agree(store, rank, size, problem)
-    if rank == 0:
-        way.forget()
+def _attempt(
+    make: Callable[[int], int], store: Store, rank: int, size: int, nbytes: int
+) -> tuple[Segment | None, str]:
+    """This rank's mapping, or else what has gone wrong first, on every rank alike."""
+    descriptor, segment, problem = -1, None, ""
+    try:
+        if rank == 0:
+            try:
+                descriptor = make(nbytes)
+            except (OSError, AttributeError) as error:  # AttributeError: no memfd_create on this system
+                problem = _said(error)
+            store.set("path", f"/proc/{os.getpid()}/fd/{descriptor}" if descriptor >= 0 else "")
+        path = store.get("path").decode()
+        if path:
+            try:
+                segment = _map(path, nbytes)
+            except (OSError, ValueError) as error:
+                problem = _said(error)
+        answers = tell_all(store, "mapped", rank, problem, range(size))
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    verdict = next((f"rank {i}: {answer}" for i, answer in enumerate(answers) if answer), "")
     return (None, verdict) if verdict else (segment, "")
 
 
-def _all_agree(store: Store, rank: int, size: int, problem: str) -> str:
-    """The first rank's problem, on every rank; "" when none has any."""
-    store.set(f"answer/{rank}", problem)
-    if rank == 0:
-        answers = [store.get(f"answer/{i}").decode() for i in range(size)]
-        store.set("verdict", next((f"rank {i}: {text}" for i, text in enumerate(answers) if text), ""))
-    verdict: str = store.get("verdict").decode()
-    return verdict
-
-
-def _try(action: Callable[[], Any]) -> tuple[Any, str]:
-    try:
-        return action(), ""
-    except (OSError, AttributeError, ValueError) as error:  # AttributeError: no memfd_create on this system
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _map(descriptor: int, nbytes: int) -> Segment:
+def _map(path: str, nbytes: int) -> Segment:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return Segment(descriptor, nbytes)
     finally:
         os.close(descriptor)
 
 
-class _Memfd:
-    """Memory without a name, reached through its maker's open descriptor."""
-
-    def __init__(self) -> None:
-        self._descriptor = -1
-
-    def create(self, nbytes: int) -> str:
-        self._descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, nbytes)
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def open(self, offer: str) -> int:
-        return os.open(offer, os.O_RDWR | os.O_CLOEXEC)
-
-    def forget(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+def _memfd(nbytes: int) -> int:
+    descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
-class _File:
-    """A private file, gone from its folder once all have it."""
+def _unnamed_file(nbytes: int) -> int:
+    """A file of mode 0600 without a name, in memory where there is a folder for it."""
+    with tempfile.TemporaryFile(buffering=0, dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return os.dup(file.fileno())
 
-    def __init__(self) -> None:
-        self._path: Path | None = None
 
-    def create(self, nbytes: int) -> str:
-        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        descriptor, name = tempfile.mkstemp(prefix="lockstep-", dir=folder)
-        self._path = Path(name)
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)
-        except BaseException:
-            self.forget()
-            raise
-        finally:
-            os.close(descriptor)
-        return name
-
-    def open(self, offer: str) -> int:
-        return os.open(offer, os.O_RDWR | os.O_CLOEXEC)
-
-    def forget(self) -> None:
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path = None
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

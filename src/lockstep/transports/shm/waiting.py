@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
-__all__ = ["CHECK_S", "Awaited", "Check", "Steps", "Waiter"]
+__all__ = ["CHECK_S", "SPINS", "Awaited", "Check", "Steps", "Waiter"]
 
 # Tells which ranks are awaited; asked only when a wait takes long.
 Awaited = Callable[[], Iterable[int]]
 
 # An operation as steps: whenever it cannot go on it yields, None at the beginning of a wait and then whom it waits
 # for, and is resumed to look again.
-Steps = Iterator[Awaited | None]
+Steps = Generator[Awaited | None, None, None]
 
 # Called now and then during a wait, with the operation's name, the awaited ranks, the seconds since the operation
 # began and the seconds that it may take; raises when the wait is over or hopeless.
 Check = Callable[[str, Iterable[int], float, float], None]
 
 CHECK_S = 0.05  # seconds between two looks for dead ranks and at the clock
-_SPINS = 50  # looks before the first system call; about 15 µs
+SPINS = 50  # looks before the first system call; about 15 µs
 _YIELD_S = 200e-6  # then the core is offered to others, for this long
 _LONGEST_NAP_S = 1e-3
 
@@ -37,7 +37,7 @@ class Waiter:
 
     def __init__(self, what: str, timeout: float, check: Check, crowded: bool) -> None:
         self._what, self._timeout, self._check = what, timeout, check
-        self._spins = self._most_spins = 0 if crowded else _SPINS
+        self._spins = self._most_spins = 0 if crowded else SPINS
         self._began = self._next_check = self._waiting_since = 0.0
 
     def pause(self, awaited: Awaited | None) -> None:

@@ -30,7 +30,8 @@ class ShmWork(dist.Work):
         self._ended = wait is None
         self._signal: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self.source = -1
+        self.source: Callable[[], int | None] = _unknown  # whom a received message is from
+        self.give_up: Callable[[BaseException], None] | None = None  # called when a wait for it ends with an error
 
     @staticmethod
     def all_of(works: Sequence[ShmWork]) -> ShmWork:
@@ -63,7 +64,12 @@ class ShmWork(dist.Work):
         """
         wait = self._wait
         if wait is not None:
-            wait(self, timeout.total_seconds() if timeout else None)
+            try:
+                wait(self, timeout.total_seconds() if timeout else None)
+            except BaseException as error:
+                if self.give_up is not None:
+                    self.give_up(error)
+                raise
         if self._error is not None:
             raise self._error
         return True
@@ -86,7 +92,8 @@ class ShmWork(dist.Work):
 
     def source_rank(self) -> int:
         """Whom a receive from any rank got its message from."""
-        return self.source
+        source = self.source()
+        return -1 if source is None else source
 
     _source_rank = source_rank
 
@@ -111,6 +118,10 @@ class ShmWork(dist.Work):
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def _unknown() -> None:
+    return None
 
 
 done = ShmWork([])  # every synchronous call that went well returns it
