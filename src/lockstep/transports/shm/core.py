@@ -20,7 +20,7 @@ from .mailbox import Mailbox, Receive
 from .reducing import begin_compiled
 from .segment import share
 from .waiting import SPINS, Steps
-from .work import ShmWork
+from .work import ShmWork, done
 
 __all__ = ["Core", "limit_of"]
 
@@ -84,9 +84,12 @@ class Core:
         )
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> ShmWork:
-        """Send `tensor` to `target` beside the caller."""
+        """Send `tensor` to `target`, at once if there is room for it, otherwise beside the caller."""
+        lane = self._sends[target]
+        if tensor.is_contiguous() and lane.attempt(lambda: self._mailbox.send_now(tensor, target, tag)):
+            return done
         steps = self._mailbox.send(tensor, target, tag)
-        return self._sends[target].start(f"send to rank {self._names[target]}", steps, None, [tensor], self.timeout)
+        return lane.start(f"send to rank {self._names[target]}", steps, None, [tensor], self.timeout)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ShmWork:
         """Receive a message from `source`, or from any rank, into `tensor` beside the caller."""

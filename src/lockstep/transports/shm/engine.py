@@ -112,6 +112,11 @@ class Lane:
             progress.add(self, at_once=timeout is not None)  # a collective; most messages are waited for at once
         return work
 
+    def attempt(self, action: Callable[[], bool]) -> bool:
+        """Do `action`, which does not wait, if nothing is queued; whether it was done and said that it could."""
+        with self._lock:
+            return not self._queue and action()
+
     @property
     def pending(self) -> bool:
         """Whether any operation is left."""

@@ -118,6 +118,14 @@ class Mailbox:
                 yield lambda: [target]
             ring.put(tag, data.numel(), data[start : start + self._fragment])
 
+    def send_now(self, tensor: torch.Tensor, target: int, tag: int) -> bool:
+        """Send a contiguous `tensor` if the ring has room for all of it; whether it had."""
+        ring, nbytes = self._out[target], tensor.numel() * tensor.element_size()
+        if nbytes > self._fragment or ring.full:
+            return False
+        ring.put(tag, nbytes, tensor.view(-1).view(torch.uint8))
+        return True
+
     def post(self, receive: Receive) -> Receive:
         """Queue `receive`; of several that fit a message, the one posted first gets it."""
         with self._lock:
