@@ -20,7 +20,7 @@ from meter import Job, Meter, parse_job
 def make_dataset(job: Job) -> TensorDataset:
     """The images as float tensors, standardised once and for all."""
     images = load_images(job.samples)
-    return TensorDataset(*images.batch(range(len(images))))
+    return TensorDataset(*images.collated_batch(range(len(images))))
 
 
 def make_loader(dataset: Dataset[Any], sampler: DistributedSampler[Any], batch: int) -> DataLoader[Any]:

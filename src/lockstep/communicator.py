@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import environment
-from .errors import ConfigError
+from .errors import ConfigError, WorkerError
 from .topology import World
 
 __all__ = ["Communicator", "init", "pick_device"]
@@ -96,17 +98,24 @@ class Communicator:
             dist.barrier(group=self.group)
 
     def on_rank0(self, fn: Callable[[], T]) -> T:
-        """Run `fn` on rank 0 alone and return its result on every worker.
+        """Run `fn` on rank 0 alone and return its result, which must be picklable, on every worker.
 
-        An exception on rank 0 is raised on every worker, so that none waits for a result that never comes.
+        An exception on rank 0 is raised on every worker, so that none waits for a result that never comes: itself on
+        rank 0, and a copy on the others or, where it cannot be sent or would end a program without a word, a
+        WorkerError with its name and text.
         """
-        outcome: tuple[bool, Any] | None = None
+        if self.size == 1:
+            return fn()
+        sent: bytes | None = None
+        raised: BaseException | None = None
         if self.rank == 0:
             try:
-                outcome = (True, fn())
-            except Exception as error:
-                outcome = (False, error)
-        good, value = self.broadcast_object(outcome)
+                sent = pickle.dumps((True, fn()))
+            except BaseException as error:
+                raised, sent = error, _error_to_send(error)
+        good, value = pickle.loads(self.broadcast_object(sent))
+        if raised is not None:
+            raise raised
         if not good:
             raise value
         result: T = value
@@ -124,8 +133,19 @@ class Communicator:
                 self.barrier()
 
     def _object_device(self) -> torch.device | None:
-        # NCCL alone cannot carry objects on the CPU; Lockstep's own groups have Gloo beside it.
+        # NCCL alone cannot carry objects on the CPU; Lockstep's own groups have another backend beside it.
         return self.device if dist.get_backend(self.group) == "nccl" else None
+
+
+def _error_to_send(error: BaseException) -> bytes:
+    """`error` as others can read it: many exceptions come back with another text, or not at all."""
+    with suppress(Exception):
+        sent = pickle.dumps((False, error))
+        again = pickle.loads(sent)[1]
+        # SystemExit and KeyboardInterrupt speak to the program that they are raised in.
+        if isinstance(error, Exception) and type(again) is type(error) and str(again) == str(error):
+            return sent
+    return pickle.dumps((False, WorkerError(0, type(error).__name__, str(error))))
 
 
 # One process is one worker of one job, so there is one communicator for all workers; torch.distributed holds its
@@ -136,9 +156,9 @@ _default: Communicator | None = None
 def init(device: str = "auto", timeout: timedelta | None = None) -> Communicator:
     """Find the job that this process belongs to, and join it.
 
-    Alone (``python train.py``) nothing is set up. Under a launcher the process group is made, on CUDA with NCCL
-    (and Gloo for what lives on the CPU), on CPU with Gloo; one that the program has already made is used as it
-    is. A second call returns the same communicator.
+    Alone (``python train.py``) nothing is set up. Under a launcher the process group is made: "shm" for what lives on
+    the CPU (shared memory inside a machine, Gloo between machines), NCCL for what lives on GPUs. One that the program
+    has already made is used as it is. A second call returns the same communicator.
 
     Args:
         device: "auto" (a GPU where there is one), "cpu", "cuda" (the GPU of this worker's local rank) or "mps".
@@ -185,7 +205,9 @@ def _join(world: World, device: torch.device, timeout: timedelta | None) -> dist
             "neither or only one of them",
             "Start the workers with a launcher such as torchrun, or unset RANK and WORLD_SIZE to run alone.",
         )
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # shared memory is opened through /proc, which only Linux has
+    carrier = "shm" if sys.platform == "linux" else "gloo"
+    backend = f"cpu:{carrier},cuda:nccl" if device.type == "cuda" else carrier
     dist.init_process_group(backend, rank=world.rank, world_size=world.world_size, timeout=timeout)
     atexit.register(_leave)
     return dist.group.WORLD
@@ -196,7 +218,10 @@ def _leave() -> None:
     global _default
     _default = None
     if dist.is_initialized():
+        gloo = dist.get_backend() == "gloo"
         dist.destroy_process_group()
+        if not gloo:
+            return
         # Gloo's threads let go of the last collective's tensor a moment after it was waited for, and need the
         # interpreter for it; one that comes too late aborts the process (seen in 3 of 4 runs that ended right after a
         # collective, torch 2.13). There is nothing to wait for, so they get a moment in which nobody holds it.

@@ -17,7 +17,7 @@ def test_sizes_classes_and_scale() -> None:
     assert train.shape == test.shape == (1, 28, 28)
     assert train.classes == tuple("0123456789")
     assert train.images.min() == 0 and train.images.max() > 250
-    inputs, _ = train.batch(range(len(train)))
+    inputs, _ = train.collated_batch(range(len(train)))
     assert abs(inputs.mean()) < 1e-3 and abs(inputs.std() - 1) < 1e-3
 
 

@@ -39,7 +39,7 @@ def test_an_item_is_standardised_per_channel() -> None:
 @settings(deadline=None, max_examples=60)
 def test_a_batch_is_bitwise_the_stacked_items(shape: tuple[int, int, int], indices: list[int], seed: int) -> None:
     images = make(shape=shape, seed=seed)
-    inputs, labels = images.batch(indices)
+    inputs, labels = images.collated_batch(indices)
     assert inputs.dtype == torch.float32 and labels.dtype == torch.int64
     assert inputs.shape == (len(indices), *shape) and labels.shape == (len(indices),)
     for position, index in enumerate(indices):
@@ -51,7 +51,7 @@ def test_a_batch_is_bitwise_the_stacked_items(shape: tuple[int, int, int], indic
 def test_a_batch_takes_a_tensor_of_indices_and_leaves_the_images_alone() -> None:
     images = make()
     before = images.images.clone()
-    inputs, _ = images.batch(torch.tensor([5, 0]))
+    inputs, _ = images.collated_batch(torch.tensor([5, 0]))
     inputs.zero_()
     assert torch.equal(images.images, before)
 
@@ -59,7 +59,7 @@ def test_a_batch_takes_a_tensor_of_indices_and_leaves_the_images_alone() -> None
 @pytest.mark.parametrize("indices", [[6], [-1]])
 def test_a_batch_beyond_the_ends_is_refused(indices: list[int]) -> None:
     with pytest.raises(IndexError):
-        make().batch(indices)
+        make().collated_batch(indices)
 
 
 def test_it_can_be_iterated_and_pickled() -> None:

@@ -45,7 +45,7 @@ def test_the_patterns_tell_the_classes_and_carry_over_to_the_test_images() -> No
     means = torch.stack([train.images[train.labels == c].float().mean(0) for c in range(10)]).flatten(1)
     nearest = torch.cdist(test.images.float().flatten(1), means).argmin(1)
     assert (nearest == test.labels).float().mean() > 0.95
-    inputs, _ = train.batch(range(len(train)))
+    inputs, _ = train.collated_batch(range(len(train)))
     assert abs(inputs.mean()) < 0.2 and abs(inputs.std() - 1) < 0.2
 
 

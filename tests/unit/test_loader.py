@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from lockstep.communicator import Communicator
 from lockstep.data.loader import Batch, Loader
@@ -157,7 +157,7 @@ class Whole:
     def __len__(self) -> int:
         return 7
 
-    def batch(self, indices: list[int]) -> torch.Tensor:
+    def collated_batch(self, indices: list[int]) -> torch.Tensor:
         self.asked.append(list(indices))
         return torch.tensor(indices)
 
@@ -166,11 +166,43 @@ def test_a_data_set_that_knows_batches_is_asked_once_a_step() -> None:
     dataset = Whole()
     loader = Loader(dataset, 3, shuffle=False, comm=rank_of(0, 1))
     assert [batch.data.tolist() for batch in loader.epoch(0)] == [[0, 1, 2], [3, 4, 5], [6]] == dataset.asked
+    # a collate of one's own needs single samples
+    loader = Loader(dataset, 3, comm=rank_of(0, 1), collate=list)
+    with pytest.raises(TypeError, match="not subscriptable"):
+        list(loader.epoch(0))
+
+
+class Doubled(TensorDataset):
+    """Has a method `batch` that means something else, and samples that are not its tensors' rows."""
+
+    batch = "size"
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+
+def test_tensors_are_indexed_at_once_and_nothing_else_is() -> None:
+    quick = [part.data for (part,) in batches(7, 3, 1)]
+    collated = [part.data for (part,) in batches(7, 3, 1, collate=default_collate)]
+    assert [type(data) for data in quick] == [type(data) for data in collated]
+    torch.testing.assert_close(quick, collated)
+    loader = Loader(Doubled(*numbers(3).tensors), 3, shuffle=False, comm=rank_of(0, 1))
+    assert next(loader.epoch(0)).data[1].tolist() == [0, 2, 4]
 
 
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
+
+
+class StreamWithLength(Stream):
+    def __len__(self) -> int:
+        return 30
+
+
+class Unmeasured(Failing):
+    def __len__(self) -> int:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
@@ -182,9 +214,16 @@ class Stream(IterableDataset[int]):
         ({"global_batch": True}, "got True"),
         ({"num_workers": -1}, "num_workers"),
         ({"prefetch": 0}, "prefetch"),
+        (
+            {"num_workers": 3, "prefetch": 2},
+            "prefetch: expected at least 3, one for each of the loader processes, got 2",
+        ),
         ({"seed": -1}, "seed"),
         ({"dataset": Stream()}, "a map-style data set"),
-        ({"dataset": numbers(2), "size": 3}, "one sample for each of 3 workers, got 2"),
+        ({"dataset": StreamWithLength()}, "a map-style data set"),
+        ({"dataset": Unmeasured()}, "a map-style data set"),
+        ({"dataset": numbers(0)}, "dataset: expected at least one sample for each of 1 workers, got 0"),
+        ({"dataset": numbers(2), "size": 3}, "dataset: expected at least one sample for each of 3 workers, got 2"),
         ({"global_batch": 2, "size": 3}, "one sample for each of 3 workers, got 2"),
     ],
 )

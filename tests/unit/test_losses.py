@@ -7,10 +7,27 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.training.losses import LossModule, as_sum, check_fit
+from lockstep.training.losses import Forward, LossFn, LossModule, LossSum, as_sum, check_fit
+
+CPU = torch.device("cpu")
 
 OUTPUT = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
+PICTURES = torch.randn(6, 4, 2, 3, generator=torch.Generator().manual_seed(1))
+MAPS = torch.arange(36).view(6, 2, 3) % 4
+WEIGHTS = torch.tensor([1.0, 2.0, 0.0, 4.0])
+
+
+def module(model: nn.Module, loss_fn: LossFn, forward: Forward | None = None) -> LossModule:
+    return LossModule(model, LossSum(loss_fn, CPU), forward)
+
+
+def without(labels: torch.Tensor, *ignored: int, value: int = -100) -> torch.Tensor:
+    """`labels` with those of some samples to be ignored, and one more in the last sample."""
+    changed = labels.clone()
+    changed[list(ignored)] = value
+    changed.view(-1)[-1] = value
+    return changed
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -30,15 +47,85 @@ def test_other_forms_are_refused(value: object) -> None:
         as_sum(value, 6)
 
 
-def test_class_weights_cannot_be_averaged_by_parts() -> None:
-    weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    halves = [nn.CrossEntropyLoss(weights)(OUTPUT[a:b], LABELS[a:b]) for a, b in ((0, 3), (3, 6))]
+@pytest.mark.parametrize(
+    ("loss_fn", "output", "target"),
+    [
+        (nn.CrossEntropyLoss(), OUTPUT, LABELS),
+        (nn.CrossEntropyLoss(), OUTPUT, without(LABELS, 0, 1, 2)),
+        (nn.CrossEntropyLoss(ignore_index=2), OUTPUT, without(LABELS, 0, value=2)),
+        (nn.CrossEntropyLoss(WEIGHTS), OUTPUT, LABELS),
+        (nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.2), OUTPUT, without(LABELS, 1)),
+        (nn.CrossEntropyLoss(label_smoothing=0.2), OUTPUT, without(LABELS, 1)),
+        (nn.CrossEntropyLoss(), OUTPUT, OUTPUT.softmax(1)),
+        (nn.CrossEntropyLoss(WEIGHTS), PICTURES, PICTURES.softmax(1)),
+        (nn.CrossEntropyLoss(), PICTURES, without(MAPS, 0, 1, 2)),
+        (nn.CrossEntropyLoss(WEIGHTS), PICTURES, without(MAPS, 0)),
+        (nn.NLLLoss(), OUTPUT.log_softmax(1), without(LABELS, 0)),
+        (nn.NLLLoss(WEIGHTS), OUTPUT.log_softmax(1), without(LABELS, 0)),
+        (nn.functional.cross_entropy, OUTPUT, without(LABELS, 0)),
+        (nn.functional.nll_loss, OUTPUT.log_softmax(1), without(LABELS, 0)),
+        (nn.MSELoss(), OUTPUT, OUTPUT.flip(0)),
+        (nn.L1Loss(reduction="none"), OUTPUT[:, 0], OUTPUT[:, 1]),
+        (nn.BCEWithLogitsLoss(WEIGHTS, pos_weight=WEIGHTS + 1), OUTPUT, OUTPUT.sigmoid()),
+        (nn.BCELoss(WEIGHTS), OUTPUT.sigmoid(), OUTPUT.sigmoid()),
+        (nn.MultiMarginLoss(weight=WEIGHTS), OUTPUT, LABELS),
+    ],
+)
+def test_parts_add_up_to_torchs_mean_over_all(loss_fn: LossFn, output: torch.Tensor, target: torch.Tensor) -> None:
+    whole, parts = output.clone().requires_grad_(), output.clone().requires_grad_()
+    expected = loss_fn(whole, target).mean()
+    loss_sum = LossSum(loss_fn, CPU)
+    found = [loss_sum(parts[a:b], target[a:b], b - a) for a, b in ((0, 1), (1, 5), (5, 6))]
+    got = sum(part for part, _ in found) / sum(torch.as_tensor(count) for _, count in found)
+    torch.testing.assert_close(got, expected)
+    expected.backward()
+    got.backward()
+    torch.testing.assert_close(parts.grad, whole.grad)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)])
+def test_where_all_labels_are_ignored_there_is_nothing(loss_fn: nn.Module) -> None:
+    output, target = OUTPUT.clone().requires_grad_(), torch.full((6,), -100)
+    # the fault that is guarded against
+    assert loss_fn(output, target).isnan()
+    loss, count = LossSum(loss_fn, CPU)(output, target, 6)
+    loss.backward()
+    assert (float(loss.detach()), int(count)) == (0, 0)
+    assert output.grad is not None and not output.grad.any()
+
+
+class Own(nn.CrossEntropyLoss):
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(input, target) * 2
+
+
+def test_class_weights_of_an_unknown_computation_are_refused() -> None:
+    halves = [Own(WEIGHTS)(OUTPUT[a:b], LABELS[a:b]) for a, b in ((0, 3), (3, 6))]
     # the fault that is guarded against: the mean of the halves is not the mean
-    assert not torch.isclose(sum(halves) / 2, nn.CrossEntropyLoss(weights)(OUTPUT, LABELS))
+    assert not torch.isclose(sum(halves) / 2, Own(WEIGHTS)(OUTPUT, LABELS))
     with pytest.raises(ConfigError, match="class weights"):
-        LossModule(nn.Linear(1, 4), nn.CrossEntropyLoss(weights))
+        LossSum(Own(WEIGHTS), CPU)
+    total, count = LossSum(Own(), CPU)(OUTPUT, LABELS, 6)
+    torch.testing.assert_close(total / count, Own()(OUTPUT, LABELS))
+
+
+def test_a_bare_sum_is_refused() -> None:
     with pytest.raises(ConfigError, match="reduction='sum'"):
-        LossModule(nn.Linear(1, 4), nn.CrossEntropyLoss(reduction="sum"))
+        LossSum(nn.CrossEntropyLoss(reduction="sum"), CPU)
+
+
+def test_a_loss_goes_where_the_outputs_are() -> None:
+    loss_fn = nn.CrossEntropyLoss(WEIGHTS.clone())
+    LossSum(loss_fn, torch.device("meta"))
+    assert loss_fn.weight is not None and loss_fn.weight.device.type == "meta"
+
+
+def test_a_batch_norm_of_one_value_says_what_to_do_and_other_errors_stay() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4))
+    with pytest.raises(ConfigError, match=r"global_batch: .* a part of 1 .*drop_last"):
+        module(model, nn.CrossEntropyLoss())((torch.zeros(1, 3), LABELS[:1]), 1)
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        module(model, nn.CrossEntropyLoss())((torch.zeros(1, 3, 1, 1), LABELS[:1]), 1)
 
 
 @pytest.mark.parametrize(
@@ -63,21 +150,40 @@ def test_data_that_is_no_pair_needs_a_forward() -> None:
     model = nn.Linear(3, 4)
     data = {"x": torch.zeros(6, 3), "y": LABELS}
     with pytest.raises(ConfigError, match="forward"):
-        LossModule(model, nn.CrossEntropyLoss())(data, 6)
-    total, count = LossModule(model, nn.CrossEntropyLoss(), lambda m, d: (m(d["x"]), d["y"]))(data, 6)
+        module(model, nn.CrossEntropyLoss())(data, 6)
+    total, count = module(model, nn.CrossEntropyLoss(), lambda m, d: (m(d["x"]), d["y"]))(data, 6)
     assert torch.isfinite(total)
     assert count == 6
 
 
-def test_no_samples_give_zero_gradients_even_of_infinite_weights() -> None:
+def test_no_samples_add_nothing_even_to_infinite_weights() -> None:
     model = nn.Linear(3, 4)
     model.weight.data.fill_(float("inf"))
-    total, count = LossModule(model, nn.CrossEntropyLoss())((torch.zeros(0, 3), LABELS[:0]), 0)
+    reached = []
+    for p in model.parameters():
+        p.register_hook(reached.append)
+    total, count = module(model, nn.CrossEntropyLoss())((torch.zeros(0, 3), LABELS[:0]), 0)
     total.backward()
     assert (float(total.detach()), count) == (0, 0)
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    # every parameter was come by, which other workers wait for, and none got a gradient
+    assert len(reached) == 2
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Learnt(nn.Module):
+    """A loss with a parameter and a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.inner = nn.CrossEntropyLoss(WEIGHTS)
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.inner(output, target) * self.scale
+        return value
 
 
 def test_a_loss_with_parameters_adds_no_names() -> None:
-    names = set(LossModule(nn.Linear(3, 4), nn.CrossEntropyLoss()).state_dict())
-    assert names == {"model.weight", "model.bias"}
+    made = module(nn.Linear(3, 4), Learnt())
+    assert set(made.state_dict()) == {"model.weight", "model.bias"}
+    assert len(list(made.parameters())) == 2

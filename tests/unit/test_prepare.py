@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 
@@ -44,6 +45,21 @@ def test_a_compiled_model_is_compiled_and_the_same(compiler: None) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert prepared.state_dict().keys() == plain.state_dict().keys()
     assert all(a is b for a, b in zip(before, prepared.parameters(), strict=True))
+
+
+def test_a_copy_of_a_compiled_model_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # what it is given is what matters here
+    model = prepare_model(convert(net(), ONE_OF_TWO), ALONE, compile_model=True).eval()
+    twin = copy.deepcopy(model)
+    x = torch.randn(5, 3, 8, 8)
+    torch.testing.assert_close(twin(x), model(x))
+    before = model(x)
+    with torch.no_grad():
+        for p in twin[1].parameters():  # type: ignore[index]
+            p.zero_()
+    # behind a batch norm that gives zeros, the last layer's bias is all that is left
+    torch.testing.assert_close(twin(x), twin[4].bias.expand(5, 4))  # type: ignore[index]
+    torch.testing.assert_close(model(x), before)
 
 
 def test_channels_last_converts_weights_and_inputs() -> None:

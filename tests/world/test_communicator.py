@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -90,6 +95,83 @@ def test_what_rank_0_gets_or_raises_reaches_all(pool: Pool, tmp_path: Path) -> N
     assert (made, error) == other
     assert made == "made by 0"
     assert "no/such" in error
+
+
+class TwoReasonsError(Exception):
+    """Comes out of a pickle with an error of its own, like many exceptions with arguments of their own."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class ForgetfulError(Exception):
+    """Comes out of a pickle with another text."""
+
+    def __init__(self, text: str = "nothing") -> None:
+        super().__init__()
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __reduce__(self) -> Any:
+        return ForgetfulError, ()
+
+
+@contextmanager
+def importable(*classes: type) -> Iterator[None]:
+    """Classes are pickled by where they can be imported from, which a function that was sent here has not."""
+    sys.modules["of_this_test"] = module = ModuleType("of_this_test")
+    for each in classes:
+        each.__module__ = module.__name__
+        setattr(module, each.__name__, each)
+    try:
+        yield
+    finally:
+        del sys.modules["of_this_test"]
+
+
+def raise_on_rank0(kind: str) -> tuple[str, str]:
+    def fail() -> Any:
+        if kind == "lock":
+            raise RuntimeError("held by", threading.Lock())
+        if kind == "result":
+            return threading.Lock()
+        if kind == "exit":
+            raise SystemExit("all done")
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        raise TwoReasonsError("this", "that") if kind == "arguments" else ForgetfulError("lost")
+
+    comm = lockstep.init("cpu")
+    try:
+        with importable(TwoReasonsError, ForgetfulError):
+            comm.on_rank0(fail)
+    except BaseException as error:
+        # and the workers can still talk
+        assert comm.allgather_object(comm.rank) == list(range(comm.size))
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [
+        ("lock", "RuntimeError", "held by"),
+        ("result", "TypeError", "cannot pickle '_thread.lock' object"),
+        ("exit", "SystemExit", "all done"),
+        ("interrupt", "KeyboardInterrupt", ""),
+        ("arguments", "TwoReasonsError", "this and that"),
+        ("forgetful", "ForgetfulError", "lost"),
+    ],
+)
+def test_whatever_rank_0_raises_reaches_all(pool: Pool, kind: str, name: str, text: str) -> None:
+    own, *others = pool.run(raise_on_rank0, kind, workers=3)
+    assert own[0] == name and text in own[1]
+    for theirs in others:
+        # the same error, or where it cannot be sent, one that tells of it
+        assert theirs == own or (theirs[0] == "WorkerError" and f"rank 0: {name}: " in theirs[1] and text in theirs[1])
+    assert kind == "result" or others[0][0] == "WorkerError"
 
 
 def first(folder: Path) -> bool:

@@ -2,110 +2,161 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from .keyed import draws_apart, seed_draws
 from .nested import map_tensors
 
-__all__ = ["Collate", "Fetcher", "to_device"]
+__all__ = ["Collate", "Fetcher", "Request", "to_device"]
 
 Collate = Callable[[list[Any]], Any]
 
+Request = tuple[int, list[int]]
+"""(the key of the epoch's random draws, the indices of the samples that form a batch)."""
+
 
 class _Batches(Dataset[Any]):
-    """A data set whose items are whole batches, each asked for by its list of indices.
-
-    A data set with a method ``batch(indices)`` is asked once for all samples; the others sample by sample.
-    """
+    """A data set whose items are whole batches, each asked for by a `Request`."""
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self.dataset, self.collate = dataset, collate or default_collate
-        self.vectorised = collate is None and hasattr(dataset, "batch")
+        plain = collate is None
+        # Only torch's own class: another one that inherits from it may change samples on the way out.
+        self.in_tensors = plain and type(dataset) is TensorDataset
+        self.by_batch = plain and hasattr(dataset, "collated_batch")
+        self.by_sample = not (self.in_tensors or self.by_batch)
 
-    def __getitem__(self, indices: Sequence[int]) -> Any:
-        if self.vectorised:
-            return self.dataset.batch(indices)
-        return self.collate([self.dataset[index] for index in indices])
+    def __getitem__(self, request: Request) -> Any:
+        key, indices = request
+        if self.in_tensors:
+            return [tensor[indices] for tensor in self.dataset.tensors]
+        if self.by_batch:
+            return self.dataset.collated_batch(indices)
+        return self.collate([self._sample(key, index) for index in indices])
+
+    def _sample(self, key: int, index: int) -> Any:
+        seed_draws(key, index)
+        return self.dataset[index]
 
 
 class _Plan:
-    """The index lists that loader processes work through; set anew before each epoch, so that they can live on."""
+    """The requests that loader processes work through; set anew before each epoch, so that they can live on."""
 
     def __init__(self) -> None:
-        self.lists: list[list[int]] = []
+        self.requests: list[Request] = []
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.lists)
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
 
     def __len__(self) -> int:
-        return len(self.lists)
+        return len(self.requests)
 
 
 class Fetcher:
-    """Turns lists of indices into batches on the host, in order.
+    """Turns requests into batches on the host, in order.
+
+    Random draws of the data set are keyed by sample: the same in any process, and the caller's generators stay as
+    they are.
 
     Args:
-        dataset: has ``__getitem__(index)``, or ``batch(indices)`` for many at once.
+        dataset: has ``__getitem__(index)``, or ``collated_batch(indices)`` for many at once.
         collate: makes one batch of a list of samples; `torch.utils.data.default_collate` when None.
-        num_workers: loader processes; 0 fetches in this process.
-        prefetch: at most this many batches are ready or in the making beforehand.
+        processes: loader processes; 0 fetches in this process. They start with the first epoch and live until `close`.
+        prefetch: at most this many batches are ready or in the making in loader processes; at least one for each.
         pin: whether batches are put in page-locked memory, from which copies to a GPU overlap its work.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, num_workers: int, prefetch: int, pin: bool) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, processes: int, prefetch: int, pin: bool) -> None:
         self._batches = _Batches(dataset, collate)
-        self._pin = pin
+        self._processes, self._prefetch, self._pin = processes, prefetch, pin
         self._plan = _Plan()
         self._loader: DataLoader[Any] | None = None
-        if num_workers > 0:
-            self._loader = DataLoader(
-                self._batches,
-                batch_size=None,
-                sampler=self._plan,
-                num_workers=num_workers,
-                prefetch_factor=max(1, prefetch // num_workers),
-                persistent_workers=True,
-                pin_memory=pin,
-                # A generator of its own: else each epoch would draw a seed from the program's random state.
-                generator=torch.Generator(),
-            )
+        self._running: Generator[Any, None, None] | None = None
 
-    def fetch(self, lists: Iterable[list[int]]) -> Iterator[Any]:
-        """One batch for each list of indices."""
-        if self._loader is not None:
-            self._plan.lists = list(lists)
-            yield from self._loader
-            return
-        for indices in lists:
-            data = self._batches[indices]
-            yield map_tensors(torch.Tensor.pin_memory, data) if self._pin else data
+    def fetch(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """One batch for each request. Loader processes serve one caller at a time: an earlier iterator ends here."""
+        if not self._processes:
+            return self._fetch_here(requests)
+        self._end_running()
+        self._running = self._fetch_there(list(requests))
+        return self._running
+
+    def _fetch_here(self, requests: Iterable[Request]) -> Iterator[Any]:
+        # What takes whole batches is not seeded. To put the generators back costs 80 µs, most of it NumPy's.
+        apart = draws_apart if self._batches.by_sample else nullcontext
+        for request in requests:
+            with apart():
+                data = self._batches[request]
+            yield map_tensors(pinned, data) if self._pin else data
+
+    def _fetch_there(self, requests: list[Request]) -> Generator[Any, None, None]:
+        self._plan.requests = requests
+        if self._loader is None:
+            self._loader = self._start()
+        yield from self._loader
+
+    def _start(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._batches,
+            batch_size=None,
+            sampler=self._plan,
+            num_workers=self._processes,
+            prefetch_factor=self._prefetch // self._processes,
+            persistent_workers=True,
+            pin_memory=self._pin,
+            worker_init_fn=_leave_interrupts_to_the_parent,
+            # A generator of its own: else each epoch would draw a seed from the program's random state.
+            generator=torch.Generator(),
+        )
+
+    def _end_running(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
 
     def close(self) -> None:
-        """End the loader processes."""
-        self._loader = None
+        """End the loader processes; a later `fetch` starts new ones."""
+        self._end_running()
+        loader, self._loader = self._loader, None
+        iterator = getattr(loader, "_iterator", None)
+        if iterator is not None:
+            # Letting go of it would do the same, unless a traceback still holds one of its frames.
+            iterator._shutdown_workers()
 
 
-def to_device(batches: Iterable[Any], device: torch.device, ahead: int) -> Iterator[Any]:
-    """Each of `batches` on `device`; on a GPU the copies of at most `ahead` batches run beside its computation."""
+def _leave_interrupts_to_the_parent(_: int) -> None:
+    # Ctrl-C reaches every process of the terminal. The parent ends its step first, and needs this one's batches for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in page-locked memory, or itself where there is no such thing: on a device, or sparse."""
+    dense = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.pin_memory() if dense else tensor
+
+
+def to_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Each of `batches` on `device`; on a GPU the copy of the next one runs beside the work on this one."""
     if device.type == "cpu":
         yield from batches
     elif device.type != "cuda":
         for data in batches:
             yield map_tensors(lambda tensor: tensor.to(device), data)
     else:
-        yield from _overlapped(batches, device, ahead)
+        yield from _overlapped(batches, device)
 
 
-def _overlapped(batches: Iterable[Any], device: torch.device, ahead: int) -> Iterator[Any]:
+def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
+    waiting: tuple[Any, torch.cuda.Event] | None = None
 
-    def hand_out() -> Any:
-        data, copied = waiting.popleft()
+    def hand_out(data: Any, copied: torch.cuda.Event) -> Any:
         consumer = torch.cuda.current_stream(device)
         consumer.wait_event(copied)
         # The allocator must not reuse this memory for the copy stream while the consumer still reads it.
@@ -117,8 +168,8 @@ def _overlapped(batches: Iterable[Any], device: torch.device, ahead: int) -> Ite
             moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(stream)
-        waiting.append((moved, copied))
-        if len(waiting) > max(ahead, 1) - 1:
-            yield hand_out()
-    while waiting:
-        yield hand_out()
+        if waiting is not None:
+            yield hand_out(*waiting)
+        waiting = moved, copied
+    if waiting is not None:
+        yield hand_out(*waiting)

@@ -66,7 +66,7 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         """Image `index`, float32 of shape (c, h, w), and its label, int64 without dimensions."""
         return self._standardise(self.images[index]), self.labels[index]
 
-    def batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+    def collated_batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         """The images at `indices`, in that order: float32 (m, c, h, w), and their labels: int64 (m,).
 
         Bit for bit what stacking the single items gives, in a fraction of the time.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from .. import communicator
 from ..errors import CheckpointError, ConfigError
@@ -16,7 +17,10 @@ from .nested import narrow
 
 __all__ = ["Batch", "Loader"]
 
-_ORDER = 1  # what a key is for goes into it, so that the order and other draws of one seed are unrelated
+_ENDED = object()
+
+# What a key is for goes into it, so that the draws of one seed are unrelated; 2 is that of `lockstep.training.step`.
+_ORDER, _SAMPLES = 1, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +51,21 @@ class Loader:
     Every sample of an epoch is dealt out exactly once, whatever the number of workers: nothing is repeated to make
     parts even. The order depends on (seed, epoch) alone. Parts are contiguous and differ by one sample at most.
 
+    Before each ``dataset[index]`` the global generators of torch (CPU), Python and NumPy are seeded by (seed, epoch,
+    index), so that augmentation is the same at any number of workers and loader processes, and after going on from
+    the middle of an epoch. Draws in `collate` repeat as well, but depend on how the batch is cut.
+
     Args:
-        dataset: a map-style data set: ``len(dataset)`` and ``dataset[index]``; with a method ``batch(indices)`` that
-            returns many samples collated, it is asked for all at once.
+        dataset: a map-style data set: ``len(dataset)`` and ``dataset[index]``. One with a method
+            ``collated_batch(indices)`` is asked for a whole part at once, already collated; nothing is seeded then,
+            and random draws must be keyed by the data set itself.
         global_batch: samples in one optimizer step, over all workers.
-        seed: of the order.
+        seed: of the order, and of random draws of the data set.
         shuffle: False keeps the data set's own order in every epoch.
         drop_last: leave out a last batch that is smaller than `global_batch`.
-        num_workers: processes that load ahead; 0 loads in this process.
-        prefetch: at most this many batches are loaded or copied to the device ahead of their use.
+        num_workers: processes that load ahead, for each worker; 0 loads in this process.
+        prefetch: at most this many batches are ready or in the making in loader processes ahead of the one in use,
+            for each worker; at least `num_workers`, and twice that when None. On a GPU one more is on its way there.
         comm: the workers; those of `lockstep.init()` when None.
         collate: makes one batch of a list of samples; `torch.utils.data.default_collate` when None.
 
@@ -72,15 +82,15 @@ class Loader:
         shuffle: bool = True,
         drop_last: bool = False,
         num_workers: int = 0,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         comm: communicator.Communicator | None = None,
         collate: Collate | None = None,
     ) -> None:
         self.comm = comm or communicator.init()
         self.dataset, self.samples = dataset, _length(dataset)
         self.global_batch, self.seed, self.shuffle, self.drop_last = global_batch, seed, shuffle, drop_last
-        self._prefetch = prefetch
         self._check(num_workers)
+        prefetch = _prefetch(prefetch, num_workers)
         pin = self.comm.device.type == "cuda"
         self._fetcher = Fetcher(dataset, collate, num_workers, prefetch, pin)
         self._epoch, self._step = 0, 0
@@ -90,12 +100,10 @@ class Loader:
         for name, value, least in (
             ("global_batch", self.global_batch, 1),
             ("num_workers", num_workers, 0),
-            ("prefetch", self._prefetch, 1),
             ("seed", self.seed, 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(name, f"a whole number of at least {least}", value)
-        for name, value in (("the data set", self.samples), ("global_batch", self.global_batch)):
+            _check_whole(name, value, least)
+        for name, value in (("dataset", self.samples), ("global_batch", self.global_batch)):
             if value < self.comm.size:
                 hint = "Use fewer workers" + (" or a larger global batch." if name == "global_batch" else ".")
                 raise ConfigError(name, f"at least one sample for each of {self.comm.size} workers", value, hint)
@@ -119,19 +127,27 @@ class Loader:
         return torch.randperm(self.samples, generator=generator)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """This worker's part of each global batch of `epoch`: from its beginning, or once from a loaded position."""
+        """This worker's part of each global batch of `epoch`: from its beginning, or once from a loaded position.
+
+        Raises:
+            ConfigError: when it is asked for more after `close`, or after a later epoch has taken over the loader
+                processes.
+        """
         first = self._begin_at[1] if self._begin_at is not None and self._begin_at[0] == epoch else 0
         self._begin_at = None
-        order, steps = self.order(epoch), range(first, len(self))
-        parts = [self._part(order, step) for step in steps]
         self._epoch, self._step = epoch, first
+        order = self.order(epoch)
+        parts = [(step, *self._part(order, step)) for step in range(first, len(self))]
+        key = mix((self.seed, _SAMPLES, epoch))
         # A part without samples still needs their shapes: any one sample is fetched, and cut away again.
-        lists = (indices.tolist() or [int(order[0])] for indices, _ in parts)
-        host = self._fetcher.fetch(lists)
-        arrived = to_device(host, self.comm.device, self._prefetch)
-        for step, (indices, whole), data in zip(steps, parts, arrived, strict=True):
+        requests = ((key, indices.tolist() or [int(order[0])]) for _, indices, _ in parts)
+        arriving = to_device(self._fetcher.fetch(requests), self.comm.device)
+        for step, indices, whole in parts:
+            data = next(arriving, _ENDED)
+            if data is _ENDED:
+                raise _taken_over(epoch)
             # Before the batch is handed out: whoever saves after using it saves the position behind it.
-            self._step = step + 1
+            self._epoch, self._step = epoch, step + 1
             part = data if len(indices) else narrow(data, 0, 0)
             yield Batch(part, indices, len(indices), whole, epoch, step)
         self._epoch, self._step = epoch + 1, 0
@@ -179,11 +195,36 @@ class Loader:
 
 def _length(dataset: Any) -> int:
     try:
+        if isinstance(dataset, IterableDataset):
+            raise TypeError
         return len(dataset)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         raise ConfigError(
             "dataset",
             "a map-style data set, with len() and indexing",
             type(dataset).__name__,
             "A stream has no order that could be dealt out; give it a length and an index.",
         ) from None
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(name, f"a whole number of at least {least}", value)
+
+
+def _prefetch(asked: int | None, num_workers: int) -> int:
+    if asked is None:
+        return 2 * num_workers
+    _check_whole("prefetch", asked, 1)
+    if asked < num_workers:
+        raise ConfigError("prefetch", f"at least {num_workers}, one for each of the loader processes", asked)
+    return asked
+
+
+def _taken_over(epoch: int) -> ConfigError:
+    return ConfigError(
+        "loader",
+        "one epoch at a time where loader processes are shared",
+        f"another one, or close(), before the last batch of epoch {epoch}",
+        "Make a Loader for each, e.g. one more to evaluate with.",
+    )

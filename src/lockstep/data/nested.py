@@ -1,8 +1,11 @@
-"""Tensors inside nested tuples, lists and dicts, treated as one thing."""
+"""Tensors inside nested tuples, lists, mappings and dataclasses, treated as one thing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,16 +16,40 @@ __all__ = ["map_tensors", "narrow", "split"]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """`tree` with every tensor replaced by `fn` of it; whatever else it holds stays as it is."""
+    """`tree` with every tensor replaced by `fn` of it; whatever else it holds stays as it is.
+
+    Looked into are tuples, named ones as well, lists, mappings and instances of dataclasses. Their types are kept.
+    """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(fn, item) for item in tree))
     if isinstance(tree, (tuple, list)):
         return type(tree)(map_tensors(fn, item) for item in tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(fn, item) for key, item in tree.items()}
+    if isinstance(tree, Mapping):
+        return _with_items(tree, {key: map_tensors(fn, item) for key, item in tree.items()})
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _with_fields(tree, {f.name: map_tensors(fn, getattr(tree, f.name)) for f in dataclasses.fields(tree)})
     return tree
+
+
+def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(tree) is dict:
+        return items
+    if isinstance(tree, (dict, UserDict)):
+        # Copies of these have items of their own, and whatever else the type holds, such as a defaultdict's factory.
+        new = copy.copy(tree)
+        new.update(items)
+        return new
+    return type(tree)(items)  # type: ignore[call-arg]
+
+
+def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
+    # Not by its constructor, which may take other arguments or change them; and a frozen one lets nobody else set.
+    new = copy.copy(tree)
+    for name, value in values.items():
+        object.__setattr__(new, name, value)
+    return new
 
 
 def narrow(tree: Any, start: int, stop: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import torch
@@ -12,7 +12,10 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import MismatchError
 
-__all__ = ["check_same_layout", "check_same_values"]
+__all__ = ["broadcast_all", "check_same_layout", "check_same_values"]
+
+# Bytes sent at once: large enough to hide what a message costs, small beside a model.
+_BUCKET = 16 << 20
 
 Entry = tuple[str, tuple[int, ...], str, bool]
 
@@ -75,11 +78,44 @@ def check_same_values(model: nn.Module, comm: Communicator) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    raw = _bytes(tensor.detach().cpu())
     return hashlib.sha256(raw.numpy().data).digest()
 
 
 def broadcast_all(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
-    """Give every worker rank 0's values."""
+    """Give every worker rank 0's values, of any dtype and any strides."""
+    for bucket in _buckets([_once(tensor.detach()) for tensor in tensors if tensor.numel()]):
+        # As bytes: not every backend knows every dtype. A buffer of its own: backends send memory as it lies there.
+        received = comm.broadcast(torch.cat([_bytes(tensor) for tensor in bucket]))
+        pieces = torch.split(received, [tensor.numel() * tensor.element_size() for tensor in bucket])
+        for tensor, piece in zip(bucket, pieces, strict=True):
+            # Cloned, so that it begins where its dtype may begin.
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """`tensors` in groups of at most `_BUCKET` bytes, a larger one alone."""
+    bucket: list[torch.Tensor] = []
+    filled = 0
     for tensor in tensors:
-        comm.broadcast(tensor.detach())
+        size = tensor.numel() * tensor.element_size()
+        if bucket and filled + size > _BUCKET:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(tensor)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with each value of an expanded tensor once; else one value would be written to in several places."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # A copy in any case: of a single value with stride 0 torch says that it is contiguous, and gives no view of bytes.
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

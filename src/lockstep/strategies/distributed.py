@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..communicator import Communicator
 from .consistency import broadcast_all, check_same_layout, check_same_values
+from .reaching import ReachingAll
 from .statistics import RunningStatistics
 
 __all__ = ["Distributed"]
@@ -33,11 +34,10 @@ class Distributed:
 
     Args:
         comm: the workers.
-        find_unused_parameters: needed where a step may leave parameters without a gradient on some workers.
     """
 
-    def __init__(self, comm: Communicator, find_unused_parameters: bool = False) -> None:
-        self.comm, self._find_unused = comm, find_unused_parameters
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
         self._ddp: DistributedDataParallel | None = None
         self._statistics: RunningStatistics | None = None
         self._model: nn.Module | None = None
@@ -61,11 +61,11 @@ class Distributed:
             return module
         no_buffer_sync: dict[str, Any] = {_BUFFER_SYNC: False}
         self._ddp = DistributedDataParallel(
-            module,
+            ReachingAll(module),
             process_group=self.comm.group,
             **no_buffer_sync,  # the running statistics are merged instead; see `reduce_step`
+            init_sync=False,  # `prepare` has done it, for every dtype and any strides
             gradient_as_bucket_view=True,
-            find_unused_parameters=self._find_unused,
         )
         return self._ddp
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,8 +13,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..communicator import Communicator
+from ..data.nested import map_tensors
 
-__all__ = ["SyncBatchNorm", "convert"]
+__all__ = ["SyncBatchNorm", "convert", "taking_part_without_samples"]
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -21,9 +25,21 @@ class SyncBatchNorm(_BatchNorm):
     cut; in evaluation it is ordinary batch norm. Every worker must run it equally often; a part may be empty. The
     variances of parts are combined as in Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
     computing sample variances", 1979.
+
+    Attributes:
+        comm: the workers, which copies of the layer share.
+        absent: this worker has no samples: what comes in only keeps the shapes of the layers behind alive.
     """
 
     comm: Communicator
+    absent = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        memo[id(self.comm)] = self.comm  # a process group is no data
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -44,9 +60,14 @@ class SyncBatchNorm(_BatchNorm):
                 0,
                 self.eps,
             )
+        present = input[:0] if self.absent else input
         output: torch.Tensor
-        output, mean, variance, count = _normalise(input, self.weight, self.bias, self.eps, self.comm)
+        output, mean, variance, count = _normalise(present, self.weight, self.bias, self.eps, self.comm)
         self._update(mean, variance, count)
+        if self.absent:
+            # Something of the usual size for the layers behind, and in the graph nothing but the empty output.
+            normal = (_wide(input.detach()) - _along(mean, input)) * _along((variance + self.eps).rsqrt(), input)
+            return normal.to(input.dtype) + output.sum()
         return output
 
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
@@ -71,6 +92,9 @@ class _Normalise(torch.autograd.Function):
         spread = (wide - _along(own, x)).square().sum(axes)
         counts, means, spreads = _gather(count, own, spread, comm)
         total = counts.sum()
+        # To look at the total would make a GPU wait; with a single sample in all, no part has more than one.
+        if count <= 1 and total <= 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
         mean = (counts * means).sum(0) / total
         variance = (spreads + counts * (means - mean).square()).sum(0) / total
         scale = (variance + eps).rsqrt()
@@ -126,6 +150,33 @@ def _gather(
     table[comm.rank, 1 + channels :] = spread
     comm.allreduce(table)
     return table[:, :1], table[:, 1 : 1 + channels], table[:, 1 + channels :]
+
+
+@contextmanager
+def taking_part_without_samples(model: nn.Module, data: Any) -> Iterator[Any]:
+    """Gives data for a pass of a worker that has none itself, in which its layers still talk to those of the others.
+
+    Args:
+        model: whose `SyncBatchNorm` layers count no samples meanwhile.
+        data: tensors of 0 samples.
+
+    Yields:
+        One sample of zeros, as many models cannot do with none: ``x.view(x.size(0), -1)`` is ambiguous then. `data` as
+        it is where a layer is torch's own `nn.SyncBatchNorm`, which would count that sample.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
+    foreign = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+    for layer in layers:
+        layer.absent = True
+    try:
+        yield data if foreign else map_tensors(_one_of_zeros, data)
+    finally:
+        for layer in layers:
+            layer.absent = False
+
+
+def _one_of_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_zeros(1, *tensor.shape[1:]) if tensor.dim() else tensor
 
 
 def convert(model: nn.Module, comm: Communicator) -> nn.Module:

@@ -4,29 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..data.loader import Loader
-from .losses import Forward, LossFn, as_sum, check_fit, default_forward
+from ..errors import ConfigError, DataError
+from .losses import Forward, LossFn, LossSum, classification, default_forward
 from .precision import Precision
 
 __all__ = ["Metric", "accuracy", "default_metrics", "evaluate"]
 
-Metric = Callable[[Any, Any], torch.Tensor]
-"""(output, target) of some samples → the sum of the metric over these samples, a 0-dim tensor."""
+Metric = Callable[[Any, Any], Any]
+"""(output, target) of some samples → the sum of the metric over these samples, a 0-dim tensor; or (sum, count) where
+its mean is over something else, such as labels or pixels."""
 
 
-def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """How many of the samples have their label's class as the largest output: (n, classes), (n,) → 0-dim."""
-    return (output.argmax(dim=1) == target).sum()
+def accuracy(
+    output: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
+) -> tuple[torch.Tensor, torch.Tensor | int]:
+    """How many of the labels are the class of the largest output, and how many labels there are.
+
+    Args:
+        output: shape (n, classes, …).
+        target: labels of shape (n, …), or probabilities of the shape of `output`, whose largest is the label.
+        ignore_index: labels of this value do not count.
+
+    Returns:
+        Two 0-dim tensors.
+
+    Raises:
+        ConfigError: for other shapes.
+    """
+    soft = target.is_floating_point()
+    fitting = output.shape if soft else (*output.shape[:1], *output.shape[2:])
+    if output.dim() < 2 or target.shape != fitting:
+        shapes = f"output {list(output.shape)} and target {list(target.shape)}"
+        raise ConfigError("metrics", "outputs (samples, classes, …) for the labels (samples, …) of accuracy", shapes)
+    labels = target.argmax(dim=1) if soft else target
+    kept = labels != ignore_index
+    return ((output.argmax(dim=1) == labels) & kept).sum(), kept.sum()
 
 
 def default_metrics(loss_fn: LossFn) -> dict[str, Metric]:
-    """Accuracy where the loss is one of classification, and nothing otherwise."""
-    return {"accuracy": accuracy} if isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) else {}
+    """Accuracy where the loss is one of classification, over the labels that it counts, and nothing otherwise."""
+    of_classes = classification(loss_fn)
+    return {} if of_classes is None else {"accuracy": partial(accuracy, ignore_index=of_classes.ignore_index)}
 
 
 @contextmanager
@@ -63,28 +88,41 @@ def evaluate(
 
     Returns:
         {"loss": …, and each metric's name: …}
+
+    Raises:
+        ConfigError: for a metric named "loss", or outputs that do not fit the labels.
+        DataError: when the loss or a metric counts nothing in the whole data set.
     """
     metrics = default_metrics(loss_fn) if metrics is None else metrics
-    precision = precision or Precision("fp32", loader.comm.device)
-    run = forward or default_forward
+    if "loss" in metrics:
+        raise ConfigError("metrics", "names other than that of the loss itself", "loss")
     device = loader.comm.device
-    # loss, what it is a sum over, samples, then the metrics
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    totals = torch.zeros(3 + len(metrics), device=device, dtype=wide)
+    precision = precision or Precision("fp32", device)
+    run, loss = forward or default_forward, LossSum(loss_fn, device)
+    # by row the loss and the metrics; what they add up to, and what that is a sum over
+    totals = torch.zeros(
+        1 + len(metrics), 2, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64
+    )
     with evaluating(model):
         for batch in loader.epoch(0):
             if batch.size == 0:
                 continue
             with precision.autocast():
                 output, target = run(model, batch.data)
-                if batch.step == 0:
-                    check_fit(loss_fn, output, target)
-                loss, count = as_sum(loss_fn(output, target), batch.size)
-            totals[0] += loss
-            totals[1] += count
-            totals[2] += batch.size
-            for place, metric in enumerate(metrics.values(), start=3):
-                totals[place] += metric(output, target)
-    loss_sum, count, samples, *sums = loader.comm.allreduce(totals).tolist()
-    means = {name: value / samples for name, value in zip(metrics, sums, strict=True)}
-    return {"loss": loss_sum / count, **means}
+                _add(totals[0], *loss(output, target, batch.size))
+            for row, metric in enumerate(metrics.values(), start=1):
+                value = metric(output, target)
+                _add(totals[row], *(value if isinstance(value, tuple) else (value, batch.size)))
+    return _means(["loss", *metrics], loader.comm.allreduce(totals).tolist())
+
+
+def _add(total: torch.Tensor, value: torch.Tensor, count: torch.Tensor | int) -> None:
+    total[0] += value
+    total[1] += count
+
+
+def _means(names: list[str], totals: list[list[float]]) -> dict[str, float]:
+    for name, (_, count) in zip(names, totals, strict=True):
+        if not count:
+            raise DataError(f"evaluation: expected data with something that {name} counts, got none")
+    return {name: value / count for name, (value, count) in zip(names, totals, strict=True)}

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..data.nested import map_tensors
 from ..errors import ConfigError
-from ..strategies.sync_batchnorm import SyncBatchNorm
+from ..strategies.reaching import reach
+from ..strategies.sync_batchnorm import SyncBatchNorm, taking_part_without_samples
 
-__all__ = ["Forward", "LossFn", "LossModule", "default_forward"]
+__all__ = ["Forward", "LossFn", "LossModule", "LossSum", "default_forward"]
 
 LossFn = Callable[[Any, Any], Any]
 """(output, target) → the mean over the samples (a scalar), or the samples' losses (shape (n,)), or (sum, count) where
-the mean is over something else, e.g. tokens."""
+the mean is over something else, e.g. tokens. `nn.CrossEntropyLoss` and `nn.NLLLoss` are known: labels that they ignore
+do not count, and class weights do as they do in torch."""
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """(model, data) → (output, target)."""
@@ -37,50 +41,135 @@ def default_forward(model: nn.Module, data: Any) -> tuple[Any, Any]:
     return model(data[0]), data[1]
 
 
+class LossSum:
+    """A loss function as (output, target, size) → (sum of the loss, what it is a sum over).
+
+    Args:
+        loss_fn: see `LossFn`; a module is moved to `device`.
+        device: where the outputs are.
+
+    Raises:
+        ConfigError: when `loss_fn` returns a bare sum.
+    """
+
+    def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
+        if isinstance(loss_fn, nn.Module):
+            loss_fn.to(device)
+            if getattr(loss_fn, "reduction", None) == "sum":
+                raise ConfigError(
+                    "loss_fn",
+                    "a mean over samples, or (sum, count)",
+                    f"{type(loss_fn).__name__} with reduction='sum'",
+                    "A sum alone does not say what it is a sum over.",
+                )
+        self._loss_fn = loss_fn
+        self._of_classes = classification(loss_fn)
+        self._summing = _summing(self._of_classes)
+        self._checked = False
+
+    def __call__(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """The loss of `size` samples.
+
+        Raises:
+            ConfigError: when output and target do not fit, or the loss function returns none of the forms of `LossFn`.
+        """
+        if not self._checked and self._of_classes is not None:
+            check_fit(self._of_classes, output, target)
+        self._checked = True
+        if self._summing is None:
+            return as_sum(self._loss_fn(output, target), size)
+        return self._summing(output, target), _counted(self._summing, output, target)
+
+
+def classification(loss_fn: LossFn) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
+    """The loss of classification that `loss_fn` is, or None where it is another or one of the user's own."""
+    if loss_fn is F.cross_entropy:
+        return nn.CrossEntropyLoss()
+    if loss_fn is F.nll_loss:
+        return nn.NLLLoss()
+    return loss_fn if isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
+
+
+def _summing(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss | None) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
+    """A copy that gives sums of one that gives means, as torch's mean is over labels, not samples.
+
+    The mean times a number of labels would not do: where all are ignored it is 0 / 0.
+    """
+    if loss_fn is None or loss_fn.reduction != "mean":
+        return None
+    if type(loss_fn).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
+        _refuse_weighted_mean(loss_fn)
+        return None  # the user's own computation, of which nothing is known but that it is a mean
+    summing = copy.copy(loss_fn)
+    summing.reduction = "sum"
+    return summing
+
+
+def _refuse_weighted_mean(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
+    if loss_fn.weight is not None:
+        raise ConfigError(
+            "loss_fn",
+            "a loss whose mean is over samples",
+            f"{type(loss_fn).__name__}, with a forward of its own, class weights and reduction='mean'",
+            "Its mean is over weights, which differ from part to part. Return (sum, count): the sum of the losses, and "
+            "weight[target].sum().",
+        )
+
+
+def _counted(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, output: torch.Tensor, target: torch.Tensor) -> Any:
+    """What the mean of torch's loss is over: labels that are not ignored, by their weights where classes have some."""
+    if target.is_floating_point():
+        return target.numel() // target.shape[1]  # probabilities, one set for each label
+    kept = target != loss_fn.ignore_index
+    if loss_fn.weight is None:
+        return kept.sum()
+    # An ignored label is no class, so it is looked up as one that is; picking out the kept ones would stall a GPU.
+    return (loss_fn.weight[target.where(kept, 0).long()] * kept).sum()
+
+
 class LossModule(nn.Module):
     """A model and its loss as one module: (data, n) → (sum of the loss, what it is a sum over).
 
-    The loss belongs to the module so that everything a step computes runs inside the strategy's forward pass.
+    The loss belongs to the module so that everything a step computes runs inside the strategy's forward pass. Names and
+    parameters of a loss that is a module are not the model's, and none of this module's.
 
     Args:
-        model: the user's model.
-        loss_fn: see `LossFn`.
+        model: the user's model, on its device.
+        loss: its loss.
         forward: see `Forward`.
-
-    Raises:
-        ConfigError: when `loss_fn` averages with class weights, so that its means cannot be added up.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, forward: Forward | None = None) -> None:
+    def __init__(self, model: nn.Module, loss: LossSum, forward: Forward | None = None) -> None:
         super().__init__()
-        self.model = model
-        self._loss_fn = [loss_fn]  # in a list: a loss that is a module must not add names to the state dict
+        self.model, self._loss = model, loss
         self._forward = forward or default_forward
-        self._checked = False
         # Layers that talk to other workers in their passes must run on every worker, also on one without samples.
-        self._talks = any(isinstance(layer, SyncBatchNorm) for layer in model.modules())
-        _refuse_weighted_mean(loss_fn)
+        self._talks = any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in model.modules())
 
     def forward(self, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
         """The loss of `size` samples; of none, a zero that still reaches every parameter."""
-        if size == 0:
-            return self.nothing(data), 0
-        output, target = self._forward(self.model, data)
-        if not self._checked:
-            check_fit(self._loss_fn[0], output, target)
-            self._checked = True
-        return as_sum(self._loss_fn[0](output, target), size)
+        try:
+            if size == 0:
+                return self.nothing(data), 0
+            output, target = self._forward(self.model, data)
+        except ValueError as error:
+            if "more than 1 value per channel" in str(error):
+                raise _too_few(error, size) from None
+            raise
+        return self._loss(output, target, size)
 
     def nothing(self, data: Any) -> torch.Tensor:
-        """Zero, with a gradient of zeros for every parameter: what a worker without samples has to add."""
+        """Zero, with a way to every parameter: what a worker without samples has to add."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        zero = torch.zeros((), device=parameters[0].device if parameters else None)
         if not self._talks:
-            parts = [p.reshape(-1)[:0] for p in self.model.parameters() if p.requires_grad]
-        else:
-            # Through the model, so that the backward pass comes by the same layers in the same order as elsewhere.
-            parts = []
-            output, _ = self._forward(self.model, data)
-            map_tensors(parts.append, output)
-        return torch.stack([part.sum().float() for part in parts]).sum()
+            return reach(zero, parameters)
+        # Through the model, so that the backward pass comes by the same layers in the same order as elsewhere.
+        parts = [zero]
+        with taking_part_without_samples(self.model, data) as stand_in:
+            output, _ = self._forward(self.model, stand_in)
+        map_tensors(lambda tensor: parts.append(tensor.reshape(-1)[:0].sum().float()), output)
+        return reach(torch.stack(parts).sum(), parameters)
 
 
 def as_sum(value: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
@@ -104,22 +193,15 @@ def as_sum(value: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
     )
 
 
-def _refuse_weighted_mean(loss_fn: LossFn) -> None:
-    if isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) == "sum":
-        raise ConfigError(
-            "loss_fn",
-            "a mean over samples, or (sum, count)",
-            f"{type(loss_fn).__name__} with reduction='sum'",
-            "A sum alone does not say what it is a sum over.",
-        )
-    if getattr(loss_fn, "weight", None) is not None and getattr(loss_fn, "reduction", None) == "mean":
-        raise ConfigError(
-            "loss_fn",
-            "a loss whose mean is over samples",
-            f"{type(loss_fn).__name__} with class weights and reduction='mean'",
-            "Its mean is over weights, which differ from part to part. Return (sum, count): the loss with "
-            "reduction='sum', and weight[target].sum().",
-        )
+def _too_few(error: ValueError, size: int) -> ConfigError:
+    """What to do about a batch norm in training that has a single value to take a variance of."""
+    return ConfigError(
+        "global_batch",
+        "at least two values for each channel of every batch norm, in each worker's part of each batch",
+        f"a part of {size} (torch: {error})",
+        "Use a global batch that leaves no such rest, drop_last=True of Loader, fewer workers or passes, or "
+        "sync_batchnorm.",
+    )
 
 
 def check_fit(loss_fn: LossFn, output: Any, target: Any) -> None:

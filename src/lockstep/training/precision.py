@@ -10,10 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError, unknown_name
+from .formats import PRECISIONS
 
-__all__ = ["PRECISIONS", "Precision"]
+__all__ = ["Precision", "clip"]
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
@@ -36,7 +37,7 @@ class Precision:
             raise unknown_name("precision", name, PRECISIONS)
         if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise ConfigError("precision", "fp32 or fp16 on this GPU, which has no bf16", name)
-        self.name, self._device, self._dtype = name, device, PRECISIONS[name]
+        self.name, self._device, self._dtype = name, device, _AUTOCAST.get(name)
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -45,15 +46,18 @@ def _compile_in_place(model: nn.Module) -> None:
     """Compile the model's forward, and keep the model itself, with its names and its optimizer."""
     for layer in model.modules():
         if isinstance(layer, SyncBatchNorm):  # collectives cannot be traced
-            layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign, no-untyped-call]
+            eager = torch.compiler.disable(SyncBatchNorm.forward)  # type: ignore[no-untyped-call]
+            layer.forward = MethodType(eager, layer)  # type: ignore[method-assign]
     forward = model.forward
+    of_class = getattr(forward, "__func__", lambda _, *args, **kwargs: forward(*args, **kwargs))
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return of_class(module, *args, **kwargs)
 
     # nn.Module.compile() does nothing for torch's own containers (seen with torch 2.13): the compiler passes over
-    # frames of torch itself, so a Sequential has none that it would take. This frame is ours.
-    model.forward = torch.compile(run)
+    # frames of torch itself, so a Sequential has none that it would take. This frame is ours. As a method it follows
+    # a deep copy, which would go on running the model that it was made of otherwise.
+    model.forward = MethodType(torch.compile(run), model)
 
 
 def _to_channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,10 @@ from torch.optim import Optimizer
 from ..communicator import init
 from ..data.loader import Batch
 from ..data.nested import split
-from ..errors import ConfigError, DivergedError
+from ..errors import ConfigError, DataError, DivergedError
 from ..shards import mix
 from ..strategies.distributed import Distributed
-from .losses import Forward, LossFn, LossModule
+from .losses import Forward, LossFn, LossModule, LossSum
 from .precision import Precision, clip
 from .schedules import Schedule
 
@@ -34,16 +35,29 @@ class StepResult:
         loss: 0-dim tensor on the device, the mean over the global batch.
         stop: 0-dim tensor on the device, above zero when some worker asked to stop.
         lr: the learning rate of the first parameter group.
+        count: 0-dim tensor on the device, what `loss` is the mean over: samples, or what the loss function counts.
+            Means of several steps are weighted by it.
     """
 
     step: int
     loss: torch.Tensor
     stop: torch.Tensor
     lr: float
+    count: torch.Tensor
 
     def check(self) -> None:
-        """Raise DivergedError if the loss is not finite; waits for the device."""
+        """See that the loss is finite; waits for the device.
+
+        Raises:
+            DivergedError: where it is not.
+            DataError: where it is a mean over nothing, as all labels of the global batch are ignored.
+        """
         if not torch.isfinite(self.loss):
+            if self.count == 0:
+                raise DataError(
+                    f"step {self.step}: expected a global batch with something that the loss counts, got only e.g. "
+                    "labels that are ignored. Use a larger global batch, or leave such samples out of the data set."
+                )
             raise DivergedError(
                 f"the loss is {float(self.loss)} at step {self.step} with learning rate {self.lr:g}. "
                 "Lower the learning rate, warm it up, or clip the gradients."
@@ -54,11 +68,12 @@ class TrainStep:
     """Calls the model on this worker's part of a batch and updates it with everyone's gradients.
 
     The loss and the gradient are means over the *global* batch, weighted by samples, whatever part of it a worker has.
-    The model is left in the mode (training or evaluation) that it is in.
+    A parameter that takes no part in a step has a gradient of zeros. Parameters may be frozen and unfrozen between
+    steps, on all workers alike. The model is left in the mode (training or evaluation) that it is in.
 
     Args:
         model: moved to the worker's device; rank 0's values are used by all.
-        optimizer: over parameters of `model`.
+        optimizer: over parameters of `model`; one whose step needs a closure, such as LBFGS, cannot be used.
         loss_fn: see `lockstep.training.losses.LossFn`.
         strategy: how the model is spread over the workers; data parallelism over those of `init()` when None.
         precision: "fp32", "bf16" or "fp16".
@@ -91,6 +106,7 @@ class TrainStep:
             raise ConfigError("accumulate", "a whole number of at least 1", accumulate)
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError("clip_norm", "a number above 0", clip_norm)
+        _refuse_closure(optimizer)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.strategy = strategy or Distributed(init())
         self.comm = self.strategy.comm
@@ -99,8 +115,10 @@ class TrainStep:
         self.steps_done = 0
         self.strategy.prepare(model)
         self._parameters = _parameters_of(model, optimizer)
-        self._loss = LossModule(model, loss_fn, forward)
+        self._loss = LossModule(model, LossSum(loss_fn, self.comm.device), forward)
         self._module = self.strategy.wrap(self._loss)
+        self._every = list(model.parameters())
+        self._trained = [p.requires_grad for p in self._every]
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
@@ -114,11 +132,13 @@ class TrainStep:
         Raises:
             DivergedError: on the CPU, before anything is updated, when the loss is not finite. On other devices
                 this would wait for the device at every step; call `StepResult.check` when it suits.
+            DataError: likewise, when the loss counts nothing in the whole global batch.
+            ConfigError: when output, labels and loss do not fit, or a batch norm gets a single value.
         """
         lr = self._begin()
         finish = self._passes(batch, stop)
         loss_sum, count, stops = finish().unbind()
-        result = StepResult(self.steps_done, loss_sum / count, stops, lr)
+        result = StepResult(self.steps_done, loss_sum / count, stops, lr, count)
         if self.comm.device.type == "cpu":
             result.check()
         self._update(batch.global_size / count)
@@ -126,6 +146,9 @@ class TrainStep:
         return result
 
     def _begin(self) -> float:
+        if (trained := [p.requires_grad for p in self._every]) != self._trained:
+            # What reduces gradients counts on the parameters that there were when it was made.
+            self._module, self._trained = self.strategy.wrap(self._loss), trained
         _seed(mix((self._seed, _RANDOM, self.steps_done, self.comm.rank)) & 0xFFFFFFFF, self.comm.device)
         self.optimizer.zero_grad(set_to_none=True)
         if self.schedule is not None:
@@ -155,11 +178,12 @@ class TrainStep:
         return finish
 
     def _update(self, correction: torch.Tensor) -> None:
+        _fill(self._parameters)
         self.precision.unscale(self.optimizer)
         # Only a loss that counts other things than samples needs it. To ask is free on the CPU; elsewhere it would
         # wait for the device, and multiplying by 1 is cheaper.
         if self.comm.device.type != "cpu" or correction != 1:
-            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], correction)
+            _multiply([p.grad for p in self._parameters if p.grad is not None], correction)
         if self._clip_norm is not None:
             clip(self._parameters, self._clip_norm)
         self.precision.step(self.optimizer)
@@ -182,6 +206,36 @@ def _seed(key: int, device: torch.device) -> None:
         torch.cuda.manual_seed(key)
     elif device.type == "mps":
         torch.mps.manual_seed(key)
+
+
+def _fill(parameters: list[nn.Parameter]) -> None:
+    # On one worker torch leaves None where a parameter took no part, and an optimizer passes it by; among several it
+    # may have taken part on another worker, and its gradient is a sum. Zero is the gradient in both cases, so that
+    # weight decay and momentum go on alike.
+    for p in parameters:
+        if p.grad is None and p.requires_grad:
+            p.grad = torch.zeros_like(p)
+
+
+def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    if factor.device.type == "cpu":
+        torch._foreach_mul_(gradients, float(factor))
+        return
+    for dtype in {gradient.dtype for gradient in gradients}:
+        # A factor of another dtype than the gradients takes them one by one; half formats are too coarse for it.
+        own = factor.to(torch.promote_types(dtype, torch.float32))
+        torch._foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], own)
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            "optimizer",
+            "one that takes a step from gradients that are there, such as SGD or AdamW",
+            f"{type(optimizer).__name__}, whose step needs a closure",
+            "A closure computes the gradients again as often as the optimizer likes, and the workers' parts with them.",
+        )
 
 
 def _parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:

@@ -1,0 +1,136 @@
+"""One update on one worker: what it refuses, what it saves, and gradients that nobody computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.communicator import Communicator
+from lockstep.data.loader import Batch
+from lockstep.errors import ConfigError, DataError, DivergedError
+from lockstep.strategies.distributed import Distributed
+from lockstep.topology import World
+from lockstep.training.precision import Precision
+from lockstep.training.step import StepResult, TrainStep, _multiply
+
+CPU = torch.device("cpu")
+LABELS = torch.tensor([0, 1, 2, 3])
+
+
+def batch(inputs: torch.Tensor | None = None, labels: torch.Tensor = LABELS) -> Batch:
+    data = (torch.ones(4, 3) if inputs is None else inputs, labels)
+    return Batch(data, torch.arange(4), 4, 4, 0, 0)
+
+
+def make(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> TrainStep:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    loss_fn = options.pop("loss_fn", nn.CrossEntropyLoss())
+    return TrainStep(model, optimizer, loss_fn, strategy=Distributed(Communicator(World(), CPU)), **options)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    model = nn.Linear(3, 4)
+    with pytest.raises(ConfigError, match=r"optimizer: .* LBFGS, whose step needs a closure"):
+        make(model, torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_other_optimizers_are_not(kind: Any) -> None:
+    model = nn.Linear(3, 4)
+    optimizer = kind(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a wrapper around the optimizer's step
+    make(model, optimizer)(batch())
+
+
+def test_a_frozen_parameter_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    make(model, torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5))(batch())
+    assert model[0].weight.grad is None
+    assert torch.equal(model[0].weight, before)
+
+
+def test_more_passes_than_samples() -> None:
+    one, many = (nn.Linear(3, 4) for _ in range(2))
+    many.load_state_dict(one.state_dict())
+    inputs = torch.randn(4, 3)
+    losses = [float(make(one)(batch(inputs))), float(make(many, accumulate=7)(batch(inputs)))]
+    assert losses[0] == pytest.approx(losses[1])
+    torch.testing.assert_close(one.weight, many.weight)
+
+
+def test_nothing_is_updated_by_a_loss_that_is_not_finite_or_counts_nothing() -> None:
+    model = nn.Linear(3, 4)
+    before = model.weight.detach().clone()
+    step = make(model)
+    with pytest.raises(DivergedError, match=r"the loss is nan at step 0 with learning rate 0\.1"):
+        step(batch(torch.full((4, 3), float("nan"))))
+    with pytest.raises(DataError, match="step 0: expected a global batch with something that the loss counts"):
+        step(batch(labels=torch.full((4,), -100)))
+    assert torch.equal(model.weight, before)
+    assert step.steps_done == 0
+
+
+def test_a_result_is_looked_at_when_it_suits() -> None:
+    def result(loss: float, count: float) -> StepResult:
+        return StepResult(3, torch.tensor(loss), torch.zeros(()), 0.1, torch.tensor(count))
+
+    result(1.0, 4.0).check()
+    with pytest.raises(DivergedError, match="inf at step 3"):
+        result(float("inf"), 4.0).check()
+    with pytest.raises(DataError, match="step 3"):
+        result(float("nan"), 0.0).check()
+
+
+def test_the_gradient_scale_of_fp16_is_saved_and_taken_up() -> None:
+    step = make(nn.Linear(3, 4), precision="fp16")
+    for _ in range(3):
+        step(batch())
+    overflow = make(nn.Linear(3, 4), precision="fp16")
+    overflow.precision.load_state_dict({**step.state_dict()["precision"], "scale": 2.0**40})
+    overflow(batch())  # gradients of this size overflow, and the scale is halved
+    saved = overflow.state_dict()["precision"]
+    assert saved["scale"] == 2.0**39
+    assert step.state_dict()["precision"]["_growth_tracker"] == 3
+
+    after = make(nn.Linear(3, 4), precision="fp16")
+    after.load_state_dict(overflow.state_dict())
+    assert after.steps_done == 1
+    assert after.state_dict() == overflow.state_dict()
+    loss = torch.ones((), requires_grad=True)
+    after.precision.backward(loss)
+    assert loss.grad == 2.0**39
+
+
+def test_other_formats_have_no_scale_and_take_none() -> None:
+    for name in ("fp32", "bf16"):
+        precision = Precision(name, CPU)
+        precision.load_state_dict(Precision("fp16", CPU).state_dict())
+        assert precision.state_dict() == {}
+
+
+def test_gradients_of_several_formats_are_multiplied() -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+    gradients = [torch.full((2,), 3.0, dtype=dtype) for dtype in dtypes]
+    _multiply(gradients, torch.tensor(1 / 3, dtype=torch.float64))
+    for gradient, dtype in zip(gradients, dtypes, strict=True):
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient, torch.ones(2, dtype=dtype))
+
+
+def test_elsewhere_the_factor_stays_on_the_device_and_has_the_gradients_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[torch.dtype, torch.dtype]] = set()
+
+    def record(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+        seen.update((gradient.dtype, factor.dtype) for gradient in gradients)
+
+    monkeypatch.setattr(torch, "_foreach_mul_", record)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    there = [torch.empty(2, dtype=dtype, device="meta") for dtype in dtypes]
+    # reading a value of the device meta is an error
+    _multiply(there, torch.empty((), dtype=torch.float64, device="meta"))
+    assert seen == {(dtype, torch.promote_types(dtype, torch.float32)) for dtype in dtypes}
