@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import multiprocessing
@@ -26,10 +27,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep import environment
-from lockstep.errors import ConfigError, InterruptedRunError, LockstepError, WorkerError
+from lockstep.errors import ConfigError, DataError, InterruptedRunError, LockstepError, WorkerError
 from lockstep.launchers import agent, launch, supervision
+from lockstep.launchers.call import pack
 from lockstep.launchers.folder import Folder, Report
-from lockstep.launchers.outcome import Ending, conclude, first_failure
+from lockstep.launchers.outcome import Ending, conclude, first_failure, shared_failure
 
 DEADLINE = 60.0  # seconds that a test waits for what must happen
 
@@ -206,8 +208,8 @@ def output_in(path: Path) -> Iterator[None]:
 
 def test_output_goes_where_it_goes_at_the_time_of_the_call(tmp_path: Path) -> None:
     def work(word: str) -> None:
-        print(word)
-        print(word, file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.write(f"{word}\n")  # at once: print() may write the line and its end apart, when unbuffered
 
     for word in ("first", "second"):  # the fork server knows at most one of the files
         with output_in(tmp_path / word):
@@ -304,13 +306,51 @@ def test_workers_that_do_not_end_after_a_failure_are_killed(monkeypatch: pytest.
         launch(work)
 
 
-def test_an_error_of_lockstep_keeps_its_exit_code() -> None:
+def test_an_error_that_all_workers_raise_alike_is_no_workers_own() -> None:
     def work() -> None:
         raise ConfigError("global_batch", "at least 1", 0)
 
-    with pytest.raises(WorkerError, match="ConfigError: global_batch: expected at least 1, got 0") as caught:
-        launch(work, workers=1)
+    for workers in (1, 2):
+        with pytest.raises(ConfigError) as caught:
+            launch(work, workers=workers)
+        assert str(caught.value) == "global_batch: expected at least 1, got 0"
+        cause = caught.value.__cause__
+        assert isinstance(cause, WorkerError)
+        assert "in work" in cause.worker_traceback
+
+
+def test_the_others_have_a_moment_to_raise_the_same() -> None:
+    def work() -> None:
+        from lockstep.launchers import worker
+
+        worker.COMPANY_SECONDS = 60.0
+        join_group()
+        if rank() == 1:
+            time.sleep(0.5)  # enough for the agent to see that the other has ended, had it not waited
+        raise DataError("images: expected 10 bytes, got 7")
+
+    with pytest.raises(DataError):
+        launch(work)
+
+
+def test_an_error_of_one_worker_names_it_and_keeps_its_exit_code() -> None:
+    def work() -> None:
+        join_group()
+        if rank() == 1:
+            raise DataError("images: expected 10 bytes, got 7")
+        dist.barrier()
+
+    with pytest.raises(WorkerError, match=r"rank 1: DataError: images: expected 10 bytes, got 7") as caught:
+        launch(work)
     assert caught.value.exit_code == 2
+
+
+def test_an_error_that_cannot_be_sent_is_told_as_text() -> None:
+    def work() -> None:
+        raise ConfigError("lock", "none", threading.Lock())
+
+    with pytest.raises(WorkerError, match="ConfigError: lock: expected none, got <unlocked"):
+        launch(work, workers=1)
 
 
 @pytest.mark.parametrize(("argument", "reason", "code"), [("no data", "no data", 1), (7, "left with exit code 7", 7)])
@@ -343,7 +383,7 @@ def test_a_result_that_cannot_be_sent_is_the_workers_failure() -> None:
 
 
 def test_a_worker_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerError, match="this process is a worker already"):
+    with pytest.raises(LockstepError, match="this process is a worker already"):
         launch(lambda: launch(rank), workers=1)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(LockstepError, match="this process is a worker already"):
@@ -707,6 +747,28 @@ def failed(rank: int, time: int, *after: int, kind: str = "RuntimeError") -> Rep
 def test_the_first_failure(ending: Ending, first: int | None) -> None:
     error = first_failure(ending)
     assert (error and error.rank) == first
+
+
+def bad(rank: int, text: str = "a") -> Report:
+    error = DataError(text)
+    return Report(rank, rank, "DataError", text, packed=base64.b64encode(pack(error)).decode())
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        (Ending([bad(0), bad(1)], workers=2), "a"),
+        (Ending([bad(1)], workers=1), "a"),
+        (Ending([bad(1)], workers=2), None),
+        (Ending([bad(0), bad(1, "b")], workers=2), None),
+        (Ending([bad(0), failed(1, 2)], workers=2), None),
+        (Ending([failed(0, 1), failed(0, 1)], workers=2), None),
+        (Ending(lost=[0], workers=1), None),
+    ],
+)
+def test_the_failure_that_all_share(ending: Ending, said: str | None) -> None:
+    error = shared_failure(ending)
+    assert said == (None if error is None else str(error))
 
 
 STOPPED = Report(1, 9, "InterruptedRunError", "stopped", signal_number=15, checkpoint="c")

@@ -97,6 +97,26 @@ def test_a_full_disk_leaves_the_older_checkpoints_good(tiny_disk: Path) -> None:
     assert_only_good(store, [1, 2, 4])
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["another step", "the same step"])
+def test_a_disk_that_is_full_at_any_point_of_a_save_leaves_it_whole_or_undone(tiny_disk: Path, again: bool) -> None:
+    outcomes = set()
+    for free in range(0, 80, 4):  # KiB; one page more each time
+        store = CheckpointStore(tiny_disk / f"{free}")
+        save(store, 1, size=4000)
+        (tiny_disk / "filler").write_bytes(bytes(shutil.disk_usage(tiny_disk).free - free * 1024))
+        try:
+            save(store, 1 if again else 2, size=5000)
+            sizes = {1: 5000} if again else {1: 4000, 2: 5000}
+        except CheckpointError:
+            sizes = {1: 4000}
+        assert names(store.folder) == [f"step-{step:010d}" for step in sizes]
+        assert all(holds(path, step, sizes[step]) for path, step in zip(store.paths(), sizes, strict=True))
+        outcomes.add(str(sizes))
+        shutil.rmtree(store.folder)
+        (tiny_disk / "filler").unlink()
+    assert len(outcomes) == 2
+
+
 def test_a_file_size_limit_leaves_the_older_checkpoints_good(store: CheckpointStore) -> None:
     save(store, 1)
     for step in (1, 2):

@@ -11,65 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import CheckpointError, ConfigError, DivergedError, InterruptedRunError
-from lockstep.fingerprints import fingerprint
 from lockstep.training.callbacks import Callback, Checkpoints, CSVLog, Curve, EarlyStopping, TensorBoard
 from lockstep.training.step import StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
-
-
-def images(n: int = 67, seed: int = 5) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 4, (n,), generator=generator)
-    return TensorDataset(torch.randn(n, 1, 8, 8, generator=generator) + labels[:, None, None, None], labels)
-
-
-def model(width: int = 16, dropout: float = 0.2) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 4))
-
-
-class At(Callback):
-    """Does something at one step."""
-
-    every_rank = True
-
-    def __init__(self, step: int, action: Any) -> None:
-        self.step, self.action = step, action
-
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if result.step == self.step:
-            self.action(trainer)
-
-
-def make(out: Path | None, callbacks: list[Callback], optimizer: type = torch.optim.AdamW, **options: Any) -> Trainer:
-    lockstep.init("cpu")
-    net = model(options.pop("width", 16), options.pop("dropout", 0.2))
-    return Trainer(
-        net, optimizer(net.parameters(), 0.01), nn.CrossEntropyLoss(), 16, out=out, callbacks=callbacks, **options
-    )
-
-
-def fit(out: Path, *callbacks: Callback, epochs: int = 3, resume: str | None = None, **options: Any) -> Any:
-    trainer = make(out, list(callbacks), **options)
-    history = trainer.fit(images(), epochs, validate=images(31, seed=6), resume=resume)
-    return fingerprint(trainer.model, trainer.optimizer), history
-
-
-def timeless(history: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in row.items() if k not in ("seconds", "samples_per_second")} for row in history]
-
-
-def send(number: int, only: int) -> Any:
-    def action(trainer: Trainer) -> None:
-        if trainer.comm.rank == only:
-            os.kill(os.getpid(), number)
-
-    return action
+from support.runs import At, fit, images, make, send, timeless
 
 
 def interrupted(out: Path, step: int, number: int, rank: int) -> tuple[str, int, str | None]:
@@ -185,12 +134,12 @@ def test_when_saving_fails_every_rank_says_why(pool: Pool, tmp_path: Path) -> No
 
 def test_saving_without_a_folder_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="out="):
-        fit(None, Checkpoints(), epochs=1)  # type: ignore[arg-type]
+        fit(None, Checkpoints(), epochs=1)
 
 
 def test_an_interrupted_run_without_a_folder_says_that_nothing_is_saved() -> None:
     with pytest.raises(InterruptedRunError, match="nothing was saved") as caught:
-        fit(None, At(2, send(signal.SIGINT, 0)))  # type: ignore[arg-type]
+        fit(None, At(2, send(signal.SIGINT, 0)))
     assert caught.value.checkpoint is None
 
 
@@ -339,7 +288,7 @@ def test_rank_zero_alone_has_ordinary_callbacks(pool: Pool) -> None:
 
     def count() -> int:
         note = Note()
-        fit(None, note, epochs=1)  # type: ignore[arg-type]
+        fit(None, note, epochs=1)
         return note.steps
 
     assert pool.run(count, workers=2) == [5, 0]
@@ -348,7 +297,7 @@ def test_rank_zero_alone_has_ordinary_callbacks(pool: Pool) -> None:
 @pytest.mark.parametrize("epochs", [0, -1, 1.5, True])
 def test_bad_numbers_of_epochs(epochs: Any) -> None:
     with pytest.raises(ConfigError, match="epochs"):
-        fit(None, epochs=epochs)  # type: ignore[arg-type]
+        fit(None, epochs=epochs)
 
 
 @pytest.mark.parametrize("strategy", ["sharded", "replicas"])

@@ -17,6 +17,10 @@ __all__ = ["launch"]
 
 T = TypeVar("T")
 
+GRACE = 120.0
+"""Seconds to finish a step and save. At the 100 MB/s of a slow disk that is a checkpoint of 12 GB; who does not want to
+wait for it sends a second signal."""
+
 MAX_WORKERS = 120
 """PyTorch's agent needs two file descriptors per worker in every worker; multiprocessing passes on fewer than 256."""
 
@@ -26,7 +30,7 @@ def launch(
     *args: object,
     workers: int = 2,
     threads: int | None = None,
-    grace: float = 30.0,
+    grace: float = GRACE,
     **kwargs: object,
 ) -> T:
     """Run ``fn(*args, **kwargs)`` as the ranks of one job on this machine and return what rank 0 returns.
@@ -54,6 +58,8 @@ def launch(
     Raises:
         ConfigError: for a setting that cannot be used, or a function or argument that cannot be sent (it names which).
         WorkerError: a worker raised an exception or died; of several, the one that did so first.
+        LockstepError: one of its kinds, e.g. ConfigError, where all workers raised the same: then it is no worker's
+            own, and the first worker's error with its traceback is the cause.
         InterruptedRunError: the workers stopped in good order on a signal, or this process was sent SIGTERM.
         KeyboardInterrupt: this process was sent SIGINT and the workers did not say more.
         LockstepError: this process is a worker itself, or workers cannot be started.

@@ -26,6 +26,7 @@ class Report:
         after: local ranks that had died by then, so that this failure is likely to follow from theirs.
         signal_number: the signal on which the worker stopped in good order; 0 where it failed.
         checkpoint: what it saved before it stopped.
+        packed: the exception itself as `call.pack` and Base64 make it text, where it is one of Lockstep's; else "".
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Report:
     after: tuple[int, ...] = ()
     signal_number: int = 0
     checkpoint: str | None = None
+    packed: str = ""
 
     @property
     def stopped(self) -> bool:
@@ -81,6 +83,10 @@ class Folder:
     def is_finished(self, rank: int) -> bool:
         """Whether `rank` has done its work."""
         return self._finished(rank).exists()
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether `rank` has finished, failed or died."""
+        return self.is_finished(rank) or self._report(rank).exists() or bool(self.lost([rank]))
 
     def write(self, report: Report) -> None:
         """Leave `report` for the launcher, who sees all of it or nothing."""

@@ -55,6 +55,7 @@ def run(task: Callable[[], object], options: Options, folder: Path) -> dict[int,
 
     Raises:
         WorkerError: for the worker that failed first.
+        LockstepError: where all workers failed with this very error; the first WorkerError is its cause.
         InterruptedRunError: when the workers stopped because of a signal, or this process was sent SIGTERM.
         KeyboardInterrupt: when this process was sent SIGINT.
         LockstepError: when the workers could not be run at all.
@@ -64,7 +65,8 @@ def run(task: Callable[[], object], options: Options, folder: Path) -> dict[int,
         supervision = Supervision(setup.folder, range(options.workers), signals, options.grace)
         result = _supervise(_agent_for(task, setup), supervision)
         codes = {} if isinstance(result, Exception) else {f.local_rank: f.exitcode for f in result.failures.values()}
-        ending = Ending(supervision.reports(), supervision.lost, codes, list(signals), supervision.killed)
+        reports, killed = supervision.reports(), supervision.killed
+        ending = Ending(reports, supervision.lost, codes, list(signals), killed, options.workers)
     conclude(ending)
     if isinstance(result, Exception):
         raise LockstepError(f"the workers could not be run: {type(result).__name__}: {result}") from result

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import InterruptedRunError, WorkerError
+from ..errors import InterruptedRunError, LockstepError, WorkerError
+from .call import unpack
 from .folder import Report
 
-__all__ = ["Ending", "conclude", "first_failure"]
+__all__ = ["Ending", "conclude", "first_failure", "shared_failure"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Ending:
         codes: exit code of each rank whose death the agent saw before it ended the others; negative for a signal.
         signals: what the launcher was sent.
         killed: whether the launcher killed workers because their time was up.
+        workers: how many there were.
     """
 
     reports: Sequence[Report] = ()
@@ -29,6 +32,7 @@ class Ending:
     codes: Mapping[int, int] | None = None
     signals: Sequence[int] = ()
     killed: bool = False
+    workers: int = 0
 
 
 def conclude(ending: Ending) -> None:
@@ -36,12 +40,16 @@ def conclude(ending: Ending) -> None:
 
     Raises:
         WorkerError: a worker failed. That it left on a signal which the launcher was sent is no failure.
+        LockstepError: all workers failed with this very error, which is therefore no worker's own.
         InterruptedRunError: workers stopped in good order, or the launcher was sent SIGTERM.
         KeyboardInterrupt: the launcher was sent SIGINT.
     """
     error = first_failure(ending)
     stopped = sorted((report for report in ending.reports if report.stopped), key=lambda report: report.rank)
     if error is not None and not ((ending.signals or stopped) and _is_obedience(error, ending)):
+        shared = shared_failure(ending)
+        if shared is not None:
+            raise shared from error
         raise error
     if stopped:
         raise InterruptedRunError(stopped[0].reason, stopped[0].signal_number, stopped[0].checkpoint)
@@ -71,6 +79,16 @@ def first_failure(ending: Ending) -> WorkerError | None:
     if silent:
         return _silent(silent[0], codes.get(silent[0], 0))
     return _reported(failures[0]) if failures else None
+
+
+def shared_failure(ending: Ending) -> LockstepError | None:
+    """The error of Lockstep's that every worker has reported alike, if there is one."""
+    failures = [report for report in ending.reports if not report.stopped]
+    alike = {(report.kind, report.reason, bool(report.packed)) for report in failures}
+    if len(failures) < ending.workers or len(alike) != 1 or not failures[0].packed:
+        return None
+    error: LockstepError = unpack(base64.b64decode(failures[0].packed))
+    return error
 
 
 def _reported(report: Report) -> WorkerError:

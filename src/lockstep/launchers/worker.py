@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import io
 import multiprocessing
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InterruptedRunError, LockstepError
+from .call import pack
 from .folder import Folder, Report
 
 __all__ = ["Setup", "main"]
@@ -29,6 +31,10 @@ __all__ = ["Setup", "main"]
 # A worker that failed because a peer died waits this long to be ended with the others, so that the launcher sees
 # the peer's death first. It looks five times a second.
 FOLLOW_SECONDS = 10.0
+
+# A worker with an error of Lockstep's waits this long for the others to have the same. All have when the input is bad,
+# at nearly the same time; where it is one worker's own error, the launch fails by so much later.
+COMPANY_SECONDS = 1.0
 
 PR_SET_PDEATHSIG = 1
 
@@ -71,7 +77,7 @@ def main(task: Callable[[], object], setup: Setup, local_rank: str) -> object:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         report = _report(rank, error, setup)
         if report.exit_code:
-            _fail(report, setup.folder)
+            _fail(report, setup)
         value = None  # sys.exit(0) is a way to return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted
     _flush()
@@ -124,7 +130,15 @@ def _report(rank: int, error: BaseException, setup: Setup) -> Report:
         tuple(setup.folder.lost(r for r in range(setup.workers) if r != rank)),
         error.signal_number if isinstance(error, InterruptedRunError) else 0,
         error.checkpoint if isinstance(error, InterruptedRunError) else None,
+        _packed(error) if isinstance(error, LockstepError) and not stopped else "",
     )
+
+
+def _packed(error: LockstepError) -> str:
+    try:
+        return base64.b64encode(pack(error)).decode()
+    except Exception:  # it holds something that cannot be sent
+        return ""
 
 
 def _message(error: BaseException) -> str:
@@ -151,13 +165,22 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
-def _fail(report: Report, folder: Folder) -> None:
+def _fail(report: Report, setup: Setup) -> None:
     _flush()
-    folder.write(report)
-    if report.after:
+    setup.folder.write(report)
+    if report.after or report.packed:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(FOLLOW_SECONDS)
+        if report.after:
+            time.sleep(FOLLOW_SECONDS)
+        else:
+            _await_others(setup)
     raise SystemExit(report.exit_code) from None
+
+
+def _await_others(setup: Setup) -> None:
+    deadline = time.monotonic() + COMPANY_SECONDS
+    while not all(map(setup.folder.has_ended, range(setup.workers))) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _flush() -> None:

@@ -1,21 +1,24 @@
-"""Puts the state of a training run into checkpoints, and takes it up again from one."""
+"""Puts the state of a training run into checkpoints, and finds the one to go on from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import nn
 
 from ..checkpoint import Checkpoint, CheckpointStore, read
-from ..errors import CheckpointError
+from ..communicator import Communicator
+from ..errors import CheckpointError, ConfigError, LockstepError
+from .compatibility import check_fits
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 __all__ = ["Saver"]
+
+T = TypeVar("T")
 
 
 class Saver:
@@ -24,16 +27,24 @@ class Saver:
     Args:
         trainer: whose state it is.
         keep: so many of the newest checkpoints stay.
+
+    Attributes:
+        last: (step, path) of the newest checkpoint that this run has written or gone on from, if any.
+
+    Raises:
+        ConfigError: `keep` is no whole number of at least 1.
     """
 
-    def __init__(self, trainer: Trainer, keep: int = 3) -> None:
+    def __init__(self, trainer: Trainer, keep: int) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ConfigError("keep", "a whole number of at least 1", keep)
         self._trainer, self._keep = trainer, keep
-        self._last: tuple[int, Path] | None = None
+        self.last: tuple[int, Path] | None = None
 
     @property
-    def last(self) -> Path | None:
-        """The newest checkpoint that this run has written or was resumed from."""
-        return None if self._last is None else self._last[1]
+    def last_path(self) -> Path | None:
+        """Where that is."""
+        return None if self.last is None else self.last[1]
 
     def save(self, state: Mapping[str, Any]) -> Path:
         """Write a checkpoint, unless this step has one already; rank 0 does the writing.
@@ -43,15 +54,15 @@ class Saver:
         """
         trainer = self._trainer
         step = trainer.step.steps_done
-        if self._last is None or self._last[0] != step:
+        if self.last is None or self.last[0] != step:
             store, info = self._store(), self._info()
             write = lambda: store.save(state, step=step, epoch=trainer.epoch, info=info)  # noqa: E731
-            self._last = (step, trainer.comm.on_rank0(write))
-        return self._last[1]
+            self.last = (step, trainer.comm.on_rank0(write))
+        return self.last[1]
 
     def _store(self) -> CheckpointStore:
         if self._trainer.out is None:
-            raise CheckpointError("this run has no folder to save in: give the Trainer out=")
+            raise CheckpointError("this run has no folder for checkpoints: give the Trainer out=")
         return CheckpointStore(self._trainer.out / "checkpoints", keep=self._keep)
 
     def _info(self) -> dict[str, Any]:
@@ -63,43 +74,37 @@ class Saver:
             "torch": str(torch.__version__),
         }
 
-    def load(self, which: str | Path) -> Checkpoint | None:
+    def find(self, which: str | Path) -> Checkpoint | None:
         """A checkpoint that fits the trainer's model and optimizer; None for "latest" where there is none yet.
 
         Raises:
-            CheckpointError: when it is damaged or does not fit.
+            CheckpointError: on every worker, when it is damaged or does not fit, for one worker at least.
         """
-        path = Path(which)
+        path: Path | None = Path(which)
         if which == "latest":
-            newest = self._trainer.comm.on_rank0(lambda: self._store().latest())
-            if newest is None:
-                return None
-            path = newest
-        found = read(path)
-        self._check_fits(found)
-        self._last = (found.step, path)
+            path = self._trainer.comm.on_rank0(lambda: self._store().latest())
+        return None if path is None else _on_all(self._trainer.comm, lambda: self._read(path))
+
+    def _read(self, path: Path) -> Checkpoint:
+        found, trainer = read(path), self._trainer
+        try:
+            check_fits(found.state, trainer.model, trainer.hyperparameters)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        saved, ours = found.info.get("optimizer"), type(trainer.optimizer).__name__
+        if saved != ours:
+            raise CheckpointError(f"{path}: expected a checkpoint of a run with {ours}, got one with {saved}")
         return found
 
-    def _check_fits(self, found: Checkpoint) -> None:
-        _check_same_model(found, self._trainer.model)
-        saved, ours = found.info.get("optimizer"), type(self._trainer.optimizer).__name__
-        if saved != ours:
-            raise CheckpointError(f"{found.path}: expected a checkpoint of a run with {ours}, got one with {saved}")
 
-
-def _check_same_model(found: Checkpoint, model: nn.Module) -> None:
-    saved = found.state.get("model")
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{found.path}: expected a checkpoint of a training run, got one without a model")
-    ours = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    theirs = {str(name): list(tensor.shape) for name, tensor in saved.items() if isinstance(tensor, torch.Tensor)}
-    for name in [*ours, *theirs]:
-        if ours.get(name) != theirs.get(name):
-            raise CheckpointError(
-                f"{found.path}: a checkpoint of another model. The first difference is {name}: here "
-                f"{_shape(ours.get(name))}, in the checkpoint {_shape(theirs.get(name))}."
-            )
-
-
-def _shape(shape: list[int] | None) -> str:
-    return "missing" if shape is None else f"of shape {shape}"
+def _on_all(comm: Communicator, fn: Callable[[], T]) -> T:
+    """What `fn` returns; where it fails on any worker it fails on all, so that none goes on alone."""
+    value, error = None, None
+    try:
+        value = fn()
+    except LockstepError as raised:
+        error = raised
+    errors = [each for each in comm.allgather_object(error) if each is not None]
+    if errors:
+        raise error or errors[0]
+    return cast(T, value)

@@ -18,7 +18,10 @@ class StopSignals:
     Alone, the second one acts as it would have without this, for those who cannot wait. Under Lockstep's launcher
     repeats are ignored: whoever signals every process reaches a worker twice, and it is the launcher that loses
     patience and kills.
-    Outside the main thread, where Python allows no signal handlers, it does nothing.
+
+    A signal that is ignored stays ignored (as in a job under nohup), and one that is handled by something other than
+    Python, which Python could not put back, is left to it. Outside the main thread, where Python allows no signal
+    handlers, nothing is done.
     """
 
     HANDLED = (signal.SIGINT, signal.SIGTERM)
@@ -29,7 +32,11 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in self.HANDLED}
+            for number in self.HANDLED:
+                before = signal.getsignal(number)
+                if before not in (None, signal.SIG_IGN):
+                    self._before[number] = before
+                    signal.signal(number, self._handle)
         return self
 
     def __exit__(

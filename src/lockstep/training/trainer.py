@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from signal import Signals
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import TypedDict, Unpack
 
+from ..checkpoint import Checkpoint
 from ..communicator import init
 from ..data.loader import Loader
-from ..errors import ConfigError, DivergedError, InterruptedRunError
+from ..errors import ConfigError
 from ..strategies import STRATEGIES
+from . import out_folder
 from .callbacks import defaults
 from .callbacks.base import Callback, Row
 from .callbacks.group import CallbackGroup
+from .compatibility import check_fits
 from .epoch import EpochTotals
 from .evaluate import Metric, default_metrics, evaluate
+from .hyperparameters import constructed, take_up
+from .loop import Loop
 from .losses import Forward, LossFn
+from .modes import TrainingModes
+from .position import Position, check_epochs
 from .saving import Saver
 from .schedules import Schedule
+from .settling import Unsettled
 from .signals import StopSignals
-from .step import StepResult, TrainStep
+from .step import TrainStep
 
 __all__ = ["StepOptions", "Trainer"]
 
-# Off the CPU a loss is looked at when this many younger steps are queued, so that the device never waits for the host.
-_STEPS_IN_FLIGHT = 4
+_log = logging.getLogger(__name__)
 
 
 class StepOptions(TypedDict, total=False):
@@ -46,7 +51,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class Trainer:
-    """Trains a model on all workers of the job.
+    """Trains a model on all workers of the job. One trainer is one run, however many calls of `fit` it takes.
 
     The loop, in short::
 
@@ -63,6 +68,7 @@ class Trainer:
         global_batch: samples in one update, over all workers.
         seed: of the order of samples and of dropout.
         out: the run's folder, for checkpoints and what callbacks write; None keeps everything in memory.
+        keep: so many of the newest checkpoints stay.
         callbacks: `lockstep.training.callbacks.defaults` when None.
         strategy: "distributed"; see `lockstep.strategies`.
         metrics: of the evaluation, see `lockstep.training.evaluate.Metric`; accuracy for classification when None.
@@ -83,6 +89,7 @@ class Trainer:
         *,
         seed: int = 0,
         out: str | Path | None = None,
+        keep: int = 3,
         callbacks: Sequence[Callback] | None = None,
         strategy: str = "distributed",
         metrics: Mapping[str, Metric] | None = None,
@@ -97,109 +104,83 @@ class Trainer:
         made = STRATEGIES.load(strategy)(self.comm)
         self.step = TrainStep(model, optimizer, loss_fn, strategy=made, seed=seed, **step)
         self._forward = step.get("forward")
+        self.hyperparameters = constructed(model, optimizer)
         chosen = defaults(self.out is not None) if callbacks is None else callbacks
         self._callbacks = CallbackGroup(chosen, self.comm.rank)
-        self._saver = Saver(self)
-        self._loader: Loader | None = None
-        self._stop_reason, self._in_mid_epoch = "", False
-        self._unsettled: deque[StepResult] = deque()
+        self.saver, self.modes, self.unsettled = Saver(self, keep), TrainingModes(model), Unsettled(self.comm.device)
+        self.position, self.totals = Position(), EpochTotals(self.comm.device)
+        self._begun = False
+        self._loop: Loop | None = None  # while `fit` runs
         self.history: list[Row] = []
+        self.stop_reason = ""
         self.epoch, self.epochs, self.total_steps = 0, 0, 0
-        self.totals = EpochTotals(self.comm.device)
 
     def fit(self, train: Any, epochs: int, validate: Any = None, resume: str | Path | None = None) -> list[Row]:
-        """Train for `epochs` epochs in all, counted from the very beginning of the run.
+        """Train until `epochs` epochs are done in all, counted from the very beginning of the run.
 
-        Ctrl-C and SIGTERM, on any worker, end the run after the step it is in, with a checkpoint.
+        Called again, it goes on where it ended. Ctrl-C and SIGTERM, on any worker, end the run after the step it is in,
+        or in the middle of an evaluation, with a checkpoint. Layers that are in evaluation mode while the model as a
+        whole is in training mode are taken to be frozen, and stay as they are.
 
         Args:
-            train: a map-style data set, or a `Loader`.
+            train: a map-style data set, or a `Loader` of the trainer's global batch.
             epochs: 1 or more.
             validate: a data set, or a `Loader`, to evaluate on after each epoch.
-            resume: a checkpoint to go on from, or "latest": the newest in `out`, which is fine to have none.
+            resume: a checkpoint to go on from, or "latest": the newest in `out`, which is fine to have none. Model
+                and optimizer get its state; hyperparameters that the optimizer is constructed with otherwise than
+                then are as they are now, which is logged.
 
         Returns:
             The history: one row an epoch.
 
         Raises:
-            ConfigError: for values that cannot be used.
-            CheckpointError: when `resume` is damaged, or of another model, optimizer or data set.
+            ConfigError: for values that cannot be used, among them an `out` with another run, and fewer epochs than
+                are done.
+            CheckpointError: when `resume` is damaged, or of another model, optimizer or data set. Nothing has been
+                changed then.
             DivergedError: when the loss is not finite, with the step and the learning rate.
             InterruptedRunError: after a signal, naming the checkpoint.
         """
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-            raise ConfigError("epochs", "a whole number of at least 1", epochs)
-        loader = self._loader = self.loader(train)
-        held_out = None if validate is None else self.loader(validate, shuffle=False)
-        self.epochs, self.total_steps = epochs, epochs * len(loader)
-        if resume is not None:
-            self.resume(resume)
-        self._make_folder()
-        self.model.train()
-        with StopSignals() as signals, self._callbacks.running(self), self._naming_the_last_checkpoint():
-            for self.epoch in range(loader.position[0], epochs):
-                self._train_epoch(loader, signals)
-                self._end_epoch(held_out)
-                if self._agree_to_stop(signals):
-                    break
+        with ExitStack() as opened:
+            loader = opened.enter_context(self._opened(train))
+            held_out = None if validate is None else opened.enter_context(self._opened(validate, shuffle=False))
+            self._begin(loader, epochs, resume)
+            with StopSignals() as signals:
+                self._loop = Loop(self, self._callbacks, signals)
+                try:
+                    self._loop.run(loader, held_out)
+                finally:
+                    self._loop = None
         return self.history
 
-    def _make_folder(self) -> None:
-        folder = self.out
-        if folder is not None:
-            try:
-                self.comm.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
-            except OSError as error:
-                raise ConfigError("out", "a folder that can be written", f"{folder} ({error.strerror})") from None
-
-    def _train_epoch(self, loader: Loader, signals: StopSignals) -> None:
-        if not self._in_mid_epoch:
-            self.totals = EpochTotals(self.comm.device)
-        self._in_mid_epoch = False
-        for batch in loader.epoch(self.epoch):
-            result = self.step.run(batch, stop=signals.received is not None)
-            self.totals.add(result.loss, batch.global_size)
-            # Before the callbacks: one of them may save, and must then look at this step's loss as well.
-            self._unsettled.append(result)
-            self._callbacks.on_step(self, result)
-            if self._settle():
-                self._interrupt(signals)
-
-    def _settle(self) -> bool:
-        """Look at the losses of this step or, off the CPU, of an earlier one; whether a worker wanted to stop."""
-        in_flight = 0 if self.comm.device.type == "cpu" else _STEPS_IN_FLIGHT
-        stop = False
-        while len(self._unsettled) > in_flight:
-            settled = self._unsettled.popleft()
-            settled.check()
-            stop = stop or bool(settled.stop > 0)
-        return stop
-
-    def _interrupt(self, signals: StopSignals) -> NoReturn:
-        numbers = [number for number in self.comm.allgather_object(signals.received) if number is not None]
-        number = numbers[0] if numbers else int(Signals.SIGTERM)
-        where = f"{Signals(number).name} after step {self.step.steps_done} (epoch {self.epoch + 1} of {self.epochs})"
-        path = None if self.out is None else self.save()
-        saved = "nothing was saved, as the run has no folder" if path is None else f"saved {path}"
-        raise InterruptedRunError(f"stopped by {where}; {saved}", number, None if path is None else str(path))
-
-    def _agree_to_stop(self, signals: StopSignals) -> bool:
-        wishes = self.comm.allgather_object((signals.received, self._stop_reason))
-        if any(number is not None for number, _ in wishes) and self.epoch + 1 < self.epochs:
-            self._interrupt(signals)
-        self._stop_reason = next((reason for _, reason in wishes if reason), "")
-        return bool(self._stop_reason)
-
     @contextmanager
-    def _naming_the_last_checkpoint(self) -> Iterator[None]:
+    def _opened(self, dataset: Any, shuffle: bool = True) -> Iterator[Loader]:
+        loader = self.loader(dataset, shuffle)
         try:
-            yield
-            self.check_losses()
-        except DivergedError as error:
-            raise DivergedError(f"{error} {self._last_checkpoint()}") from None
+            yield loader
+        finally:
+            if loader is not dataset:
+                loader.close()
 
-    def _last_checkpoint(self) -> str:
-        return f"The last checkpoint is {self._saver.last}." if self._saver.last else "There is no checkpoint yet."
+    def _begin(self, loader: Loader, epochs: int, resume: str | Path | None) -> None:
+        """Check everything, and only then take up the checkpoint."""
+        if loader.global_batch != self.global_batch:
+            hint = "Give both the same number, or fit the data set itself."
+            raise ConfigError("global_batch", f"{self.global_batch}, the trainer's", loader.global_batch, hint)
+        found = None if resume is None else self.saver.find(resume)
+        position = self.position if found is None else Position(found.state["loader"])
+        check_epochs(epochs, position, again=self._begun and resume is None)
+        self._prepare_folder(found, fresh=not self._begun and resume != "latest")
+        position.take_to(loader)
+        if found is not None:
+            self._take_up(found)
+        self._begun, self.stop_reason, self.unsettled = True, "", Unsettled(self.comm.device)
+        self.epochs, self.total_steps = epochs, epochs * len(loader)
+
+    def _prepare_folder(self, found: Checkpoint | None, fresh: bool) -> None:
+        out, from_path = self.out, self.saver.last_path if found is None else found.path
+        if out is not None:
+            self.comm.on_rank0(lambda: out_folder.prepare(out, from_path, fresh))
 
     def check_losses(self) -> None:
         """See that the losses of all steps so far are finite; waits for the device.
@@ -207,35 +188,21 @@ class Trainer:
         Raises:
             DivergedError: naming the step and the learning rate.
         """
-        for result in self._unsettled:  # they stay: whether a worker wanted to stop is still to be seen
-            result.check()
-
-    def _end_epoch(self, held_out: Loader | None) -> None:
-        row: Row = {
-            "epoch": self.epoch + 1,
-            "step": self.step.steps_done,
-            "train_loss": self.totals.loss,
-            "lr": float(self.optimizer.param_groups[0]["lr"]),
-            "seconds": self.totals.seconds,
-            "samples_per_second": self.totals.samples_per_second,
-        }
-        if held_out is not None:
-            measured = self.evaluate(held_out)
-            row |= {f"test_{name}": value for name, value in measured.items()}
-            if not math.isfinite(measured["loss"]):
-                step, lr = self.step.steps_done, row["lr"]
-                raise DivergedError(f"the test loss is {measured['loss']} after step {step} with learning rate {lr:g}.")
-        self.check_losses()
-        self.history.append(row)
-        self._callbacks.on_epoch(self, row)
+        self.unsettled.check()
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Loss and metrics over a data set or `Loader`, every sample once, the same on every worker."""
+        """Loss and metrics over a data set or `Loader`, every sample once, the same on every worker.
+
+        Raises:
+            ConfigError: for the very `Loader` that training is taking batches from.
+            InterruptedRunError: after a signal while `fit` runs, naming the checkpoint.
+        """
         self.step.strategy.sync_buffers()
-        loader = self.loader(dataset, shuffle=False)
-        return evaluate(
-            self.model, loader, self.loss_fn, self.metrics, precision=self.step.precision, forward=self._forward
-        )
+        with self._opened(dataset, shuffle=False) as opened:
+            loader = opened if self._loop is None else self._loop.stoppable(opened)
+            return evaluate(
+                self.model, loader, self.loss_fn, self.metrics, precision=self.step.precision, forward=self._forward
+            )
 
     def loader(self, dataset: Any, shuffle: bool = True) -> Loader:
         """A loader of this run's global batches over `dataset`; a `Loader` is returned as it is."""
@@ -251,8 +218,9 @@ class Trainer:
         )
 
     def stop(self, reason: str) -> None:
-        """End the run after this epoch, in good order; any worker may ask for it."""
-        self._stop_reason = self._stop_reason or reason
+        """End the `fit` that is running after this epoch, in good order; any worker may ask for it."""
+        if self._loop is not None:
+            self._loop.stopping.reason = self._loop.stopping.reason or reason
 
     def save(self) -> Path:
         """Write a checkpoint of this step; called by every worker, written by rank 0.
@@ -263,35 +231,43 @@ class Trainer:
         """
         self.check_losses()
         self.step.strategy.sync_buffers()
-        return self._saver.save(self.state_dict())
+        return self.saver.save(self.state_dict())
 
     def resume(self, which: str | Path) -> None:
-        """Go on from a checkpoint, taken with any number of workers; see `fit`."""
-        found = self._saver.load(which)
+        """Take up a checkpoint, taken with any number of workers, from which `fit` will go on; see there."""
+        found = self.saver.find(which)
         if found is not None:
-            self.load_state_dict(found.state)
+            self._take_up(found)
+
+    def _take_up(self, found: Checkpoint) -> None:
+        self.load_state_dict(found.state)
+        self.saver.last = (found.step, found.path)
 
     def state_dict(self) -> dict[str, Any]:
         """All that another process needs to go on from here, with any number of workers."""
+        added = constructed(self.model, self.optimizer)[len(self.hyperparameters) :]
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "hyperparameters": [*self.hyperparameters, *added],
             "step": self.step.state_dict(),
-            "loader": None if self._loader is None else self._loader.state_dict(),
+            "loader": self.position.state_dict(),
             "totals": self.totals.state_dict(),
             "history": self.history,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved state."""
+        """Take up a saved state.
+
+        Raises:
+            CheckpointError: before anything is changed, when it is of another model or optimizer.
+        """
+        check_fits(state, self.model, self.hyperparameters)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        changes = take_up(self.optimizer, state["optimizer"], state["hyperparameters"], self.hyperparameters)
+        if changes and self.comm.rank == 0:
+            _log.warning("the run goes on with other hyperparameters than before: %s", ", ".join(changes))
         self.step.load_state_dict(state["step"])
-        self.history = list(state["history"])
-        self.totals = EpochTotals(self.comm.device)
-        if self._loader is not None and state["loader"] is not None:
-            self._loader.load_state_dict(state["loader"])
-            # Also behind the last step of an epoch: its evaluation is still to be made.
-            self._in_mid_epoch = self._loader.position[1] > 0
-        if self._in_mid_epoch:
-            self.totals.load_state_dict(state["totals"])
+        self.history, self.position = list(state["history"]), Position(state["loader"])
+        self.totals.load_state_dict(state["totals"])
+        self.saver.last = None  # was of the state before

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ... import atomic
 from .base import Callback, Row
+from .writing import Writing
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -18,13 +19,19 @@ __all__ = ["CSVLog"]
 class CSVLog(Callback):
     """One line an epoch in `metrics.csv` of the run folder.
 
-    The file is written anew each time, whole or not at all, so that a resumed run leaves no line twice.
+    The file is written anew each time, whole or not at all, so that a resumed run leaves no line twice. Where it cannot
+    be written, the log says so once and the training goes on.
     """
+
+    def __init__(self) -> None:
+        self._writing = Writing()
 
     def on_epoch(self, trainer: Trainer, row: Row) -> None:
         """Write all epochs so far."""
         if trainer.out is not None:
-            atomic.write_text(trainer.out / "metrics.csv", as_csv(trainer.history))
+            path = trainer.out / "metrics.csv"
+            with self._writing.to(path):
+                atomic.write_text(path, as_csv(trainer.history))
 
 
 def as_csv(history: list[Row]) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import atomic
 from .base import Callback, Row
+from .writing import Writing
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -15,12 +16,17 @@ __all__ = ["Curve", "draw"]
 
 
 class Curve(Callback):
-    """A picture of the run in its folder, drawn when it ends, however it ends."""
+    """A picture of the run in its folder, drawn when it ends, however it ends.
+
+    Where it cannot be written, the log says so.
+    """
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
         """Draw all epochs so far, if there are any."""
         if trainer.out is not None and trainer.history:
-            atomic.write_bytes(trainer.out / "curve.png", draw(trainer.history))
+            path = trainer.out / "curve.png"
+            with Writing().to(path):
+                atomic.write_bytes(path, draw(trainer.history))
 
 
 def draw(history: list[Row]) -> bytes:

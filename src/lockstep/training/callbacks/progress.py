@@ -73,10 +73,12 @@ class Progress(Callback):
         self._console.print(as_line(row, trainer.epochs), soft_wrap=True)
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Give the terminal back."""
+        """Give the terminal back; say why the run ended early, if it did."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        if trainer.stop_reason and error is None:
+            self._console.print(f"stopped early: {trainer.stop_reason}", soft_wrap=True)
 
 
 def as_heading(trainer: Trainer) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from .base import Callback, Row
+from .writing import Writing
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -25,12 +27,15 @@ def check_installed() -> None:
 class TensorBoard(Callback):
     """Scalars by step in the folder `tensorboard` of the run: losses, metrics, learning rate, speed.
 
+    Where they cannot be written, the log says so once and the training goes on without them.
+
     Raises:
         ConfigError: when the package tensorboard is not installed.
     """
 
     def __init__(self) -> None:
         check_installed()
+        self._writing = Writing()
         self._writer: Any = None
 
     def on_start(self, trainer: Trainer) -> None:
@@ -38,17 +43,21 @@ class TensorBoard(Callback):
         from torch.utils.tensorboard.writer import SummaryWriter
 
         if trainer.out is not None:
-            self._writer = SummaryWriter(str(trainer.out / "tensorboard"), purge_step=trainer.step.steps_done)
+            folder = trainer.out / "tensorboard"
+            with self._writing.to(folder):
+                self._writer = SummaryWriter(str(folder), purge_step=trainer.step.steps_done)
 
     def on_epoch(self, trainer: Trainer, row: Row) -> None:
         """One point for each number."""
         if self._writer is not None:
-            for name, value in row.items():
-                if name not in ("epoch", "step"):
-                    self._writer.add_scalar(name, value, int(row["step"]))
+            with self._writing.to(Path(self._writer.log_dir)):
+                for name, value in row.items():
+                    if name not in ("epoch", "step"):
+                        self._writer.add_scalar(name, value, int(row["step"]))
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
         """Close the event file."""
         if self._writer is not None:
-            self._writer.close()
+            with self._writing.to(Path(self._writer.log_dir)):
+                self._writer.close()
             self._writer = None
