@@ -12,9 +12,11 @@ LOG   := $(VENV)/install.log
 DEMO  := $(VENV)/.ready-demo
 TESTS := $(VENV)/.ready-test
 
-# What pip writes when it cannot reach an index.
-NO_NETWORK := NewConnectionError|NameResolutionError|Failed to resolve|Failed to establish|ConnectTimeout|ReadTimeout
-NO_NETWORK := $(NO_NETWORK)|ConnectionError|ConnectionReset|ProxyError|SSLError|Network is unreachable|timed out
+# What pip writes when it cannot reach an index, and what it then takes to be wrong instead.
+NO_NETWORK := Could not fetch URL .*(connection error|timed out)|NewConnectionError|NameResolutionError|ProxyError
+NO_NETWORK := $(NO_NETWORK)|ConnectTimeout|ReadTimeout|ConnectionReset|SSLError|Network is unreachable
+MISTAKEN   := Could not find a version|No matching distribution|Cannot install .* conflicting dependencies
+MISTAKEN   := $(MISTAKEN)|ResolutionImpossible|subprocess-exited-with-error|installing build dependencies
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint types floors clean distclean
@@ -56,12 +58,13 @@ distclean: clean
 # Each file stands for an installed extra. What the tests need includes what the demonstration needs.
 $(DEMO) $(TESTS): $(VENV)/.ready-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Lockstep with extra '$*' into $(VENV); the first time this takes minutes (log: $(LOG)) ..."
-	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
-	    { grep -E '^ *ERROR:' $(LOG) || cat $(LOG); } | cut -c 1-200 | tail -n 5 >&2; \
-	    if grep -qE '$(NO_NETWORK)' $(LOG); then \
+	@$(BIN)/python -m pip install -vv $(PIP_FLAGS) -c constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
+	    said=$$(grep -iE '^ *error:' $(LOG) | grep -vE '$(MISTAKEN)' | cut -c 1-200 | tail -n 5); \
+	    if [ -z "$$said" ] && grep -qE '$(NO_NETWORK)' $(LOG); then \
 	        echo "error: packages could not be downloaded: the package index cannot be reached." >&2; \
 	        echo "       Check the network (or the proxy settings of pip), then run the same command again." >&2; \
 	    else \
+	        { grep -iE '^ *error:' $(LOG) || tail -n 5 $(LOG); } | cut -c 1-200 | tail -n 5 >&2; \
 	        echo "error: pip could not install Lockstep; $(LOG) says why." >&2; \
 	        echo "       Put that right, then run the same command again." >&2; \
 	    fi; exit 1; }

@@ -8,45 +8,19 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import lockstep
 from lockstep.cli import main
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 SMALL = ["--data", "synthetic", "--model", "mlp", "--workers", "1", "--epochs", "1", "--quiet"]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory with a module of the user's own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "mine.py").write_text(
-        textwrap.dedent("""
-        import torch
-        from torch import nn
-
-        def five(): return nn.Sequential(nn.Flatten(), nn.Linear(784, 5))
-        def narrow(): return nn.Sequential(nn.Flatten(), nn.Linear(100, 10))
-        def nothing(): return 3
-        def broken():
-            net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-            net[1].weight.data.fill_(float("nan"))
-            return net
-        def three(): return torch.utils.data.TensorDataset(torch.zeros(3, 1, 28, 28), torch.zeros(3).long())
-        def text(): return "data"
-        """)
-    )
-    yield tmp_path
-    sys.modules.pop("mine", None)
 
 
 def run(*arguments: str) -> int:
@@ -97,6 +71,11 @@ def left(folder: Path) -> set[str]:
         ("--resume nowhere", "--resume: expected a checkpoint, a run folder, or latest"),
         ("--resume latest", "--resume: expected an earlier run"),
         ("--worker 3", "Did you mean --workers"),
+        ("--seed 18446744073709551616", "--seed: expected a whole number from 0 to 9223372036854775807"),
+        ("--model mine:silent", "--model: expected a factory that returns a torch.nn.Module, got ValueError from"),
+        ("--data mine:no_data", "--data: expected at least one sample in each data set"),
+        ("--data mine:stream", "--data: expected a factory that returns (train, test)"),
+        ("--data mine:listed", "--data: expected items that are pairs (input, label)"),
         ("--out mine.py/run", "--out: expected a folder that can be written"),
     ],
 )
@@ -121,42 +100,6 @@ def refuse_network(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no network in this test")
 
     monkeypatch.setattr("socket.getaddrinfo", refuse)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("a.yaml", "epoch: 3", "Did you mean epochs?"),
-        ("a.yaml", "epochs: three", "epochs: expected a value of type int, got 'three'"),
-        ("a.yaml", "- 1\n- 2", "to hold options by name"),
-        ("a.yaml", "lr: [1", "to be YAML"),
-        ("a.toml", "lr = ", "to be YAML, or TOML with the ending .toml"),
-        ("a.yaml", "!!python/object/apply:os.mkdir [hacked]", "to be YAML"),
-        ("a.yaml", "compile: maybe", "compile: expected a value of type bool"),
-    ],
-)
-def test_bad_config_files(folder: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str) -> None:
-    (folder / name).write_text(text)
-    assert run("--config", name) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert name in error
-    assert left(folder) == {name}
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("a.yaml", "global-batch: 100\nlr: 0.25\n"), ("a.toml", "global_batch = 100\nlr = 0.25\n")]
-)
-@pytest.mark.leaks("matplotlib keeps its fonts open")
-def test_flags_win_over_a_config_file_and_all_is_written_down(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(text)
-    assert run("--config", name, "--lr", "0.01", "--out", "done") == 0
-    config = yaml.safe_load((folder / "done/config.yaml").read_text())
-    assert (config["global_batch"], config["lr"], config["workers"], config["device"]) == (100, 0.01, "1", "cpu")
-    # and the file is itself a config file
-    assert run("--config", "done/config.yaml", "--out", "again") == 0
-    fingerprints = [json.loads((folder / run / "result.json").read_text())["fingerprint"] for run in ("done", "again")]
-    assert fingerprints[0] == fingerprints[1]
 
 
 @pytest.mark.leaks("matplotlib keeps its fonts open")
@@ -191,42 +134,20 @@ def test_the_run_folder(folder: Path) -> None:
     assert re.fullmatch("[0-9a-f]{64}", result["fingerprint"])
 
 
-def test_an_earlier_run_is_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--out", "one") == 0
-    before = (folder / "one/result.json").read_bytes()
-    assert run("--out", "one", "--epochs", "2") == 2
-    assert "Go on with --resume latest" in capsys.readouterr().err
-    assert (folder / "one/result.json").read_bytes() == before
-
-
-def test_going_on_takes_the_runs_own_options(folder: Path) -> None:
-    assert run("--out", "straight", "--epochs", "2", "--global-batch", "100", "--seed", "3") == 0
-    # the same, but stopped after one of two epochs
-    assert run("--out", "one", "--epochs", "2", "--global-batch", "100", "--seed", "3") == 0
-    for name in ("model.safetensors", "result.json", "metrics.csv"):
-        (folder / "one" / name).unlink()
-    checkpoints = sorted((folder / "one/checkpoints").iterdir())
-    for part in checkpoints[-1].iterdir():
-        part.unlink()
-    checkpoints[-1].rmdir()
-    assert main(["train", "--resume", "one"]) == 0
-    results = [json.loads((folder / name / "result.json").read_text()) for name in ("one", "straight")]
-    assert results[0]["fingerprint"] == results[1]["fingerprint"]
-    assert results[0]["epochs"] == 2
-
-
-def test_a_refused_resume_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--out", "one") == 0
-    before = {path: path.read_bytes() for path in (folder / "one").rglob("*") if path.is_file()}
-    assert run("--resume", "one", "--model", "lenet", "--epochs", "2") == 2
-    assert "a checkpoint of another model" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in (folder / "one").rglob("*") if path.is_file()} == before
-
-
 def test_divergence_at_once_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", "mine:broken") == 1
     assert left(folder) == set()
     assert "the loss is nan at step 0 with learning rate 0.05" in capsys.readouterr().err
+
+
+def test_a_run_that_dies_at_once_leaves_nothing(folder: Path) -> None:
+    with (folder / "mine.py").open("a") as module:
+        module.write("class Dies(nn.Linear):\n    def __init__(self): super().__init__(784, 10)\n")
+        module.write("    def forward(self, x):\n        if self.training: raise ZeroDivisionError\n")
+        module.write("        return super().forward(x.flatten(1))\n")
+    with pytest.raises(ZeroDivisionError):
+        run("--model", "mine:Dies")
+    assert left(folder) == set()
 
 
 def test_a_run_that_fails_at_once_spares_its_neighbours(folder: Path) -> None:
@@ -241,29 +162,6 @@ def test_a_run_that_fails_at_once_spares_its_neighbours(folder: Path) -> None:
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--lr", "0", "--debug") == 2
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_help_is_grouped_and_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["train", "--help"])
-    text = capsys.readouterr().out
-    assert caught.value.code == 0
-    for part in (
-        "what to train:",
-        "workers:",
-        "the step:",
-        "the run:",
-        "files and display:",
-        "examples:",
-        "exit codes:",
-    ):
-        assert part in text
-    assert "--global-batch" in text
-
-
-def test_help_does_not_load_torch() -> None:
-    code = "import sys; from lockstep.cli.main import _parser; _parser(); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def environment() -> dict[str, str]:

@@ -6,50 +6,75 @@ import argparse
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .. import __version__
 from ..environment import debugging
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
 from . import train
+from .gather import as_typed
+from .parser import Parser
 
 __all__ = ["main"]
 
 _COMMANDS = {"train": train}
+_FLAGS = ("-h", "--help", "--version")
+
+_EXAMPLES = """
+examples:
+  lockstep train                  train a small network on handwritten digits
+  lockstep train --workers 2      the same, with two worker processes
+  lockstep train --help           all options, with examples
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for bad input, 128 + n for signal n, 1 for the rest."""
-    parser = _parser()
-    options, unknown = parser.parse_known_args(arguments)
-    who = f"lockstep {options.command}"
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    who = f"lockstep {given[0]}" if given and given[0] in _COMMANDS else "lockstep"
+    options = argparse.Namespace()
     try:
-        if unknown:
-            raise unknown_name("option", unknown[0], options.known, expected=f"one that `{who} --help` lists")
+        _parse(given, who, options)
         result: int = options.run(options)
         return result
     except LockstepError as error:
-        return _fail(error, who, options.debug or debugging())
+        debug = "--debug" in given or debugging()
+        return _fail(error, who, lambda argument: as_typed(argument, options), debug)
     except KeyboardInterrupt:
         print(f"{who}: stopped", file=sys.stderr)
         return 130
 
 
+def _parse(given: list[str], who: str, options: argparse.Namespace) -> None:
+    """Take the command line apart, into `options`; ends the program after help and version."""
+    parser = _parser()
+    if not given:
+        parser.parse_args(["--help"])
+    if given[0] not in (*_COMMANDS, *_FLAGS):
+        raise unknown_name("command", given[0], (*_COMMANDS, "--help", "--version"))
+    _, unknown = parser.parse_known_args(given, options)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        raise unknown_name("option", flag, options.known, expected=f"one that `{who} --help` lists")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="lockstep",
-        description="Train a PyTorch model on one device or many, with the same script and the same answer.",
-        epilog="`lockstep COMMAND --help` explains a command.",
+        usage="%(prog)s COMMAND [options]",
+        description="Train a PyTorch model on one device or many, with the same script.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"lockstep {__version__}", help="show the version")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="lockstep")
     for name, module in _COMMANDS.items():
         module.add_to(commands, name)
     return parser
 
 
-def _fail(error: LockstepError, who: str, debug: bool) -> int:
+def _fail(error: LockstepError, who: str, spell: Callable[[str], str], debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, InterruptedRunError):
@@ -58,21 +83,25 @@ def _fail(error: LockstepError, who: str, debug: bool) -> int:
             run = str(Path(error.checkpoint).parent.parent)  # RUN/checkpoints/step-…
             message += f". Go on with: {who} --resume {shlex.quote(run)}"
     elif isinstance(error, ConfigError):
-        message = f"error: {error.render(train.as_flag(error.argument))}"
+        message = f"error: {_in_one_line(error.render(spell(error.argument)))}"
     elif isinstance(error, WorkerError):
-        message = f"error: {_worker_message(error)}"
+        message = f"error: {_worker_message(error, spell)}"
     else:
-        message = f"error: {error}"
+        message = f"error: {_in_one_line(str(error))}"
     print(f"{who}: {message}", file=sys.stderr)
     return error.exit_code
 
 
-def _worker_message(error: WorkerError) -> str:
+def _worker_message(error: WorkerError, spell: Callable[[str], str]) -> str:
     """A worker's known error in one line; an unknown one with its traceback, which its author needs."""
     if error.kind in _known_kinds():
         argument, colon, rest = error.reason.partition(":")
-        return f"{train.as_flag(argument)}{colon}{rest} [rank {error.rank}]"
+        return _in_one_line(f"{spell(argument)}{colon}{rest} [rank {error.rank}]")
     return str(error)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.splitlines())
 
 
 def _known_kinds() -> set[str]:

@@ -9,18 +9,25 @@ from typing import Any
 from ..data import DATA
 from ..errors import ConfigError, unknown_name
 from ..models import MODELS
+from ..registry import Registry
 from ..strategies import STRATEGIES
+from .formats import PRECISIONS
 from .schedules import SCHEDULES
 
 __all__ = ["GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_text"]
 
 GROUPS = ("what to train", "workers", "the step", "the run", "files and display")
 LOGS = ("csv", "tensorboard")
-PRECISIONS = ("fp32", "bf16", "fp16")
+_PLACES = ("out", "resume")
+_EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
 def _option(default: Any, group: str, text: str, metavar: str = "", choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"group": group, "help": text, "metavar": metavar, "choices": choices})
+
+
+def _names(known: Registry) -> str:
+    return ", ".join(known.names()) + ", or package.module:factory of your own, see below"
 
 
 @dataclass
@@ -31,37 +38,73 @@ class TrainOptions:
         ConfigError: from `check`, naming the option, what was expected and what came.
     """
 
-    model: str = _option("lenet", GROUPS[0], "one of " + ", ".join(MODELS.names()), "NAME|package.module:factory")
-    data: str = _option("digits", GROUPS[0], "one of " + ", ".join(DATA.names()), "NAME|package.module:factory")
-    data_dir: str | None = _option(None, GROUPS[0], "folder with the data's files; missing ones go there", "DIR")
+    model: str = _option("lenet", GROUPS[0], _names(MODELS), "NAME")
+    data: str = _option("digits", GROUPS[0], _names(DATA), "NAME")
+    data_dir: str | None = _option(
+        None, GROUPS[0], "folder of the data's files; missing ones are downloaded into it", "DIR"
+    )
 
-    workers: str = _option("auto", GROUPS[1], "auto: one for each GPU or, on CPU, core that has 32 samples", "N|auto")
+    workers: str = _option(
+        "auto",
+        GROUPS[1],
+        "processes that share each step; auto: one for each GPU or, without one, for each CPU core that gets at least "
+        "32 samples of a step",
+        "N|auto",
+    )
     device: str = _option("auto", GROUPS[1], "auto: a GPU if there is one", choices=("auto", "cpu", "cuda", "mps"))
-    strategy: str = _option("distributed", GROUPS[1], "", choices=tuple(STRATEGIES.names()))
-    sync_batchnorm: bool = _option(False, GROUPS[1], "batch norm over the global batch, not each worker's part")
+    strategy: str = _option(
+        "distributed",
+        GROUPS[1],
+        "distributed: a copy of the model on each worker; the others are planned",
+        choices=tuple(STRATEGIES.names()),
+    )
+    sync_batchnorm: bool = _option(
+        False, GROUPS[1], "batch norm with the statistics of the global batch, not of each worker's part"
+    )
 
-    global_batch: int = _option(256, GROUPS[2], "samples in one update, over all workers", "N")
-    lr: float = _option(0.05, GROUPS[2], "learning rate", "X")
-    optimizer: str = _option("sgd", GROUPS[2], "", choices=("sgd", "adam", "adamw"))
-    momentum: float = _option(0.9, GROUPS[2], "of sgd", "X")
-    weight_decay: float = _option(0.0, GROUPS[2], "", "X")
+    global_batch: int = _option(256, GROUPS[2], "samples in one step, over all workers", "N")
+    lr: float = _option(None, GROUPS[2], "learning rate (default: 0.05 for sgd, 0.001 for adam and adamw)", "X")
+    optimizer: str = _option(
+        "sgd", GROUPS[2], "rule by which gradients change weights", choices=("sgd", "adam", "adamw")
+    )
+    momentum: float = _option(0.9, GROUPS[2], "momentum of sgd", "X")
+    weight_decay: float = _option(0.0, GROUPS[2], "how strongly weights are drawn to zero", "X")
     clip_norm: float | None = _option(None, GROUPS[2], "upper bound of the norm of the whole gradient", "X")
-    accumulate: int = _option(1, GROUPS[2], "passes that make up a worker's part, to save memory", "N")
-    precision: str = _option("fp32", GROUPS[2], "fp16 comes with gradient scaling", choices=PRECISIONS)
+    accumulate: int = _option(
+        1, GROUPS[2], "passes in which a worker goes through its part of a step; more need less memory", "N"
+    )
+    precision: str = _option("fp32", GROUPS[2], "number format; fp16 scales gradients", choices=PRECISIONS)
     compile: bool = _option(False, GROUPS[2], "run the model through torch.compile")
-    channels_last: bool = _option(False, GROUPS[2], "channels innermost in memory, for convolutions")
+    channels_last: bool = _option(False, GROUPS[2], "memory layout that suits convolutions on GPUs")
 
-    epochs: int = _option(10, GROUPS[3], "passes over the training data", "N")
-    schedule: str = _option("cosine", GROUPS[3], "of the learning rate", choices=SCHEDULES)
-    warmup_epochs: float = _option(0.0, GROUPS[3], "epochs over which the learning rate grows to its value", "X")
-    base_batch: int | None = _option(None, GROUPS[3], "--lr is for this global batch; scaled linearly to ours", "N")
-    seed: int = _option(0, GROUPS[3], "of weights, order and dropout", "N")
-    checkpoint_every: str = _option("1epoch", GROUPS[3], "e.g. 2epochs or 500steps; 0: only when stopped", "INTERVAL")
+    epochs: int = _option(10, GROUPS[3], "passes over the training data, counted from the beginning of the run", "N")
+    schedule: str = _option("cosine", GROUPS[3], "course of the learning rate", choices=SCHEDULES)
+    warmup_epochs: float = _option(0.0, GROUPS[3], "epochs in which the learning rate grows to its value", "X")
+    base_batch: int | None = _option(
+        None, GROUPS[3], "the global batch that --lr was chosen for; --lr is scaled from it to --global-batch", "N"
+    )
+    seed: int = _option(0, GROUPS[3], "random seed of first weights, order of samples and dropout", "N")
+    checkpoint_every: str = _option(
+        "1epoch", GROUPS[3], "how often to save, such as 2epochs or 500steps; 0: only when stopped", "INTERVAL"
+    )
+    keep: int = _option(3, GROUPS[3], "how many of the newest checkpoints stay", "N")
+    resume: str | None = _option(
+        None,
+        GROUPS[3],
+        "go on from a run's folder, a checkpoint, or the latest run in runs/, with the options of that run",
+        "PATH|latest",
+    )
 
-    out: str | None = _option(None, GROUPS[4], "run folder (default: a new one in runs/)", "DIR")
-    log: str = _option("csv", GROUPS[4], "what to write beside: csv, tensorboard, or both with a comma", "LIST")
-    loader_workers: int = _option(0, GROUPS[4], "processes that load data ahead, for each worker", "N")
+    out: str | None = _option(None, GROUPS[4], "run folder (default: a new one in runs/, or that of --resume)", "DIR")
+    log: str = _option(
+        "csv", GROUPS[4], "records, with commas between: csv (metrics.csv, always written), tensorboard", "LIST"
+    )
+    loader_workers: int = _option(0, GROUPS[4], "processes for each worker that load data ahead", "N")
     quiet: bool = _option(False, GROUPS[4], "say nothing but errors")
+
+    def __post_init__(self) -> None:
+        if self.lr is None:
+            self.lr = 0.05 if self.optimizer == "sgd" else 0.001
 
     def check(self) -> None:
         """See that every value can be used, as far as that can be said without data, model and device."""
@@ -69,16 +112,23 @@ class TrainOptions:
         DATA.check(self.data)
         if self.workers != "auto":
             _whole("workers", self.workers, 1)
-        for name, least in (("global_batch", 1), ("accumulate", 1), ("epochs", 1), ("seed", 0), ("loader_workers", 0)):
+        for name, least in (("global_batch", 1), ("accumulate", 1), ("epochs", 1), ("keep", 1), ("loader_workers", 0)):
             _whole(name, getattr(self, name), least)
+        _whole("seed", self.seed, 0, 2**63 - 1)  # torch takes 64 bits
         if self.base_batch is not None:
             _whole("base_batch", self.base_batch, 1)
         for name, above in (("lr", True), ("momentum", False), ("weight_decay", False), ("warmup_epochs", False)):
             _number(name, getattr(self, name), above)
         if self.clip_norm is not None:
             _number("clip_norm", self.clip_norm, above=True)
+        if self.accumulate > self.global_batch:
+            raise ConfigError("accumulate", f"at most the {self.global_batch} samples of a step", self.accumulate)
         if self.warmup_epochs >= self.epochs:
             raise ConfigError("warmup_epochs", f"less than the {self.epochs} epochs of the run", self.warmup_epochs)
+        self._check_names()
+        self._check_interval()
+
+    def _check_names(self) -> None:
         for option in fields(self):
             choices = option.metadata["choices"]
             if choices and getattr(self, option.name) not in choices:
@@ -86,7 +136,6 @@ class TrainOptions:
         for name in self.logs():
             if name not in LOGS:
                 raise unknown_name("log", name, LOGS)
-        self._check_interval()
 
     def _check_interval(self) -> None:
         from .callbacks.checkpoints import parse_interval
@@ -98,19 +147,18 @@ class TrainOptions:
         return [name.strip() for name in self.log.split(",") if name.strip()]
 
     def as_dict(self) -> dict[str, Any]:
-        """All options by name, for a file that `from_mapping` reads."""
-        return asdict(self)
+        """All options by name, for a file that `from_mapping` reads, but those that say where a run is."""
+        return {name: value for name, value in asdict(self).items() if name not in _PLACES}
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
     try:
         number = int(str(value))
     except ValueError:
         number = least - 1
-    if isinstance(value, bool) or number < least:
-        auto = " or auto" if name == "workers" else ""
-        raise ConfigError(name, f"a whole number of at least {least}{auto}", value)
-    return number
+    if isinstance(value, bool) or number < least or (most is not None and number > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(name, f"a whole number {limits}{' or auto' if name == 'workers' else ''}", value)
 
 
 def _number(name: str, value: Any, above: bool) -> None:
@@ -122,54 +170,54 @@ def from_mapping(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The options that a file holds, each with its right type.
 
     Args:
-        values: option → value; ``-`` and ``_`` in names mean the same.
+        values: option → value; ``-`` and ``_`` in names mean the same, and a text means what it would as a flag's.
         source: the file, for errors.
 
     Raises:
-        ConfigError: for a name that is no option, or a value of the wrong kind.
+        ConfigError: for a name that is no option or comes twice, or a value of the wrong kind.
     """
     known = {option.name: option for option in fields(TrainOptions)}
     result: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            error = unknown_name(f"{source}: option", key, known)
-            raise error
-        result[name] = _typed(known[name], value, source)
+            raise unknown_name(source, key, known, expected="options of a run, as `lockstep train --help` has them")
+        if name in result:
+            raise ConfigError(f"{source}: {key}", "each option once", "it twice")
+        result[name] = _typed(known[name], value, f"{source}: {key}")
     return result
 
 
-def _typed(option: Field[Any], value: Any, source: str) -> Any:
-    kinds = str(option.type)
-    if value is None and "None" in kinds:
+def _typed(option: Field[Any], value: Any, argument: str) -> Any:
+    kind, _, optional = str(option.type).partition(" | ")
+    if value is None and optional:
         return None
-    if kinds.startswith("bool"):
-        good = isinstance(value, bool)
-    elif kinds.startswith("int"):
-        good = isinstance(value, int) and not isinstance(value, bool)
-    elif kinds.startswith("float"):
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        value = float(value) if good else value
-    else:
-        good = isinstance(value, (str, int)) and not isinstance(value, bool)
-        value = str(value) if good else value
-    if not good:
-        raise ConfigError(f"{source}: {option.name}", f"a value of type {kinds.split(' ')[0]}", value)
-    return value
+    if isinstance(value, bool) or value is None or kind == "bool":
+        if kind != "bool" or not isinstance(value, bool):
+            raise ConfigError(argument, _EXPECTED[kind], value)
+        return value
+    # YAML 1.1 takes 1e-3 for a text, and `workers: 2` is a number.
+    if isinstance(value, (str, int)) or (isinstance(value, float) and kind != "str"):
+        return parse_text(option, str(value), argument)
+    raise ConfigError(argument, _EXPECTED[kind], value, "Put it in quotes." if kind == "str" else "")
 
 
-def parse_text(option: Field[Any], text: str) -> Any:
+def parse_text(option: Field[Any], text: str, argument: str = "") -> Any:
     """A flag's text as a value of its option's type.
+
+    Args:
+        option: a field of `TrainOptions`.
+        text: as it was typed.
+        argument: what errors name; the option itself when "".
 
     Raises:
         ConfigError: when it is none.
     """
-    kinds = str(option.type)
+    kind = str(option.type).partition(" | ")[0]
     try:
-        if kinds.startswith("int"):
-            return int(text)
-        if kinds.startswith("float"):
-            return float(text)
+        value = {"int": int, "float": float, "str": str}[kind](text)
     except ValueError:
-        raise ConfigError(option.name, "a whole number" if kinds.startswith("int") else "a number", text) from None
-    return text
+        raise ConfigError(argument or option.name, _EXPECTED[kind], text) from None
+    if not text.strip() or "\0" in text:
+        raise ConfigError(argument or option.name, _EXPECTED[kind], repr(text))
+    return value

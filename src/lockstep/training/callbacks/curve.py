@@ -52,7 +52,8 @@ def _panel(axes: Any, history: list[Row], names: list[str], title: str) -> None:
     epochs = [row["epoch"] for row in history]
     for name in names:
         values = [row.get(name, float("nan")) for row in history]
-        label = f"{name.replace('_', ' ')}: {values[-1]:.4g}"
+        last = f"{values[-1]:.2%}" if name == "test_accuracy" else f"{values[-1]:.4g}"
+        label = f"{name.replace('_', ' ')}: {last}"
         axes.plot(epochs, values, marker="o" if len(epochs) < 40 else "", markersize=3, linewidth=1.5, label=label)
     if names == ["test_accuracy"]:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -26,7 +26,7 @@ class Progress(Callback):
     def __init__(self) -> None:
         from rich.console import Console
 
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, markup=False, emoji=False)
         self._bar: Bar | None = None
         self._task: Any = None
         self._next = 0.0
@@ -82,7 +82,7 @@ class Progress(Callback):
 
 
 def as_heading(trainer: Trainer) -> str:
-    """The run in one line."""
+    """The run in a line, and where its files are in another."""
     workers, threads = trainer.comm.size, torch.get_num_threads()
     parts = [
         f"global batch {trainer.global_batch:,}",
@@ -91,7 +91,7 @@ def as_heading(trainer: Trainer) -> str:
     ]
     if trainer.comm.device.type == "cpu":
         parts.append(f"{threads} {'thread' if threads == 1 else 'threads'} each")
-    return ", ".join(parts) + ("" if trainer.out is None else f"; files in {trainer.out}")
+    return ", ".join(parts) + ("" if trainer.out is None else f"\nfiles in {trainer.out}")
 
 
 def as_line(row: Row, epochs: int) -> str:
@@ -101,7 +101,7 @@ def as_line(row: Row, epochs: int) -> str:
     for name, value in row.items():
         if name.startswith("test_"):
             label = name.replace("_", " ")
-            parts.append(f"{label} {value:.2%}" if name == "test_accuracy" else f"{label} {value:.4f}")
+            parts.append(f"accuracy {value:.2%}" if name == "test_accuracy" else f"{label} {value:.4f}")
     parts.append(f"{row['seconds']:.1f} s")
     parts.append(f"{row['samples_per_second']:,.0f} samples/s")
     return "  ".join(parts)

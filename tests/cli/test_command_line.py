@@ -1,0 +1,280 @@
+"""What is typed becomes options, and what cannot becomes one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import environment, launchers
+from lockstep.cli import main, train
+from lockstep.cli.main import _parser
+from lockstep.errors import ConfigError, WorkerError
+from lockstep.training import job
+from lockstep.training.options import TrainOptions
+
+# every option with another value than its default: as typed, and as it arrives
+TYPED: dict[str, tuple[str, Any]] = {
+    "model": ("mlp", "mlp"),
+    "data": ("synthetic", "synthetic"),
+    "data_dir": ("folder", "folder"),
+    "workers": ("3", "3"),
+    "device": ("cpu", "cpu"),
+    "strategy": ("sharded", "sharded"),
+    "sync_batchnorm": ("", True),
+    "global_batch": ("100", 100),
+    "lr": ("2.5e-2", 0.025),
+    "optimizer": ("adamw", "adamw"),
+    "momentum": ("0.5", 0.5),
+    "weight_decay": ("0.01", 0.01),
+    "clip_norm": ("2", 2.0),
+    "accumulate": ("4", 4),
+    "precision": ("bf16", "bf16"),
+    "compile": ("", True),
+    "channels_last": ("", True),
+    "epochs": ("7", 7),
+    "schedule": ("step", "step"),
+    "warmup_epochs": ("0.5", 0.5),
+    "base_batch": ("50", 50),
+    "seed": ("11", 11),
+    "checkpoint_every": ("20steps", "20steps"),
+    "keep": ("5", 5),
+    "out": ("somewhere", "somewhere"),
+    "log": ("tensorboard", "tensorboard"),
+    "loader_workers": ("2", 2),
+    "quiet": ("", True),
+}
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would be run: options, after the number of workers where they are launched."""
+
+    def here(options: TrainOptions) -> dict[str, Any]:
+        runs.append(options)
+        return {}
+
+    def launch(fn: Any, options: TrainOptions, workers: int) -> dict[str, Any]:
+        runs.append((workers, options))
+        return {}
+
+    runs: list[Any] = []
+    monkeypatch.setattr(job, "run", here)
+    monkeypatch.setattr(launchers, "launch", launch)
+    return runs
+
+
+def test_every_option_is_tried_here() -> None:
+    assert set(TYPED) == {option.name for option in fields(TrainOptions)} - {"resume"}
+    assert all(getattr(TrainOptions(), name) != value for name, (_, value) in TYPED.items())
+
+
+def test_flags_become_options(started: list[Any]) -> None:
+    flags = [text for name, (typed, _) in TYPED.items() for text in ("--" + name.replace("_", "-"), typed) if text]
+    assert main(["train", *flags]) == 0
+    ((workers, options),) = started
+    assert workers == 3
+    assert {name: getattr(options, name) for name in TYPED} == {name: value for name, (_, value) in TYPED.items()}
+
+
+def test_keys_of_a_file_become_options(started: list[Any], empty_folder: Path) -> None:
+    lines = [f"{name}: {typed or 'true'}" for name, (typed, _) in TYPED.items()]
+    (empty_folder / "a.yaml").write_text("\n".join(lines))
+    assert main(["train", "--config", "a.yaml"]) == 0
+    ((_, options),) = started
+    assert {name: getattr(options, name) for name in TYPED} == {name: value for name, (_, value) in TYPED.items()}
+
+
+def test_defaults(started: list[Any]) -> None:
+    assert main(["train", "--workers", "1", "--quiet"]) == 0
+    (options,) = started
+    folder = options.out
+    assert Path(folder).parent == Path("runs")
+    assert Path(folder).name.endswith("-lenet-digits")
+    assert options == TrainOptions(workers="1", quiet=True, out=folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "trian",
+            "lockstep: error: command: expected one of .*train, got 'trian'. Did you mean train?",
+        ),
+        ("--versoin", "lockstep: error: command: expected .*got --versoin. Did you mean --version?"),
+        ("--quiet train", "lockstep: error: command: expected .*got --quiet"),
+        ("train --epochs", "lockstep train: error: --epochs: expected a value, got none"),
+        ("train --lr -1e-3", r"lockstep train: error: --lr: expected a value.* written --lr=VALUE\)"),
+        ("train --lr=-1e-3", "lockstep train: error: --lr: expected a finite number above 0, got -0.001"),
+        ("train --compile=yes", "lockstep train: error: --compile/--no-compile: ignored explicit argument 'yes'"),
+        ("train --epoch 3", "lockstep train: error: option: .*got --epoch. Did you mean --epochs"),
+        ("train --global-bach=3", "lockstep train: error: option: .*got --global-bach. Did you mean --global-batch?"),
+        ("train -epochs 3", "lockstep train: error: option: .*got -epochs. Did you mean --epochs"),
+        ("train --no-compil", "lockstep train: error: option: .*Did you mean --no-compile"),
+        ("train lenet", "lockstep train: error: option: expected one that `lockstep train --help` lists, got 'lenet'"),
+        ("train --seed 18446744073709551616", "lockstep train: error: --seed: expected a whole number from 0 to"),
+        ("train --out=", "lockstep train: error: --out: expected a text, got ''"),
+        ("train --out " + "a" * 300, "lockstep train: error: --out: expected a folder that can be written"),
+        ("train --resume " + "a" * 300, "lockstep train: error: --resume: expected a folder that can be read"),
+    ],
+)
+def test_what_cannot_be_taken_apart_gets_one_line(
+    capsys: pytest.CaptureFixture[str], started: list[Any], arguments: str, said: str
+) -> None:
+    assert main(arguments.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert re.match(said, printed.err), printed.err
+    assert started == []
+
+
+def test_line_breaks_in_what_was_typed_do_not_break_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--model", "a\nb"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for arguments in ([], ["--help"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert "train a model" in shown[0]
+    assert "lockstep train --help" in shown[0]
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+def test_help_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(arguments)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_is_grouped_and_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    titles = ("what to train", "workers", "the step", "the run", "files and display", "examples", "exit codes")
+    positions = [text.index(f"\n{title}:") for title in titles]
+    assert positions == sorted(positions)
+    assert all(f"--{name.replace('_', '-')}" in text for name in [*TYPED, "resume", "config", "debug"])
+
+
+def test_examples_of_the_help_can_be_taken_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    examples = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  lockstep train")]
+    assert len(examples) > 5
+    for example in examples:
+        assert _parser().parse_known_args(example[1:])[1] == []
+
+
+def test_help_does_not_load_torch() -> None:
+    code = "import sys; from lockstep.cli.main import _parser; _parser(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_summary_shows_paths_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    result = {"test_accuracy": 0.987, "epochs": 1, "workers": 2, "samples_per_second": 1234.5}
+    train._show(Path("a [/b] :cat: " + "long" * 30), result)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["test accuracy  98.70% after 1 epoch", "speed          1,234 samples/s with 2 workers"]
+    assert lines[-1] == "all files      a [/b] :cat: " + "long" * 30
+    train._show(Path("a"), {**result, "test_accuracy": None})
+    assert "accuracy" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mps", "options", "workers"),
+    [
+        (0, False, {"global_batch": 1024}, 8),  # as many as there are cores
+        (0, False, {"global_batch": 64}, 2),  # with 32 samples each
+        (0, False, {"global_batch": 10}, 1),
+        (0, False, {"workers": "5"}, 5),
+        (4, False, {}, 4),
+        (4, False, {"device": "cuda"}, 4),
+        (4, False, {"device": "cpu"}, 8),
+        (4, False, {"global_batch": 3}, 3),
+        (0, True, {}, 1),
+        (0, True, {"device": "mps"}, 1),
+        (0, True, {"device": "cpu"}, 8),
+    ],
+)
+def test_the_number_of_workers(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, options: dict[str, Any], workers: int
+) -> None:
+    monkeypatch.setattr(environment, "usable_cores", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert train.choose_workers(TrainOptions(**options)) == workers
+
+
+def test_a_launcher_says_how_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "33")
+    assert train.choose_workers(TrainOptions()) == 33
+    assert train.choose_workers(TrainOptions(workers="33")) == 33
+    with pytest.raises(ConfigError, match="workers: expected auto or 33, as the launcher started, got 3"):
+        train.choose_workers(TrainOptions(workers="3"))
+
+
+def test_launched_workers_run_here(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train"]) == 0
+    assert [type(run) for run in started] == [TrainOptions]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "said"),
+    [
+        ("ConfigError", "global_batch: expected more", "--global-batch: expected more [rank 1]\n"),
+        ("DataError", "x.npy: damaged", "x.npy: damaged [rank 1]\n"),
+        ("KeyError", "'x'", "rank 1: KeyError: 'x'\n\nits traceback\n"),
+    ],
+)
+def test_errors_of_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, reason: str, said: str
+) -> None:
+    def launch(*_: Any, **__: Any) -> None:
+        raise WorkerError(1, kind, reason, "its traceback", 2)
+
+    monkeypatch.setattr(launchers, "launch", launch)
+    assert main(["train", "--workers", "2"]) == 2
+    assert capsys.readouterr().err == f"lockstep train: error: {said}"
+
+
+def test_help_of_a_module() -> None:
+    variables = {**os.environ, "COLUMNS": "80"}
+    command = [sys.executable, "-m", "lockstep", "--version"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout == f"lockstep {lockstep.__version__}\n"
