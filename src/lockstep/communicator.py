@@ -68,7 +68,9 @@ class Communicator:
 
     def allreduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all workers, in place, and return it."""
-        return self.allreduce_async(tensor)()
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Copy `tensor` of rank `root` into every worker's `tensor`, in place, and return it."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from .c10d import PrefixStore
 from .shm.arguments import NotOnCPUError
+from .wrapped import as_group
 
 __all__ = ["NAMES", "by_device"]
 
@@ -39,6 +40,8 @@ def by_device(group: Group) -> Group:
     """
     for name in NAMES:
         setattr(group, name, _or_elsewhere(name, getattr(group, name)))
+    for name in ("shutdown", "abort"):
+        setattr(group, name, _and_elsewhere(name, getattr(group, name)))
     return group
 
 
@@ -54,8 +57,18 @@ def _or_elsewhere(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    made: dict[str, Any] = group.__dict__.setdefault("_elsewhere", {})
+def _and_elsewhere(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: dist.ProcessGroup) -> None:
+        method(self)
+        for backend in self.__dict__.get("_elsewhere", {}).values():
+            getattr(backend, name)()
+
+    return call
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    made: dict[str, dist.ProcessGroup] = group.__dict__.setdefault("_elsewhere", {})
     if device.type not in made:
         config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
         name = config.get_device_backend_map().get(device.type)
@@ -70,15 +83,18 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     return made[device.type]
 
 
-def _make(group: Any, name: str, device: torch.device) -> Any:
-    store = PrefixStore(f"elsewhere/{device.type}", group.store)
+def _make(group: Any, name: str, device: torch.device) -> dist.ProcessGroup:
+    store, place = PrefixStore(f"elsewhere/{device.type}", group.store), (group.rank(), group.size())
+    plugin = dist.Backend._plugins.get(name.upper())
+    backend: Any
     if name == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = group.timeout
-        return dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
-    if name == "gloo":
-        return dist.ProcessGroupGloo(store, group.rank(), group.size(), group.timeout)
-    plugin = dist.Backend._plugins.get(name.upper())
-    if plugin is None or plugin.extended_api:
+        backend = dist.ProcessGroupNCCL(store, *place, options)
+    elif name == "gloo":
+        backend = dist.ProcessGroupGloo(store, *place, group.timeout)
+    elif plugin is not None and not plugin.extended_api:
+        backend = plugin.creator_fn(store, *place, group.timeout)
+    else:
         raise ConfigError("backend", "nccl, gloo or a plain plug-in beside shm", name)
-    return plugin.creator_fn(store, group.rank(), group.size(), group.timeout)
+    return as_group(backend, store, device.type)

@@ -13,6 +13,7 @@ from .. import environment
 from ..errors import ConfigError
 from .c10d import PrefixStore
 from .hierarchy.between import Leaders
+from .hierarchy.connection import Connection
 from .hierarchy.group import HierarchicalGroup
 from .shm.core import Core
 from .shm.group import ShmGroup
@@ -33,11 +34,15 @@ def make_shm_group(given: Any, options: ShmOptions | None) -> dist.ProcessGroup:
     """
     if options is not None and not isinstance(options, ShmOptions):
         raise ConfigError("pg_options", "lockstep.ShmOptions", type(options).__name__)
-    wish = (options.size if options else None) or environment.shm_size()
+    wish = options.size if options is not None else None
+    if wish is None:
+        wish = environment.shm_size() or None
+    # a store may outlive the groups that met in it, and c10d gives a group that is made again the same name
+    given.store = PrefixStore(str(given.store.add(f"round/{given.group_rank}", 1)), given.store)
     found = machines(given.store, given.group_rank, given.group_size, wish)
     mine = next(i for i, machine in enumerate(found) if given.group_rank in machine.ranks)
     ranks, size = found[mine].ranks, found[mine].size
-    layout = plan(len(ranks), size or default_size(len(ranks)))
+    layout = plan(len(ranks), default_size(len(ranks)) if size is None else size)
     store = PrefixStore(f"machine/{mine}", given.store)
     core = Core(store, ranks.index(given.group_rank), layout, given.timeout.total_seconds(), ranks)
     if len(found) == 1:
@@ -48,6 +53,6 @@ def make_shm_group(given: Any, options: ShmOptions | None) -> dist.ProcessGroup:
 def _spanning(given: Any, core: Core, hosts: list[list[int]], machine: int) -> dist.ProcessGroup:
     leaders = None
     if core.rank == 0:
-        leaders = Leaders(PrefixStore("leaders", given.store), machine, len(hosts), given.timeout)
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", given.store), given.group_rank, given.group_size, given.timeout)
-    return HierarchicalGroup(core, given.store, leaders, gloo, hosts)
+        leaders = Leaders(Connection(PrefixStore("leaders", given.store), machine, len(hosts), given.timeout))
+    everyone = Connection(PrefixStore("gloo", given.store), given.group_rank, given.group_size, given.timeout)
+    return HierarchicalGroup(core, given.store, leaders, everyone, hosts)

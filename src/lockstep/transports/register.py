@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +16,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 def register() -> None:
     """Let `init_process_group` and `new_group` know the backend "shm", now or when torch is imported."""
-    if _C10D in sys.modules:
+    if hasattr(sys.modules.get(_C10D), "Backend"):
         _tell(sys.modules[_C10D])
     elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WhenImported())
@@ -35,7 +34,7 @@ def _make_shm(given: Any, options: Any) -> Any:
 
 
 class _WhenImported(MetaPathFinder):
-    """Steps aside at the import that it waits for, and tells the module about the backends once it has run.
+    """Lets the others find the module that it waits for, and tells it about the backends once it has run.
 
     `import lockstep` must not import torch: the command answers `--help` long before torch would be there.
     """
@@ -45,14 +44,33 @@ class _WhenImported(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != _C10D:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Telling(spec.loader, self._finish)
+                return spec
+        return None
 
-            def run_and_tell(module: ModuleType) -> None:
-                run(module)
-                _tell(module)
+    def _finish(self, module: ModuleType) -> None:
+        # only now: somebody may have asked for the module without importing it, or its import may have failed
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        _tell(module)
 
-            spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
-        return spec
+
+class _Telling(Loader):
+    """Does what another loader does, and something more when the module has run."""
+
+    def __init__(self, loader: Loader, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader  # whoever looks for the module's source finds it as ever
+        self._loader.exec_module(module)
+        self._then(module)

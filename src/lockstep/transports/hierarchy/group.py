@@ -5,22 +5,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...errors import ConfigError
 from ..c10d import Store
 from ..devices import NAMES, by_device
+from ..named import NamedGroup
 from ..shm import moving, reducing
-from ..shm.arguments import NotOnCPUError, dense, pieces
+from ..shm.arguments import NotOnCPUError, contiguous_for, dense, pieces
 from ..shm.core import Core
-from ..shm.fold import fold_for
+from ..shm.fold import factor_of, fold_for
 from ..shm.waiting import Steps
 from ..shm.work import ShmWork
 from .between import Leaders
+from .connection import Connection
 
 __all__ = ["HierarchicalGroup"]
 
@@ -28,7 +32,7 @@ Tensors = Sequence[torch.Tensor]
 _WIDENED = (torch.float16, torch.bfloat16)
 
 
-class HierarchicalGroup(dist.ProcessGroup):
+class HierarchicalGroup(NamedGroup):
     """A process group of several machines.
 
     All-reduce, broadcast, all-gather of equal parts and barrier go through shared memory to the first rank of each
@@ -38,7 +42,7 @@ class HierarchicalGroup(dist.ProcessGroup):
         core: the ranks of this machine.
         store: where all ranks meet.
         leaders: the connection between the machines, on the first rank of each; None on the others.
-        gloo: all ranks, connected by Gloo.
+        everyone: all ranks, connected by Gloo.
         hosts: the ranks of each machine.
     """
 
@@ -47,17 +51,14 @@ class HierarchicalGroup(dist.ProcessGroup):
         core: Core,
         store: Store,
         leaders: Leaders | None,
-        gloo: dist.ProcessGroupGloo,
+        everyone: Connection,
         hosts: list[list[int]],
     ) -> None:
-        super().__init__(gloo.rank(), gloo.size())
+        super().__init__(everyone.rank, everyone.size)
         self._core, self._arena, self.store = core, core.arena, store
-        self._leaders, self._gloo, self._hosts = leaders, gloo, hosts
-        self._machine = next(i for i, ranks in enumerate(hosts) if gloo.rank() in ranks)
-
-    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
-        """The name that `init_process_group` knows."""
-        return "shm"
+        self._leaders, self._everyone, self._hosts = leaders, everyone, hosts
+        self._machine = next(i for i, ranks in enumerate(hosts) if everyone.rank in ranks)
+        core.on_end = functools.partial(_hang_up, [everyone] if leaders is None else [leaders.connection, everyone])
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> ShmWork | dist.Work:
         """Sums as `ShmGroup.allreduce` does, except that machines are added in Gloo's order."""
@@ -65,34 +66,40 @@ class HierarchicalGroup(dist.ProcessGroup):
         if not tensors[0].is_cpu:
             raise NotOnCPUError(tensors[0].device)
         if tensors[0].layout is not torch.strided:
-            return self._gloo.allreduce(list(tensors), opts)
+            return self._everyone.group.allreduce(list(tensors), opts)
         for tensor in tensors:
             fold_for(opts.reduceOp, tensor.dtype)
         return self._run("all_reduce", (self._all_reduce(t, opts.reduceOp) for t in dense(tensors)), opts, tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> ShmWork:
         """Copy the root's tensors to every rank."""
+        if not 0 <= opts.rootRank < self.size():
+            raise ConfigError("root", f"a rank from 0 to {self.size() - 1}", opts.rootRank)
         steps = (self._broadcast(tensor, opts.rootRank) for tensor in dense(tensors))
         return self._run("broadcast", steps, opts, tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork | dist.Work:
         """Copy every rank's tensor to every rank; parts of unequal size go over Gloo as a whole."""
-        if any(part.numel() != tensor.numel() for parts, tensor in zip(outputs, inputs, strict=True) for part in parts):
-            return self._gloo.allgather([list(parts) for parts in outputs], list(inputs))
-        steps = (self._all_gather(dense(parts), t) for parts, t in zip(outputs, dense(inputs), strict=True))
+        pairs = [(dense(parts), tensor) for parts, tensor in zip(outputs, dense(inputs), strict=True)]
+        if any(part.numel() != tensor.numel() for parts, tensor in pairs for part in parts):
+            return self._everyone.group.allgather([parts for parts, _ in pairs], [tensor for _, tensor in pairs])
+        steps = (self._all_gather(parts, tensor) for parts, tensor in pairs)
         return self._run("all_gather", steps, opts, [part for parts in outputs for part in parts])
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork | dist.Work:
+        """Copy rank i's `inputs[t]` to every rank's `outputs[i][t]`."""
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork | dist.Work:
         """Copy every rank's tensor into its part of `output`."""
-        return self.allgather([pieces(output, self.size(), "output")], [tensor], opts)
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork | dist.Work:
         """`all_gather_single` for several tensors."""
-        return self.allgather([pieces(output, self.size(), "output") for output in outputs], inputs, opts)
+        steps = (self._all_gather_single(output, t) for output, t in zip(dense(outputs), dense(inputs), strict=True))
+        return self._run("all_gather", steps, opts, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     allreduce_coalesced = allreduce
@@ -101,10 +108,16 @@ class HierarchicalGroup(dist.ProcessGroup):
         """Return when every rank of every machine has come here."""
         return self._run("barrier", (self._barrier() for _ in range(1)), opts, [])
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Gloo's, between all ranks; its error names those that did not arrive."""
+        self._everyone.group.monitored_barrier(timeout or self.timeout, wait_all_ranks)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Let operations take this long, unless they are given a limit of their own."""
         self._core.timeout = timeout.total_seconds()
-        self._gloo.set_timeout(timeout)
+        self._everyone.group.set_timeout(timeout)
+        if self._leaders is not None:
+            self._leaders.connection.group.set_timeout(timeout)
 
     @property
     def timeout(self) -> timedelta:
@@ -122,21 +135,24 @@ class HierarchicalGroup(dist.ProcessGroup):
     def _run(self, what: str, steps: Iterable[Steps], opts: Any, result: Tensors) -> ShmWork:
         seconds = opts.timeout.total_seconds() if opts is not None else 0
         asynchronous = True if opts is None else opts.asyncOp
-        return self._core.run(what, _chain(steps), asynchronous, seconds if seconds > 0 else None, list(result))
+        work = self._core.run(what, _chain(steps), asynchronous, seconds if seconds > 0 else None, list(result))
+        return self._note(work)
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Steps:
-        wide = tensor.float() if tensor.dtype in _WIDENED else tensor
+        flat = moving.flat_of(tensor)
+        wide = flat.float() if flat.dtype in _WIDENED else flat
         inside, between, then = _split(op, wide.dtype)
         if between is None:  # PREMUL_SUM: the factor is for every rank's own value
-            wide = wide * op.factor
+            wide = wide * factor_of(op)
         yield from reducing.reduce(self._arena, wide, 0, inside)
-        if self._leaders is not None:
+        if self._leaders is not None and wide.numel():
             yield from self._leaders.all_reduce(wide, between or dist.ReduceOp.SUM, inside)
             if then:
                 wide.div_(self.size())
         yield from moving.broadcast(self._arena, wide, 0)
-        if wide is not tensor:
-            tensor.copy_(wide)
+        if wide is not flat:
+            flat.copy_(wide)
+        moving.put_back(flat, tensor)
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> Steps:
         machine = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
@@ -163,6 +179,11 @@ class HierarchicalGroup(dist.ProcessGroup):
             for rank, part in zip(ranks, block.view(len(ranks), -1), strict=True):
                 outputs[rank].copy_(part.view(outputs[rank].shape))
 
+    def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Steps:
+        whole = contiguous_for(output)
+        yield from self._all_gather(pieces(whole, self.size(), "output"), tensor)
+        moving.put_back(whole.view(-1), output)
+
     def _barrier(self) -> Steps:
         yield from moving.barrier(self._arena)
         if self._leaders is not None:
@@ -172,10 +193,26 @@ class HierarchicalGroup(dist.ProcessGroup):
 
 def _over_gloo(name: str) -> Callable[..., Any]:
     def call(self: HierarchicalGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._gloo, name)(*args, **kwargs)
+        for tensor in _tensors_in([*args, *kwargs.values()]):
+            if not tensor.is_cpu:
+                raise NotOnCPUError(tensor.device)
+        return getattr(self._everyone.group, name)(*args, **kwargs)
 
     call.__name__ = name
     return call
+
+
+def _tensors_in(arguments: Iterable[object]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors_in(argument)
+
+
+def _hang_up(connections: Sequence[Connection]) -> None:
+    for connection in connections:
+        connection.close()
 
 
 for _name in NAMES:

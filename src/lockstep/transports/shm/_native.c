@@ -19,7 +19,7 @@
 #endif
 
 /* wider vectors where the processor has them, chosen when the module is loaded */
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__) /* musl has no ifunc */
 #define FAST __attribute__((target_clones("avx2", "default"), optimize("no-tree-loop-distribute-patterns")))
 #else
 #define FAST
@@ -81,9 +81,10 @@ static int all_reached(State *s, long long tick) {
 /* out = ((in[0] + in[1]) + in[2]) + ..., in rank order; out may be one of them */
 #define DEFINE_SUM(NAME, TYPE)                                                                      \
     FAST static void NAME(char *out_, char *const *in, int64_t ranks, int64_t n) {                       \
-        TYPE *out = (TYPE *)out_;                                                                   \
+        typedef TYPE Loose __attribute__((aligned(1), may_alias)); /* data may begin anywhere */    \
+        Loose *out = (Loose *)out_;                                                                 \
         if (ranks == 2) {                                                                           \
-            const TYPE *a = (const TYPE *)in[0], *b = (const TYPE *)in[1];                          \
+            const Loose *a = (const Loose *)in[0], *b = (const Loose *)in[1];                       \
             for (int64_t i = 0; i < n; i++) out[i] = (TYPE)(a[i] + b[i]);                           \
             return;                                                                                 \
         }                                                                                           \
@@ -91,9 +92,9 @@ static int all_reached(State *s, long long tick) {
         TYPE sum[BLOCK];                                                                            \
         for (int64_t begin = 0; begin < n; begin += BLOCK) {                                        \
             int64_t m = n - begin < BLOCK ? n - begin : BLOCK;                                      \
-            memcpy(sum, (const TYPE *)in[0] + begin, (size_t)m * sizeof(TYPE));                     \
+            memcpy(sum, (const Loose *)in[0] + begin, (size_t)m * sizeof(TYPE));                    \
             for (int64_t r = 1; r < ranks; r++) {                                                   \
-                const TYPE *part = (const TYPE *)in[r] + begin;                                     \
+                const Loose *part = (const Loose *)in[r] + begin;                                   \
                 for (int64_t i = 0; i < m; i++) sum[i] = (TYPE)(sum[i] + part[i]);                  \
             }                                                                                       \
             memcpy(out + begin, sum, (size_t)m * sizeof(TYPE));                                     \
@@ -254,6 +255,10 @@ static int state_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLLLLL", names, &memory, &s->rank, &s->size, &s->block, &s->chunk,
                                      &s->halves, &s->half_bytes))
         return -1;
+    if (s->memory.buf != NULL) {
+        PyErr_SetString(PyExc_ValueError, "it has its memory already");
+        return -1;
+    }
     if (PyObject_GetBuffer(memory, &s->memory, PyBUF_WRITABLE) < 0) return -1;
     if (s->size < 1 || s->size > MOST_RANKS || s->rank < 0 || s->rank >= s->size || s->chunk < ALIGN ||
         s->halves + 2 * s->half_bytes > s->memory.len || s->half_bytes < (s->size + 1) * s->chunk) {
@@ -274,6 +279,10 @@ static PyObject *state_all_reduce(PyObject *self, PyObject *const *args, Py_ssiz
     State *s = (State *)self;
     if (n != 4) {
         PyErr_SetString(PyExc_TypeError, "all_reduce(address, count, dtype, spins)");
+        return NULL;
+    }
+    if (s->memory.buf == NULL) {
+        PyErr_SetString(PyExc_ValueError, "all_reduce: there is no memory");
         return NULL;
     }
     void *data = PyLong_AsVoidPtr(args[0]);

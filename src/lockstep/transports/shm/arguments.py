@@ -8,7 +8,7 @@ import torch
 
 from ...errors import ConfigError
 
-__all__ = ["NotOnCPUError", "dense", "pieces", "same_dtype"]
+__all__ = ["NotOnCPUError", "contiguous_for", "dense", "is_plain", "pieces", "same_dtype"]
 
 
 class NotOnCPUError(Exception):
@@ -44,12 +44,12 @@ def same_dtype(tensors: Sequence[torch.Tensor]) -> None:
 def pieces(tensor: torch.Tensor, ranks: int, argument: str, splits: Sequence[int] | None = None) -> list[torch.Tensor]:
     """`tensor` divided along its first dimension, one piece for each rank: by `splits`, or evenly.
 
+    The pieces are views where `tensor` is contiguous (see `contiguous_for`), otherwise of a copy.
+
     Raises:
         ConfigError: when it cannot be divided so.
     """
-    whole = dense([tensor])[0]
-    if not whole.is_contiguous():
-        raise ConfigError(argument, "a contiguous tensor", f"strides {tuple(whole.stride())}")
+    whole = dense([tensor])[0].contiguous()
     if not splits:
         if whole.numel() % ranks:
             raise ConfigError(argument, f"a number of elements divisible by {ranks} ranks", whole.numel())
@@ -60,7 +60,24 @@ def pieces(tensor: torch.Tensor, ranks: int, argument: str, splits: Sequence[int
     return list(torch.split(whole, list(splits)))
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of `tensor`, of which there are some, are its elements in order."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+        and tensor.numel() > 0
+    )
+
+
+def contiguous_for(output: torch.Tensor) -> torch.Tensor:
+    """`output` itself where it is contiguous, or else a tensor of its shape to be filled instead and copied then."""
+    return output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """An alias that may be written in place in any thread, under whatever mode of autograd."""
-    alias = torch.empty(0, dtype=tensor.dtype)
-    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

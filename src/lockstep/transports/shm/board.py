@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 from ...errors import RankLostError, StallError, TransportError
@@ -14,10 +15,14 @@ from .waiting import Steps
 
 __all__ = ["Board"]
 
-_TICK, _STATE, _PID, _LENGTH = 0, 1, 2, 3  # words of a control block
+# words of a control block: counter, state, process; of a rank that has failed, the length of its last words, what kind
+# of error they are of, and how many ranks it names, which follow
+_TICK, _STATE, _PID, _LENGTH, _KIND, _COUNT, _RANKS = range(7)
 _WORDS = BLOCK // 8
 _TEXT = 128  # bytes into a control block; what follows holds a failed rank's last words
+_MOST_RANKS = _TEXT // 8 - _RANKS
 _ACTIVE, _LEFT, _FAILED = 1, 2, 3
+_OTHER, _LOST, _STALLED = 0, 1, 2
 
 
 class Board:
@@ -85,7 +90,7 @@ class Board:
             return
         yield None
         while not self.all_reached(tick):
-            yield lambda: [rank for rank, block in self._others if self._words[block] < tick]
+            yield lambda: (rank for rank, block in self._others if self._words[block] < tick)
 
     def until(self, rank: int, tick: int) -> Steps:
         """Wait until `rank` has posted `tick`."""
@@ -93,54 +98,89 @@ class Board:
             return
         yield None
         while not self.reached(rank, tick):
-            yield lambda: [rank]
+            yield lambda: (late for late in (rank,) if not self.reached(late, tick))
 
     def word(self, offset: int) -> int:
         """The counter at `offset` bytes into the memory."""
         return self._words[offset >> 3]
 
+    def has_left(self, rank: int) -> bool:
+        """Whether `rank` has left the group in good order."""
+        return self._words[rank * _WORDS + _STATE] == _LEFT
+
     def check(self, what: str, awaited: Iterable[int], waited: float, timeout: float) -> None:
         """Raise when one of the `awaited` ranks will never come to operation `what`, or the time is up.
 
         Raises:
-            RankLostError: it has ended, or has left the group.
-            TransportError: a rank has given up; its words are in the message.
-            StallError: more than `timeout` seconds have been `waited`.
+            RankLostError: it has ended, or has left the group; or another rank has given up because of that.
+            StallError: more than `timeout` seconds have been `waited`, here or where a rank has given up.
+            TransportError: a rank has given up for another reason; its words are in the message.
         """
         for rank, block in self._others:
             if self._words[block + _STATE] == _FAILED:
-                raise TransportError(f"shm: rank {self._names[rank]} gave up: {self._last_words(rank)}")
-        gone = self._peers.gone() if self._peers is not None else set()
-        for rank in awaited:
-            name = self._names[rank]
-            pid, state = self._words[rank * _WORDS + _PID], self._words[rank * _WORDS + _STATE]
-            if state == _LEFT:
-                raise RankLostError(name, f"shm: {what}: rank {name} has left the group that others wait in")
-            if rank in gone:
-                raise RankLostError(name, f"shm: {what}: the process of rank {name} ({pid}) has ended")
+                raise self._failure(rank)
+        lost = self._lost()
+        late = list(awaited)  # asked after who is lost: a rank may come, and then go
+        for rank in late:
+            if rank in lost:
+                raise RankLostError(self._names[rank], f"shm: {what}: {lost[rank]}")
         if waited > timeout:
-            late = [self._names[rank] for rank in awaited]
-            who = f"rank{'s'[: len(late) != 1]} {', '.join(map(str, late))}" if late else "ranks on other machines"
-            raise StallError(f"shm: {what}: {who} did not arrive within {waited:.1f} s", tuple(late))
+            names = tuple(self._names[rank] for rank in late)
+            who = f"rank{'s'[: len(names) != 1]} {', '.join(map(str, names))}" if names else "ranks on other machines"
+            raise StallError(f"shm: {what} timed out: {who} did not arrive within {waited:.1f} s", names)
 
-    def fail(self, reason: str) -> None:
-        """Tell the others that this rank has given up; each of their waits ends with `reason`."""
+    def fail(self, reason: str, error: BaseException | None = None) -> None:
+        """Tell the others that this rank has given up; each of their waits ends with an error.
+
+        Args:
+            reason: what their errors say.
+            error: what has happened here; theirs are of the same kind and name the same ranks.
+        """
+        if self._words[self._mine + _PID] != os.getpid():
+            return  # a forked child; the rank is its parent
+        kind = _OTHER
+        ranks: tuple[int, ...] = ()
+        if isinstance(error, RankLostError):
+            kind, ranks = _LOST, (error.rank,)
+        elif isinstance(error, StallError):
+            kind, ranks = _STALLED, error.ranks[:_MOST_RANKS]
         text = reason.encode()[: BLOCK - _TEXT]
         start = self.rank * BLOCK + _TEXT
         self._segment.raw[start : start + len(text)] = text
-        self._words[self._mine + _LENGTH] = len(text)
+        for word, value in enumerate((len(text), kind, len(ranks), *ranks), self._mine + _LENGTH):
+            self._words[word] = value
         fence()
         self._words[self._mine + _STATE] = _FAILED
 
     def close(self) -> None:
         """Leave: whoever still waits for this rank gets an error."""
+        if self._words[self._mine + _PID] != os.getpid():
+            return  # a forked child; the rank is its parent
         if self._words[self._mine + _STATE] == _ACTIVE:
             self._words[self._mine + _STATE] = _LEFT
         if self._peers is not None:
             self._peers.close()
 
-    def _last_words(self, rank: int) -> str:
+    def _lost(self) -> dict[int, str]:
+        """The ranks that will not come any more, and why."""
+        gone = self._peers.gone() if self._peers is not None else set()
+        lost = {}
+        for rank, block in self._others:
+            if self.has_left(rank):
+                lost[rank] = f"rank {self._names[rank]} has left the group that others wait in"
+            elif rank in gone:
+                lost[rank] = f"the process of rank {self._names[rank]} ({self._words[block + _PID]}) has ended"
         fence()
-        start = rank * BLOCK + _TEXT
-        length = min(self._words[rank * _WORDS + _LENGTH], BLOCK - _TEXT)
-        return bytes(self._segment.raw[start : start + length]).decode(errors="replace")
+        return lost
+
+    def _failure(self, rank: int) -> TransportError:
+        """What `rank` has given up with."""
+        fence()
+        block, start = rank * _WORDS, rank * BLOCK + _TEXT
+        length, kind, count = self._words[block + _LENGTH : block + _RANKS]
+        ranks = tuple(self._words[block + _RANKS : block + _RANKS + count])
+        words = bytes(self._segment.raw[start : start + length]).decode(errors="replace")
+        text = f"shm: rank {self._names[rank]} gave up: {words}"
+        if kind == _LOST:
+            return RankLostError(ranks[0], text)
+        return StallError(text, ranks) if kind == _STALLED else TransportError(text)

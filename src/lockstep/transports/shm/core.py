@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -13,14 +13,16 @@ from ...environment import usable_cores
 from ...errors import TransportError
 from ..c10d import Store
 from .arena import Arena
+from .arguments import is_plain
 from .board import Board
 from .engine import Lane
 from .layout import Layout
 from .mailbox import Mailbox, Receive
+from .meeting import tell_all
 from .reducing import begin_compiled
 from .segment import share
-from .waiting import SPINS, Steps
-from .work import ShmWork, done
+from .waiting import COMPILED_SPINS, Steps
+from .work import ShmWork
 
 __all__ = ["Core", "limit_of"]
 
@@ -44,22 +46,17 @@ class Core:
         self._names = names or range(layout.ranks)
         self._board = Board(segment, layout, rank, self._names)
         self._board.open(os.getpid())
-        self._meet(store)
+        tell_all(store, "open", rank, "", self._names)
+        self._board.meet()
         self.arena = Arena(segment, layout, self._board)
         self._mailbox = Mailbox(segment, layout, self._board)
         crowded = layout.ranks > usable_cores()
         self._crowded, self._broken = crowded, ""
-        self._spins = 0 if crowded else SPINS
-        self._collectives = Lane(self._board.check, self._break, crowded)
+        self._spins = 0 if crowded else COMPILED_SPINS
+        self._collectives = Lane(self._board.check, _breaking(self), crowded)
         self._sends = [Lane(self._board.check, None, crowded) for _ in range(layout.ranks)]
         self._receives: WeakSet[Lane] = WeakSet()
         self.on_end: Callable[[], None] = _nothing  # called when the group has failed here, or is left
-
-    def _meet(self, store: Store) -> None:
-        store.set(f"open/{self.rank}", "")
-        for rank in range(self.size):
-            store.get(f"open/{rank}")
-        self._board.meet()
 
     def run(
         self, what: str, steps: Steps, asynchronous: bool, timeout: float | None, result: list[torch.Tensor]
@@ -85,27 +82,30 @@ class Core:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> ShmWork:
         """Send `tensor` to `target`, at once if there is room for it, otherwise beside the caller."""
+        self._require_whole()
         lane = self._sends[target]
-        if tensor.is_contiguous() and lane.attempt(lambda: self._mailbox.send_now(tensor, target, tag)):
-            return done
+        if is_plain(tensor) and lane.attempt(lambda: self._mailbox.send_now(tensor, target, tag)):
+            return ShmWork([tensor])
         steps = self._mailbox.send(tensor, target, tag)
         return lane.start(f"send to rank {self._names[target]}", steps, None, [tensor], self.timeout)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ShmWork:
         """Receive a message from `source`, or from any rank, into `tensor` beside the caller."""
+        self._require_whole()
         receive = self._mailbox.post(Receive(tensor, source, tag))
         what = "recv from any rank" if source is None else f"recv from rank {self._names[source]}"
         lane = Lane(self._board.check, None, self._crowded)
         self._receives.add(lane)
         work = lane.start(what, self._mailbox.receive(receive), None, [tensor], self.timeout)
-        work.source = lambda: receive.source
-        work.give_up = lane.stop  # it must not take a message after its caller has stopped waiting
+        # it must not take a message after its caller has stopped waiting
+        work.give_up = None if work.is_completed() else lane.stop
+        work.when_ended(receive.tell_source)
         return work
 
-    def fail(self, reason: str) -> None:
-        """Give up the group: every wait of the others ends with `reason`."""
+    def fail(self, reason: str, error: BaseException | None = None) -> None:
+        """Give up the group: every wait of the others ends with `reason`, and an error of the kind of `error`."""
         self._broken = self._broken or reason
-        self._board.fail(reason)
+        self._board.fail(reason, error)
         self.on_end()
 
     def close(self) -> None:
@@ -122,7 +122,19 @@ class Core:
 
     def _break(self, error: BaseException) -> None:
         if not self._broken:
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}", error)
+
+
+def _breaking(core: Core) -> Callable[[BaseException], None]:
+    """`core._break`, without keeping `core`: the memory of a group goes with its last reference, not with a cycle."""
+    weak = ref(core)
+
+    def fail(error: BaseException) -> None:
+        there = weak()
+        if there is not None:
+            there._break(error)
+
+    return fail
 
 
 def _nothing() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from ...errors import TransportError
 from .progress import progress
 from .waiting import CHECK_S, Awaited, Check, Steps, Waiter
 from .work import ShmWork, done
@@ -59,7 +60,9 @@ class Lane:
     def __init__(self, check: Check, fail: Callable[[BaseException], None] | None, crowded: bool) -> None:
         self._check, self._fail, self._crowded = check, fail, crowded
         self._lock = threading.Lock()
+        self._owner = 0  # the thread that is in a synchronous operation
         self._queue: deque[_Operation] = deque()
+        self._ended: deque[tuple[ShmWork, BaseException | None]] = deque()
 
     def run(self, what: str, begin: Callable[[], Steps | None], limit: Callable[[], float]) -> ShmWork:
         """Carry out an operation here and now, after whatever is queued.
@@ -69,13 +72,25 @@ class Lane:
             begin: starts it, and gives the steps that are left, or None.
             limit: seconds that it may take; asked when it has to wait.
         """
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            self._wait_for_lock(what)
+        try:
             if not self._queue:
+                self._owner = threading.get_ident()
                 self._run(what, begin, limit)
                 return done
+        finally:
+            self._owner = 0
+            self._lock.release()
         work = self.start(what, _begun(begin), limit(), [])
         work.wait()
         return work
+
+    def _wait_for_lock(self, what: str) -> None:
+        """Let another thread end its step, or its synchronous operation."""
+        if self._owner == threading.get_ident():  # in a signal handler, or a finaliser that the collector runs
+            raise TransportError(f"shm: {what} was called while this thread is in a collective of the same group")
+        self._lock.acquire()
 
     def _run(self, what: str, begin: Callable[[], Steps | None], limit: Callable[[], float]) -> None:
         waiter = None
@@ -103,19 +118,28 @@ class Lane:
         """
         limit = wait_s or timeout or 0.0
         work = ShmWork(result, lambda waiting, seconds: self._drive(what, waiting, seconds or limit))
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            self._wait_for_lock(what)
+        try:
             self._queue.append(_Operation(what, steps, work, timeout))
             if len(self._queue) == 1:
                 self._advance()
             under_way = bool(self._queue)
+        finally:
+            self._lock.release()
+            self._tell()
         if under_way:
             progress.add(self, at_once=timeout is not None)  # a collective; most messages are waited for at once
         return work
 
     def attempt(self, action: Callable[[], bool]) -> bool:
         """Do `action`, which does not wait, if nothing is queued; whether it was done and said that it could."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             return not self._queue and action()
+        finally:
+            self._lock.release()
 
     @property
     def pending(self) -> bool:
@@ -123,13 +147,16 @@ class Lane:
         return bool(self._queue)
 
     def advance(self) -> bool:
-        """Go on with the first operation if it can; whether any are left. For the progress thread."""
+        """Go on as far as possible; whether it got on at all. For the progress thread."""
+        moved = False
         if self._lock.acquire(blocking=False):
             try:
-                self._advance()
+                while self._queue and self._advance() is None:
+                    moved = True
             finally:
                 self._lock.release()
-        return bool(self._queue)
+                self._tell()
+        return moved
 
     def stop(self, error: BaseException) -> None:
         """End every operation that is under way with `error`."""
@@ -138,16 +165,19 @@ class Lane:
                 self._end(error, len(self._queue))
             finally:
                 self._lock.release()
+                self._tell()
 
     def _drive(self, what: str, work: ShmWork, timeout: float) -> None:
         waiter = Waiter(what, timeout, self._check, self._crowded)
         awaited: Awaited | None = None
         while not work.is_completed():
-            if self._lock.acquire(blocking=False):
-                try:
-                    awaited = self._advance()
-                finally:
-                    self._lock.release()
+            if not self._lock.acquire(timeout=CHECK_S):  # gives the interpreter to the thread that is at work on it
+                continue
+            try:
+                awaited = self._advance()
+            finally:
+                self._lock.release()
+                self._tell()
             if not work.is_completed():
                 waiter.pause(awaited)
 
@@ -155,7 +185,16 @@ class Lane:
         for _ in range(how_many):
             operation = self._queue.popleft()
             operation.steps.close()
-            operation.work.finish(error)
+            self._ended.append((operation.work, error))
+
+    def _tell(self) -> None:
+        """Say which operations have ended; without the lock, as a future's callback may begin another one."""
+        while self._ended:
+            try:
+                work, error = self._ended.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            work.finish(error)
 
     def _advance(self) -> Awaited | None:
         """One step of the first operation; whom it waits for, or None when it has moved on."""
@@ -169,11 +208,13 @@ class Lane:
             return awaited
         except StopIteration:
             self._queue.popleft()
-            operation.work.finish()
+            self._ended.append((operation.work, None))
         except BaseException as error:
+            self._end(error, 1 if self._fail is None else len(self._queue))
             if self._fail is not None:
                 self._fail(error)
-            self._end(error, 1 if self._fail is None else len(self._queue))
+            if not isinstance(error, Exception):  # Ctrl-C is for the program, whoever waits for the operation
+                raise
         return None
 
 

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 from ...errors import ConfigError
 
-__all__ = ["Fold", "fold_for"]
+__all__ = ["Fold", "factor_of", "fold_for"]
 
 # Writes the reduction of tensors in rank order into a tensor of the same shape and dtype, which may be one of them.
 Fold = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
@@ -65,7 +65,7 @@ def fold_for(op: Any, dtype: torch.dtype) -> Fold:
 def _build(op: Any, code: int, dtype: torch.dtype) -> Fold:
     if code in (_AVG, _PREMUL):
         _require(op, dtype, _NUMBER)
-        return _average(dtype) if code == _AVG else _premultiplied(op.factor, dtype)
+        return _average(dtype) if code == _AVG else _premultiplied(factor_of(op), dtype)
     if code not in _PAIR:
         raise ConfigError("op", "SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM", str(op))
     pair, dtypes = _PAIR[code]
@@ -75,6 +75,12 @@ def _build(op: Any, code: int, dtype: torch.dtype) -> Fold:
     if dtype in _HALF and code in (_SUM, _PRODUCT):
         return _widened(_left(pair))
     return _left(pair)
+
+
+def factor_of(op: Any) -> float | torch.Tensor:
+    """The factor of a PREMUL_SUM, which torch before 2.13 gives only away in a pickle's state."""
+    factor: float | torch.Tensor = op.__getstate__()[1]
+    return factor
 
 
 def _require(op: Any, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> None:

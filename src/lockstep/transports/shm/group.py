@@ -15,8 +15,9 @@ import torch.distributed as dist
 from ...errors import ConfigError
 from ..c10d import Store
 from ..devices import by_device
+from ..named import NamedGroup
 from . import moving, reducing
-from .arguments import NotOnCPUError, dense, pieces, same_dtype
+from .arguments import NotOnCPUError, contiguous_for, dense, is_plain, pieces, same_dtype
 from .core import Core, limit_of
 from .fold import fold_for
 from .sparse import all_reduce_sparse
@@ -30,7 +31,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @by_device
-class ShmGroup(dist.ProcessGroup):
+class ShmGroup(NamedGroup):
     """A process group whose ranks all run on one machine.
 
     The methods are those that `torch.distributed` calls, with its own arguments. A synchronous call runs in the
@@ -41,28 +42,24 @@ class ShmGroup(dist.ProcessGroup):
     def __init__(self, core: Core, store: Store) -> None:
         super().__init__(core.rank, core.size)
         self._core, self._arena, self.store = core, core.arena, store
-        self._batch: list[ShmWork] | None = None
-
-    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
-        """The name that `init_process_group` knows."""
-        return "shm"
 
     # Collectives that reduce
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> ShmWork:
         """Reduce each tensor over all ranks, in place; also sparse ones, and half types in float32."""
         opts = opts or dist.AllreduceOptions()
-        op, first = opts.reduceOp, tensors[0]
-        codes = [compiled_code(op, tensor.dtype) for tensor in tensors]
-        if len(codes) == 1 and codes[0] >= 0 and not opts.asyncOp and _is_plain(first):
-            return self._note(self._core.run_sum(first, codes[0], opts))
+        op, first, state = opts.reduceOp, tensors[0], self._arena.state
+        if len(tensors) == 1 and not opts.asyncOp:
+            code = compiled_code(state, op, first.dtype)
+            if code >= 0 and is_plain(first):
+                return self._note(self._core.run_sum(first, code, opts))
         if not first.is_cpu:
             raise NotOnCPUError(first.device)
         if first.layout is torch.sparse_coo:
-            steps = _chain(all_reduce_sparse(self._arena, tensor, op) for tensor in tensors)
+            steps = _chain([all_reduce_sparse(self._arena, tensor, op) for tensor in tensors])
             return self._run("all_reduce", steps, opts, tensors)
         folds = [fold_for(op, tensor.dtype) for tensor in tensors]
-        plain = dense(tensors)
+        plain, codes = dense(tensors), [compiled_code(state, op, tensor.dtype) for tensor in tensors]
         steps = _chain(reducing.all_reduce(self._arena, *each) for each in zip(plain, folds, codes, strict=True))
         return self._run("all_reduce", steps, opts, tensors)
 
@@ -109,16 +106,13 @@ class ShmGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
         """Copy rank i's `inputs[t]` to every rank's `outputs[t][i]`; sizes may differ between ranks."""
-        steps = []
-        for parts, tensor in zip(outputs, dense(inputs), strict=True):
-            self._count("outputs", parts)
-            same_dtype([tensor, *parts])
-            if parts[self._core.rank].numel() != tensor.numel():
-                raise ConfigError("output", f"{tensor.numel()} elements for this rank", parts[self._core.rank].numel())
-            steps.append(moving.all_gather(self._arena, dense(parts), tensor))
+        steps = [self._all_gather(parts, tensor) for parts, tensor in zip(outputs, inputs, strict=True)]
         return self._run("all_gather", _chain(steps), opts, [part for parts in outputs for part in parts])
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
+        """Copy rank i's `inputs[t]` to every rank's `outputs[i][t]`."""
+        self._count("outputs", outputs)
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
         """Copy every rank's `tensor` into its part of `output`."""
@@ -128,10 +122,21 @@ class ShmGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """`all_gather_single` for several tensors."""
-        parts = [pieces(output, self._core.size, "output") for output in outputs]
-        return self.allgather(parts, inputs, opts)
+        steps = []
+        for output, tensor in zip(dense(outputs), inputs, strict=True):
+            whole = contiguous_for(output)
+            each = self._all_gather(pieces(whole, self._core.size, "output"), tensor)
+            steps.append(_then_copy(each, whole, output))
+        return self._run("all_gather", _chain(steps), opts, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _all_gather(self, parts: Tensors, tensor: torch.Tensor) -> Steps:
+        self._count("outputs", parts)
+        same_dtype([tensor, *parts])
+        if parts[self._core.rank].numel() != tensor.numel():
+            raise ConfigError("output", f"{tensor.numel()} elements for this rank", parts[self._core.rank].numel())
+        return moving.all_gather(self._arena, dense(parts), dense([tensor])[0])
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> ShmWork:
         """Copy rank i's tensor to `outputs[0][i]` of the root."""
@@ -155,8 +160,7 @@ class ShmGroup(dist.ProcessGroup):
         """Copy rank i's `inputs[j]` to rank j's `outputs[i]`; sizes may differ everywhere."""
         self._count("outputs", outputs)
         self._count("inputs", inputs)
-        same_dtype([*outputs, *inputs])
-        steps = moving.all_to_all(self._arena, dense(outputs), dense(inputs))
+        steps = self._all_to_all(outputs, inputs)
         return self._run("all_to_all", steps, opts, outputs)
 
     def all_to_all_single(
@@ -168,13 +172,20 @@ class ShmGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> ShmWork:
         """`alltoall` of the parts of two tensors, divided along the first dimension, evenly without splits."""
-        outputs = pieces(output, self._core.size, "output", output_splits)
+        whole = contiguous_for(dense([output])[0])
+        outputs = pieces(whole, self._core.size, "output", output_splits)
         inputs = pieces(tensor, self._core.size, "input", input_splits)
-        same_dtype([output, tensor])
-        steps = moving.all_to_all(self._arena, outputs, inputs)
+        steps = _then_copy(self._all_to_all(outputs, inputs), whole, output)
         return self._run("all_to_all", steps, opts, [output])
 
     alltoall_base = all_to_all_single
+
+    def _all_to_all(self, outputs: Tensors, inputs: Tensors) -> Steps:
+        same_dtype([*outputs, *inputs])
+        own, wanted = inputs[self._core.rank].numel(), outputs[self._core.rank].numel()
+        if own != wanted:
+            raise ConfigError("output", f"{own} elements from this rank itself", wanted)
+        return moving.all_to_all(self._arena, dense(outputs), dense(inputs))
 
     def barrier(self, opts: Any = None) -> ShmWork:
         """Return when every rank has come here."""
@@ -200,13 +211,6 @@ class ShmGroup(dist.ProcessGroup):
 
     # The group itself
 
-    def _start_coalescing(self, device: torch.device | None = None) -> None:
-        self._batch = []
-
-    def _end_coalescing(self, device: torch.device | None = None) -> ShmWork:
-        works, self._batch = self._batch or [], None
-        return ShmWork.all_of(works)
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Let operations take this long, unless they are given a limit of their own."""
         self._core.timeout = timeout.total_seconds()
@@ -227,11 +231,6 @@ class ShmGroup(dist.ProcessGroup):
     def _run(self, what: str, steps: Steps, opts: Any, result: Tensors) -> ShmWork:
         asynchronous = True if opts is None else opts.asyncOp
         return self._note(self._core.run(what, steps, asynchronous, limit_of(opts), list(result)))
-
-    def _note(self, work: ShmWork) -> ShmWork:
-        if self._batch is not None:
-            self._batch.append(work)
-        return work
 
     def _root(self, opts: Any) -> int:
         return self._peer("root", opts.rootRank, self_too=True)
@@ -254,9 +253,10 @@ def _same_sizes(argument: str, parts: Tensors, tensor: torch.Tensor) -> None:
             raise ConfigError(argument, f"{tensor.numel()} elements in each, as in this rank's tensor", part.numel())
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of `tensor` are its elements in order, and there are any."""
-    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.numel() > 0
+def _then_copy(steps: Steps, whole: torch.Tensor, output: torch.Tensor) -> Steps:
+    yield from steps
+    if whole.data_ptr() != output.data_ptr():
+        output.detach().copy_(whole)
 
 
 def _chain(parts: Iterable[Steps]) -> Steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,11 @@ class Machine:
 
     Attributes:
         ranks: their numbers in the group, in order.
-        size: the most bytes of shared memory that they may take together; 0 when none of them says.
+        size: the most bytes of shared memory that they may take together; None when no rank says.
     """
 
     ranks: tuple[int, ...]
-    size: int
+    size: int | None
 
 
 def host_key() -> str:
@@ -42,23 +42,27 @@ def host_key() -> str:
     return " ".join([boot, *spaces, str(os.getuid())])
 
 
-def machines(store: Store, rank: int, ranks: int, size: int) -> list[Machine]:
+def machines(store: Store, rank: int, ranks: int, size: int | None) -> list[Machine]:
     """The machines of all `ranks`, in order of their lowest rank; every rank must call it.
 
     Args:
         store: where they meet.
         rank: this rank.
         ranks: their number.
-        size: the most bytes of shared memory that this rank wishes; 0 for no wish. The memory of a machine has one
-            layout, so the least of its ranks' wishes is taken.
+        size: the most bytes of shared memory that this rank wishes; None for no wish. The memory of a machine has
+            one layout, so the least of its ranks' wishes is taken.
     """
     answers = tell_all(store, "host", rank, json.dumps([host_key(), size]), range(ranks))
     return _by_key([json.loads(answer) for answer in answers])
 
 
-def _by_key(answers: Sequence[tuple[str, int]]) -> list[Machine]:
+def _by_key(answers: Sequence[tuple[str, int | None]]) -> list[Machine]:
     members: dict[str, list[int]] = {}
     for rank, (key, _) in enumerate(answers):
         members.setdefault(key, []).append(rank)
-    wishes = [[answers[rank][1] for rank in ranks if answers[rank][1]] for ranks in members.values()]
-    return [Machine(tuple(ranks), min(wish, default=0)) for ranks, wish in zip(members.values(), wishes, strict=True)]
+    sizes = [size for _, size in answers]
+    return [Machine(tuple(ranks), _least(sizes[rank] for rank in ranks)) for ranks in members.values()]
+
+
+def _least(sizes: Iterable[int | None]) -> int | None:
+    return min((size for size in sizes if size is not None), default=None)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ...errors import TransportError
+from .arguments import is_plain
 from .board import Board
 from .fence import fence
 from .layout import HEADER, LINE, RING, Layout
 from .moving import flat_of, put_back
 from .segment import Segment
 from .waiting import Steps
+from .work import ShmWork
 
 __all__ = ["Mailbox", "Receive"]
 
@@ -31,6 +33,10 @@ class Receive:
         self.tensor, self.source, self.tag = tensor, source, tag
         self.message: _Message | None = None
 
+    def tell_source(self, work: ShmWork) -> None:
+        """Let the work that stands for this receive say whom the message came from."""
+        work.source = -1 if self.source is None else self.source
+
     def takes(self, source: int, tag: int) -> bool:
         """Whether a message from `source` with `tag` is for this receive."""
         return self.tag == tag and self.source in (None, source)
@@ -42,11 +48,11 @@ class _Message:
     def __init__(self, source: int, tag: int, total: int, data: torch.Tensor) -> None:
         self.source, self.tag, self.total, self.data = source, tag, total, data
         self.received = 0
-        self.taken = False
+        self.broken_off = False
 
     @property
-    def complete(self) -> bool:
-        return self.received == self.total
+    def ended(self) -> bool:
+        return self.broken_off or self.received == self.total
 
 
 class _Ring:
@@ -68,22 +74,24 @@ class _Ring:
     def empty(self) -> bool:
         return self.words[self.written] <= self._done
 
-    def put(self, tag: int, total: int, data: torch.Tensor) -> None:
+    def put(self, tag: int, total: int, offset: int, data: torch.Tensor) -> None:
         fence()  # the reader's counter was seen before its fragment is written over
         index = self._done % RING
         header = self._headers[index]
-        self.words[header], self.words[header + 1], self.words[header + 2] = tag, total, data.numel()
+        for word, value in enumerate((tag, total, offset, data.numel()), header):
+            self.words[word] = value
         self._payloads[index][: data.numel()].copy_(data)
         fence()
         self._done += 1
         self.words[self.written] = self._done
 
-    def head(self) -> tuple[int, int, torch.Tensor]:
-        """Tag, size of the whole message, and the next fragment."""
+    def head(self) -> tuple[int, int, int, torch.Tensor]:
+        """Tag and size of the whole message, and the next fragment with its place in it."""
         fence()
         index = self._done % RING
         header = self._headers[index]
-        return self.words[header], self.words[header + 1], self._payloads[index][: self.words[header + 2]]
+        tag, total, offset, length = self.words[header : header + 4]
+        return tag, total, offset, self._payloads[index][:length]
 
     def pop(self) -> None:
         fence()
@@ -115,15 +123,15 @@ class Mailbox:
             if ring.full:
                 yield None
             while ring.full:
-                yield lambda: [target]
-            ring.put(tag, data.numel(), data[start : start + self._fragment])
+                yield lambda: (rank for rank in (target,) if ring.full)
+            ring.put(tag, data.numel(), start, data[start : start + self._fragment])
 
     def send_now(self, tensor: torch.Tensor, target: int, tag: int) -> bool:
         """Send a contiguous `tensor` if the ring has room for all of it; whether it had."""
         ring, nbytes = self._out[target], tensor.numel() * tensor.element_size()
         if nbytes > self._fragment or ring.full:
             return False
-        ring.put(tag, nbytes, tensor.view(-1).view(torch.uint8))
+        ring.put(tag, nbytes, 0, tensor.view(-1).view(torch.uint8))
         return True
 
     def post(self, receive: Receive) -> Receive:
@@ -143,16 +151,20 @@ class Mailbox:
         Raises:
             TransportError: when the message has another size than the tensor.
         """
-        sources: Iterable[int] = self._others if receive.source is None else (receive.source,)
-        while receive.message is None or not receive.message.complete:
-            with self._lock:
-                moved = [self._drain(source) for source in sources]
-            if any(moved):
-                yield None
-            else:
-                yield lambda: sources
+        try:
+            while receive.message is None or not receive.message.ended:
+                with self._lock:
+                    moved = [self._drain(source) for source in self._sources(receive)]
+                if any(moved):
+                    yield None
+                else:
+                    yield lambda: self._silent(receive)
+        finally:
+            self._withdraw(receive)
         message, wanted = receive.message, receive.tensor.numel() * receive.tensor.element_size()
         receive.source = message.source
+        if message.broken_off:
+            raise TransportError(f"shm: rank {message.source} gave up its message (tag {message.tag}) halfway")
         if message.total != wanted:
             raise TransportError(
                 f"shm: rank {message.source} sent {message.total} bytes (tag {message.tag}), "
@@ -161,33 +173,65 @@ class Mailbox:
         if message.data.data_ptr() != receive.tensor.data_ptr():
             put_back(message.data.view(receive.tensor.dtype), receive.tensor)
 
+    def _withdraw(self, receive: Receive) -> None:
+        """Let the message, where `receive` has not got all of it, be for the next that fits."""
+        with self._lock:
+            message = receive.message
+            if message is None:
+                self._posted.remove(receive)
+            elif not message.ended:
+                message.data = message.data.clone()  # the tensor is its caller's again
+                self._offer(message)
+
+    def _sources(self, receive: Receive) -> Sequence[int]:
+        """Whom what is still to come may come from."""
+        if receive.message is not None:
+            return (receive.message.source,)
+        return self._others if receive.source is None else (receive.source,)
+
+    def _silent(self, receive: Receive) -> Iterator[int]:
+        """The awaited ranks; none when a fragment is there.
+
+        A receive from any rank awaits one that has left in good order only when nobody else is left.
+        """
+        sources = self._sources(receive)
+        if all(self._in[source].empty for source in sources):
+            yield from [source for source in sources if not self._board.has_left(source)] or sources
+
     def _drain(self, source: int) -> bool:
         """Read the next fragment from `source`; whether there was one."""
         ring = self._in[source]
         if ring.empty:
             return False
-        tag, total, data = ring.head()
+        tag, total, offset, data = ring.head()
         message = self._arriving.get(source)
-        if message is None:
+        if message is not None and message.received != offset:
+            message.broken_off = True  # its sender has given it up halfway
+        if message is None or message.broken_off:
             message = self._arriving[source] = self._begin(source, tag, total)
         message.data[message.received : message.received + data.numel()].copy_(data)
         ring.pop()
         message.received += data.numel()
-        if message.complete:
+        if message.ended:
             del self._arriving[source]
         return True
 
     def _begin(self, source: int, tag: int, total: int) -> _Message:
         receive = next((posted for posted in self._posted if posted.takes(source, tag)), None)
         into = None if receive is None else receive.tensor
-        if into is None or not into.is_contiguous() or into.numel() * into.element_size() != total or into.is_conj():
+        if into is None or not is_plain(into) or into.numel() * into.element_size() != total:
             data = torch.empty(total, dtype=torch.uint8)
         else:
             data = into.view(-1).view(torch.uint8)
         message = _Message(source, tag, total, data)
+        self._offer(message)
+        return message
+
+    def _offer(self, message: _Message) -> None:
+        """Give `message` to the first posted receive that fits, or keep it for one to come."""
+        receive = next((posted for posted in self._posted if posted.takes(message.source, message.tag)), None)
         if receive is None:
             self._early.append(message)
         else:
             receive.message = message
             self._posted.remove(receive)
-        return message

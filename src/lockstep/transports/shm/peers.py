@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from collections.abc import Mapping
 
 __all__ = ["Peers"]
 
 
 class Peers:
-    """Watches processes of this machine by their numbers.
+    """Watches processes of this machine by their numbers; any thread may ask.
 
     A pidfd tells the end of exactly that process, a zombie included, whoever gets its number next (Linux 5.3); without
     pidfds the process table is asked.
@@ -23,25 +24,30 @@ class Peers:
         self._pids = dict(pids)
         self._descriptors: dict[int, int] = {}
         self._gone: set[int] = set()
+        self._lock = threading.Lock()  # no descriptor is closed, and its number used again, while it is polled
         for rank, pid in pids.items():
             self._watch(rank, pid)
 
     def gone(self) -> set[int]:
         """The ranks whose processes have ended."""
-        if self._descriptors:
-            poller = select.poll()
-            for descriptor in self._descriptors:
-                poller.register(descriptor, select.POLLIN)
-            for descriptor, _ in poller.poll(0):
-                self._gone.add(self._descriptors.pop(descriptor))
-                os.close(descriptor)
-        watched = set(self._descriptors.values()) | self._gone
-        return self._gone | {rank for rank, pid in self._pids.items() if rank not in watched and not _exists(pid)}
+        with self._lock:
+            self._poll()
+            watched = set(self._descriptors.values()) | self._gone
+            return self._gone | {rank for rank, pid in self._pids.items() if rank not in watched and not _exists(pid)}
 
     def close(self) -> None:
         """Stop watching."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[0])
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[0])
+
+    def _poll(self) -> None:
+        poller = select.poll()
+        for descriptor in self._descriptors:
+            poller.register(descriptor, select.POLLIN)
+        for descriptor, _ in poller.poll(0):
+            self._gone.add(self._descriptors.pop(descriptor))
+            os.close(descriptor)
 
     def _watch(self, rank: int, pid: int) -> None:
         if not hasattr(os, "pidfd_open"):

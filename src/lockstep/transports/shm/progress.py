@@ -13,7 +13,7 @@ __all__ = ["Progress", "progress"]
 _SHORTEST_NAP_S = 50e-6
 _LONGEST_NAP_S = 1e-3
 _GLANCE_S = 2e-3  # how soon it finds what it was not woken for
-_DROWSY_S = 0.5  # how long it glances after the last operation, before it sleeps until it is woken
+_DROWSY_S = 0.5  # how long it glances after the last operation, before it ends
 
 
 class Advancing(Protocol):
@@ -24,20 +24,20 @@ class Advancing(Protocol):
         """Whether anything is left to do."""
 
     def advance(self) -> bool:
-        """Go on without waiting; whether anything is left to do."""
+        """Go on without waiting; whether it got on at all."""
 
 
 class Progress:
-    """One daemon thread for all groups of the process, started when first needed.
+    """One daemon thread for all groups of the process, there while it is needed.
 
     It never spins: the thread beside it computes, often on the same core, and needs the interpreter.
     """
 
     def __init__(self) -> None:
         self._wake = threading.Condition()
-        self._active: list[Advancing] = []
+        self._active: dict[Advancing, None] = {}  # in the order of their coming
         self._thread: threading.Thread | None = None
-        self._stopping = self._asleep = False
+        self._stopping = False
 
     def add(self, lane: Advancing, at_once: bool) -> None:
         """Carry on with `lane` until nothing is left in it.
@@ -48,12 +48,11 @@ class Progress:
                 operation that its caller most often waits for right away is better found a little later.
         """
         with self._wake:
-            if lane not in self._active:
-                self._active.append(lane)
+            self._active[lane] = None
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lockstep-shm", daemon=True)
                 self._thread.start()
-            if at_once or self._asleep:
+            if at_once:
                 self._wake.notify()
 
     def stop(self) -> None:
@@ -64,7 +63,7 @@ class Progress:
             thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(timeout=1.0)
-        self._stopping = False
+        self._stopping = thread is not None and thread.is_alive()
 
     def _run(self) -> None:
         nap = _SHORTEST_NAP_S
@@ -73,29 +72,30 @@ class Progress:
                 if not self._active:
                     self._rest()
                     nap = _SHORTEST_NAP_S
-                if self._stopping:
+                if self._stopping or not self._active:
                     return
                 lanes = list(self._active)
-            ended = [lane for lane in lanes if not lane.advance()]
-            if ended:
+            moved = [lane.advance() for lane in lanes]
+            self._drop()
+            if any(moved):
                 nap = _SHORTEST_NAP_S
-                self._drop(ended)
             else:
                 time.sleep(nap)
                 nap = min(_LONGEST_NAP_S, nap * 1.1)
+            del lanes  # so that a group that is destroyed while the thread rests is gone
 
     def _rest(self) -> None:
-        """Wait for work: with one eye open for a while, then asleep."""
+        """Wait for work, looking up now and then; without any for a while the thread ends, until `add` starts it."""
         since = time.monotonic()
         while not self._active and not self._stopping:
-            self._asleep = time.monotonic() - since > _DROWSY_S
-            self._wake.wait(None if self._asleep else _GLANCE_S)
-        self._asleep = False
+            if time.monotonic() - since > _DROWSY_S:
+                self._thread = None
+                return
+            self._wake.wait(_GLANCE_S)
 
-    def _drop(self, lanes: list[Advancing]) -> None:
+    def _drop(self) -> None:
         with self._wake:
-            # asked again under the lock: an operation may have been queued since
-            self._active = [lane for lane in self._active if lane not in lanes or lane.pending]
+            self._active = {lane: None for lane in self._active if lane.pending}
 
 
 progress = Progress()

@@ -10,11 +10,12 @@ import torch
 from .arena import Arena
 from .fold import Fold
 from .moving import flat_of, put_back
-from .waiting import Steps
+from .waiting import COMPILED_SPINS, Steps
 
 __all__ = ["all_reduce", "begin_compiled", "reduce", "reduce_scatter"]
 
 _WHOLE = 32 << 10  # up to this many bytes over all ranks each adds everything itself, which needs one tick, not two
+_LARGE = 64 << 10  # as in _native.c
 _ALIGN = 64  # bytes; slices begin on a cache line, so that no two ranks write into one
 
 
@@ -53,7 +54,9 @@ def begin_compiled(arena: Arena, tensor: torch.Tensor, code: int, spins: int) ->
 
 
 def _go_on(arena: Arena, tensor: torch.Tensor, task: Any) -> Steps:
-    while not task.advance(0):
+    # a large one leaves the interpreter to others while it looks
+    spins = COMPILED_SPINS // 3 if tensor.nbytes >= _LARGE else 0
+    while not task.advance(spins):
         yield from arena.board.until_all(task.awaited)
     tensor.data_ptr()  # named last, so that its memory, which the task writes to, has lived until now
 

@@ -16,6 +16,8 @@ from .meeting import tell_all
 
 __all__ = ["Segment", "share"]
 
+SHM = Path("/dev/shm")  # files in it are in memory; where it is missing, they lie with other temporary files
+
 
 class Segment:
     """A mapping of shared memory.
@@ -28,7 +30,7 @@ class Segment:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.raw = mmap.mmap(descriptor, size)
-        self.bytes: torch.Tensor = torch.frombuffer(self.raw, dtype=torch.uint8)
+        self.bytes: torch.Tensor = _tensor(self.raw)
         self.words = memoryview(self.raw).cast("q")
 
 
@@ -55,9 +57,7 @@ def share(store: Store, rank: int, size: int, nbytes: int) -> Segment:
     )
 
 
-def _attempt(
-    make: Callable[[int], int], store: Store, rank: int, size: int, nbytes: int
-) -> tuple[Segment | None, str]:
+def _attempt(make: Callable[[int], int], store: Store, rank: int, size: int, nbytes: int) -> tuple[Segment | None, str]:
     """This rank's mapping, or else what has gone wrong first, on every rank alike."""
     descriptor, segment, problem = -1, None, ""
     try:
@@ -101,11 +101,16 @@ def _memfd(nbytes: int) -> int:
 
 
 def _unnamed_file(nbytes: int) -> int:
-    """A file of mode 0600 without a name, in memory where there is a folder for it."""
-    with tempfile.TemporaryFile(buffering=0, dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as file:
+    """A file of mode 0600 without a name."""
+    with tempfile.TemporaryFile(buffering=0, dir=SHM if SHM.is_dir() else None) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         return os.dup(file.fileno())
 
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _tensor(memory: mmap.mmap) -> torch.Tensor:
+    with torch.inference_mode(False):  # whatever mode the group is made in, it may be used in another
+        return torch.frombuffer(memory, dtype=torch.uint8)

@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable
 
-__all__ = ["CHECK_S", "SPINS", "Awaited", "Check", "Steps", "Waiter"]
+__all__ = ["CHECK_S", "COMPILED_SPINS", "SPINS", "Awaited", "Check", "Steps", "Waiter"]
 
-# Tells which ranks are awaited; asked only when a wait takes long.
+# Tells which ranks are awaited; asked only when a wait takes long. What it gives looks when it is iterated over, as a
+# generator does: a check finds out who has ended, and only then who has not come, since a rank may come and then end.
 Awaited = Callable[[], Iterable[int]]
 
 # An operation as steps: whenever it cannot go on it yields, None at the beginning of a wait and then whom it waits
@@ -20,7 +21,8 @@ Steps = Generator[Awaited | None, None, None]
 Check = Callable[[str, Iterable[int], float, float], None]
 
 CHECK_S = 0.05  # seconds between two looks for dead ranks and at the clock
-SPINS = 50  # looks before the first system call; about 15 µs
+SPINS = 300  # looks before the first system call; some 100 µs, more than a small collective takes in Python
+COMPILED_SPINS = 3000  # the same for the compiled part, whose looks are shorter
 _YIELD_S = 200e-6  # then the core is offered to others, for this long
 _LONGEST_NAP_S = 1e-3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,28 +31,52 @@ class ShmWork(dist.Work):
         self._ended = wait is None
         self._signal: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self.source: Callable[[], int | None] = _unknown  # whom a received message is from
+        self._listeners: list[Callable[[ShmWork], None]] = []
+        self.source = -1  # whom a received message is from, once it is there
         self.give_up: Callable[[BaseException], None] | None = None  # called when a wait for it ends with an error
 
     @staticmethod
     def all_of(works: Sequence[ShmWork]) -> ShmWork:
         """One that has ended when all `works` have."""
 
-        def wait(together: ShmWork, timeout: float | None) -> None:
-            limit = timedelta(seconds=timeout) if timeout else None
-            for work in works:
-                work.wait(limit)
-            together.finish()
+        left = set(works)
 
-        return ShmWork([tensor for work in works for tensor in work.result()], wait if works else None)
+        def wait(together: ShmWork, timeout: float | None) -> None:
+            deadline = time.monotonic() + timeout if timeout else None
+            for work in works:
+                work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())) if deadline else None)
+
+        def ended(work: ShmWork) -> None:
+            with _lock:
+                left.discard(work)
+                last = not left
+            if work.exception() is not None or last:
+                together.finish(work.exception())
+
+        together = ShmWork([tensor for work in works for tensor in work.result()], wait if left else None)
+        for work in list(left):
+            work.when_ended(ended)
+        return together
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Say that the operation has ended, well or with `error`; called once."""
+        """Say that the operation has ended, well or with `error`."""
         with _lock:
-            self._error, self._ended, self._wait = error, True, None
-            signal = self._signal
+            if self._ended:
+                return
+            self._error, self._ended, self._wait, self.give_up = error, True, None, None
+            signal, listeners, self._listeners = self._signal, self._listeners, []
         if signal is not None:
             signal.set_result(None)
+        for listener in listeners:
+            listener(self)
+
+    def when_ended(self, listener: Callable[[ShmWork], None]) -> None:
+        """Call `listener` once the operation has ended, at once if it has."""
+        with _lock:
+            if not self._ended:
+                self._listeners.append(listener)
+                return
+        listener(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the operation has ended.
@@ -71,8 +96,12 @@ class ShmWork(dist.Work):
                     self.give_up(error)
                 raise
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # each wait begins its own; a shared one would grow and keep frames
         return True
+
+    def block_current_stream(self) -> None:
+        """`wait`: there are no streams on the CPU."""
+        self.wait()
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
@@ -92,8 +121,7 @@ class ShmWork(dist.Work):
 
     def source_rank(self) -> int:
         """Whom a receive from any rank got its message from."""
-        source = self.source()
-        return -1 if source is None else source
+        return self.source
 
     _source_rank = source_rank
 
@@ -118,10 +146,6 @@ class ShmWork(dist.Work):
         if self._error is not None:
             raise self._error
         return self._result
-
-
-def _unknown() -> None:
-    return None
 
 
 done = ShmWork([])  # every synchronous call that went well returns it

@@ -1,0 +1,81 @@
+"""What c10d keeps in a group's backends and asks them for; a group that is written in Python has to do it itself."""
+
+# torch's stubs lack some of the names of torch.distributed
+# mypy: disable-error-code="attr-defined,override,misc"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .c10d import Store
+from .shm.work import ShmWork
+
+__all__ = ["NamedGroup"]
+
+
+class NamedGroup(dist.ProcessGroup):
+    """A process group that is its own backend."""
+
+    store: Store
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+    _name = _description = ""
+    _batch: list[ShmWork] | None = None
+
+    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+        """The name that `init_process_group` knows."""
+        return "shm"
+
+    def getGroupName(self) -> str:  # noqa: N802 - c10d's name
+        """The name under which torch finds the group again."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - c10d's name
+        """Called when the group is made."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - c10d's name
+        """What the group is for, as its maker says."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - c10d's name
+        """Called when the group is made."""
+        self._description = description
+
+    def get_group_store(self) -> Store:
+        """Where the ranks met."""
+        return self.store
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether tensors can be made in memory of the backend's own: no."""
+        return False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        try:
+            config = dist.BackendConfig(dist.Backend(dist.get_backend_config(self)))
+        except (RuntimeError, ValueError):  # not among c10d's groups, or no longer
+            return [torch.device("cpu")]
+        return [torch.device(kind) for kind, name in config.get_device_backend_map().items() if _is_here(kind, name)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> ShmWork:
+        works, self._batch = self._batch or [], None
+        return ShmWork.all_of(works)
+
+    def _note(self, work: ShmWork) -> ShmWork:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+
+def _is_here(kind: str, name: str) -> bool:
+    """Whether the backend `name` carries what is on devices of this kind."""
+    return kind == "cpu" or (name != "shm" and getattr(torch, kind).is_available())
