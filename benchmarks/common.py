@@ -23,8 +23,19 @@ from lockstep.errors import DataError
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RESULTS = Path(__file__).resolve().parent / "results"
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"lenet": lockstep.models.lenet, "resnet18": lockstep.models.resnet18}
-TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
+
+def wide_mlp() -> nn.Module:
+    """10.0 M parameters, most of them in two layers: much to exchange for what there is to compute."""
+    layers = [nn.Linear(28 * 28, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU()]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(2048, 10))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "lenet": lockstep.models.lenet,
+    "resnet18": lockstep.models.resnet18,
+    "mlp": wide_mlp,
+}
+TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18", "mlp": "MLP of 10 M parameters"}
 
 # Small enough that neither model diverges on a few hundred images seen many times over: a loss that overflows, or
 # numbers that become denormal, would be timed instead of training.

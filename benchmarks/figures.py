@@ -11,12 +11,24 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
 
+from collective_tables import COPY, size_text
 from common import TITLES
 
 # Of Okabe and Ito's palette, which is told apart by colour-blind readers, and by lightness in print.
 COLOURS = {1: "#9CC9E8", 2: "#0072B2"}
 WIDTH = 0.38  # of a bar; the two of a side take 2 × 0.38 of the 1 between sides
+
+# side → colour, style and width of its line: Python's form of shm is dashed, the memory's own speed dotted
+LINES: dict[str, tuple[str, str, float]] = {
+    "shm": ("#0072B2", "-", 2.4),
+    "shm-python": ("#56B4E9", "--", 1.6),
+    "gloo": ("#D55E00", "-", 1.6),
+    "mpich": ("#009E73", "-", 1.6),
+    COPY: ("#777777", ":", 1.6),
+}
 
 
 def draw_scaling(rows: list[dict[str, Any]], titles: dict[str, str], path: Path) -> None:
@@ -38,6 +50,10 @@ def draw_scaling(rows: list[dict[str, Any]], titles: dict[str, str], path: Path)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -67,3 +83,59 @@ def _draw_panel(panel: Axes, rows: list[dict[str, Any]], names: list[str]) -> No
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_axisbelow(True)
     panel.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+
+
+def draw_collectives(rows: list[dict[str, Any]], titles: dict[str, str], path: Path) -> None:
+    """Time over size, both logarithmic: one panel for each operation and number of ranks.
+
+    Args:
+        rows: as `collectives.summarise` makes them.
+        titles: side → what it is called.
+        path: the PNG file.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(f"{row['operation']}, {row['ranks']} ranks", []).append(row)
+    across = min(3, len(found))
+    down = -(-len(found) // across)
+    size = (1.2 + 3.6 * across, 1.3 + 2.7 * down)  # inches, also of what stands above and below
+    figure, panels = plt.subplots(down, across, figsize=size, sharex=True, sharey=True, squeeze=False)
+    for panel, (title, own) in zip(panels.flat, found.items(), strict=False):
+        _draw_times(panel, own, {**titles, COPY: "Tensor.copy_ on one rank"})
+        panel.set_title(title, fontsize=10)
+    for panel in panels.flat[len(found) :]:
+        panel.set_visible(False)
+    figure.supxlabel("size", fontsize=10)
+    figure.supylabel("time of a call", fontsize=10)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncols=5 if across == 3 else 3, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.5 / size[1]))
+    _save(figure, path)
+
+
+def _draw_times(panel: Axes, rows: list[dict[str, Any]], titles: dict[str, str]) -> None:
+    sizes = [row["bytes"] for row in rows]
+    for side, (colour, style, width) in LINES.items():
+        if side not in rows[0]["seconds"]:
+            continue
+        spreads = [row["seconds"][side] for row in rows]
+        lows, highs = ([spread[end] for spread in spreads] for end in ("low", "high"))
+        panel.fill_between(sizes, lows, highs, color=colour, alpha=0.2, linewidth=0)
+        medians = [spread["median"] for spread in spreads]
+        panel.plot(sizes, medians, style, color=colour, linewidth=width, label=titles[side], marker="o", markersize=2.5)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks([4, 256, 16 << 10, 1 << 20, 64 << 20])
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(int(value))))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain_time(value)))
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.set_axisbelow(True)
+    panel.grid(color="#DDDDDD", linewidth=0.8)
+
+
+def _plain_time(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.999 * factor:
+            return f"{seconds / factor:g} {unit}"
+    return f"{seconds * 1e6:g} µs"

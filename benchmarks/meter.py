@@ -12,14 +12,15 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from common import keep_freed_memory
 
+GRACE = 10  # seconds for a job to end by itself
 PATIENCE = 300  # seconds for a job to start or to make a block; beyond it something hangs
 
 
@@ -55,11 +56,41 @@ class Job:
         return [f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items()]
 
 
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
 def parse_job() -> Job:
+    """The job that this program was started for."""
+    return parse_as(Job)
+
+
+def parse_as(kind: type[AnyJob]) -> AnyJob:
+    """The job, of a kind that says more than `Job` does."""
     parser = argparse.ArgumentParser()
-    for name, kind in Job.__annotations__.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int if kind == "int" else str, required=True)
-    return Job(**vars(parser.parse_args()))
+    for field in fields(kind):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=int if field.type == "int" else str, required=True
+        )
+    return kind(**vars(parser.parse_args()))
+
+
+class Line:
+    """A worker's connection to the controller.
+
+    Args:
+        path: of the controller's socket.
+    """
+
+    def __init__(self, path: str) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        self._stream = connection.makefile("rw")
+
+    def report(self, message: dict[str, Any]) -> str:
+        """Send `message` and wait, idle, for the next turn: what the controller says, or "" when it has ended."""
+        self._stream.write(json.dumps(message) + "\n")
+        self._stream.flush()
+        return self._stream.readline()
 
 
 class Meter:
@@ -75,9 +106,7 @@ class Meter:
         self._started = (0.0, 0.0)
         self._losses = torch.zeros(())
         keep_freed_memory()
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(job.meter)
-        self._stream = connection.makefile("rw")
+        self._line = Line(job.meter)
         self._report_and_wait({"rank": rank})
 
     def step(self, loss: torch.Tensor) -> None:
@@ -94,22 +123,32 @@ class Meter:
             self._losses.zero_()
 
     def _report_and_wait(self, message: dict[str, Any]) -> None:
-        self._stream.write(json.dumps(message) + "\n")
-        self._stream.flush()
-        if not self._stream.readline():
+        if not self._line.report(message):
             raise SystemExit("the benchmark that started this program has ended")
 
 
+class Metered(Protocol):
+    """A job as far as its controller must know it."""
+
+    @property
+    def workers(self) -> int:
+        """How many connect."""
+
+    @property
+    def meter(self) -> str:
+        """Where: the path of the controller's socket."""
+
+
 class Controlled:
-    """The controller's end: a job whose workers run one block at each `turn`.
+    """The controller's end: a job whose workers run one block at each turn.
 
     Args:
-        command: starts the job; its workers make a `Meter` each.
+        command: starts the job; its workers make a `Meter` or `Line` each.
         job: as the command's arguments say.
         env: the job's environment.
     """
 
-    def __init__(self, command: Sequence[str], job: Job, env: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], job: Metered, env: dict[str, str]) -> None:
         self.job = job
         self._log = Path(f"{job.meter}.log")
         self._server = socket.socket(socket.AF_UNIX)
@@ -137,12 +176,16 @@ class Controlled:
         self._streams = [stream for _, stream in sorted(ranked, key=lambda pair: pair[0])]
 
     def turn(self) -> dict[str, float]:
-        """Let the workers make one block.
+        """Let the workers, which have a `Meter` each, make one block.
 
         Returns:
             Of rank 0: `seconds` and `cpu_seconds` (of processor time) for the timed steps, and their mean `loss`.
         """
-        self._go()
+        return self.ask("go")[0]
+
+    def ask(self, order: str) -> list[dict[str, float]]:
+        """Give all workers a turn, with one line that says what to do, and return what they report, by rank."""
+        self._tell(order)
         try:
             replies = [stream.readline() for stream in self._streams]
         except TimeoutError:
@@ -151,18 +194,17 @@ class Controlled:
             replies = []
         if not replies or not all(replies):
             self.fail("ended early")
-        found: dict[str, float] = json.loads(replies[0])
-        return found
+        return [json.loads(reply) for reply in replies]
 
     def finish(self) -> None:
         """Let the job end after its last block, so that it is gone when others have their turn."""
-        self._go()
+        self._tell("go")
         self._process.wait(PATIENCE)
 
-    def _go(self) -> None:
+    def _tell(self, order: str) -> None:
         try:
             for stream in self._streams:
-                stream.write("go\n")
+                stream.write(f"{order}\n")
                 stream.flush()
         except ConnectionError:
             self.fail("ended early")
@@ -176,11 +218,11 @@ class Controlled:
         """End the job if it still runs."""
         for stream in self._streams:
             stream.close()  # a worker that waits for its turn ends
-        if self._process.poll() is None:
-            self._process.terminate()
+        for end in (self._process.terminate, self._process.kill, None):
             try:
-                self._process.wait(20)
+                self._process.wait(GRACE)
+                break
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                if end is not None:
+                    end()
         self._server.close()

@@ -1,0 +1,238 @@
+"""Measures collectives and messages of the backend "shm" against Gloo and against MPICH through mpi4py.
+
+All sides are started at once, and are idle, blocked in a read, but for the one whose turn it is. A turn is a block of
+some 20 ms of calls of one operation, on buffers that stay the same; every second round has the opposite order. The
+slowest rank's time counts. A round gives one ratio; the median over the rounds counts. Results are checked once at
+each size.
+
+    pip install -e '.[bench]'
+    python benchmarks/collectives.py             # some six minutes on two idle cores
+    python benchmarks/collectives.py --quick     # a smoke run; its figures say nothing
+    python benchmarks/collectives.py --write     # also docs/performance.md and docs/figures/collectives.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from collective_tables import COPY, MPICH, NOTHING, SIDES, documented, size_text, tables
+from common import DOCS, RESULTS, Spread, describe_machine, write_between, write_json
+from exchanges import OPERATIONS
+from figures import draw_collectives
+from meter import Controlled
+from ranks import GLOO, SHM, SHM_PYTHON
+
+RANKS = [2, 4]
+SIZES = [4, 64, *(kib << 10 for kib in (1, 4, 16, 64, 256)), *(mib << 20 for mib in (1, 4, 16, 64))]
+QUICK_SIZES = [4, 64 << 10, 4 << 20]
+TURN_S = 0.02
+MOST_CALLS = 5000
+
+Rounds = dict[str, list[float]]
+"""Side → seconds of one call, one value a round."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """One side's ranks.
+
+    Attributes:
+        most: bytes of the largest buffer.
+    """
+
+    side: str
+    workers: int
+    meter: str
+    most: int
+
+    def command(self) -> list[str]:
+        """Python starts its own ranks, and mpiexec MPI's."""
+        path = str(Path(__file__).resolve().parent / "side_collectives.py")
+        mpi = [find_mpiexec() or "mpiexec", "-n", str(self.workers), sys.executable, "-m", "mpi4py"]
+        arguments = [f"--{name}={value}" for name, value in vars(self).items()]
+        return [*(mpi if self.side == MPICH else [sys.executable]), path, *arguments]
+
+
+@dataclass
+class Contestant:
+    """What takes a turn: a side, or what `shm`'s ranks do besides.
+
+    Attributes:
+        job: who does it.
+        operation: what they are told.
+        calls: how many of them make a block.
+    """
+
+    job: Controlled
+    operation: str
+    nbytes: int
+    calls: int = 1
+
+    def turn(self, turn_s: float, check: bool = False) -> float:
+        """Seconds of one call on the slowest rank. The next block's calls are chosen to take `turn_s`."""
+        order = {"operation": self.operation, "nbytes": self.nbytes, "calls": self.calls, "check": check}
+        seconds = max(reply["seconds"] for reply in self.job.ask(json.dumps(order)))
+        self.calls = max(1, min(MOST_CALLS, 8 * self.calls, int(turn_s / seconds)))
+        return seconds
+
+    def warm_up(self, turn_s: float) -> None:
+        """Check the result, and find the number of calls."""
+        seconds, made = self.turn(turn_s, check=True), 1
+        while seconds * made < turn_s / 2 and made < MOST_CALLS:
+            made = self.calls
+            seconds = self.turn(turn_s)
+
+
+@contextmanager
+def running(sides: list[str], ranks: int, most: int) -> Iterator[dict[str, Controlled]]:
+    """All sides with so many ranks each, idle."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="collectives-") as folder, ExitStack() as stack:
+        jobs = {}
+        for side in sides:
+            started = Started(side, ranks, f"{folder}/{side}", most)
+            jobs[side] = Controlled(started.command(), started, env)
+            stack.callback(jobs[side].close)
+        for job in jobs.values():
+            job.wait_until_ready()
+        yield jobs
+
+
+def contestants(jobs: dict[str, Controlled], operation: str, nbytes: int, smallest: bool) -> dict[str, Contestant]:
+    """Who takes turns at one size of one operation."""
+    found = {side: Contestant(job, operation, nbytes) for side, job in jobs.items()}
+    found[COPY] = Contestant(jobs[SHM], "copy", nbytes)
+    if smallest and operation == "all-reduce":
+        found[NOTHING] = Contestant(jobs[SHM], "nothing", nbytes)
+    return found
+
+
+def measure(found: dict[str, Contestant], rounds: int, turn_s: float) -> Rounds:
+    """Seconds of one call, for each contestant and round."""
+    for contestant in found.values():
+        contestant.warm_up(turn_s)
+    seconds: Rounds = {name: [] for name in found}
+    for number in range(rounds):
+        for name in list(found) if number % 2 else reversed(list(found)):
+            seconds[name].append(found[name].turn(turn_s))
+    return seconds
+
+
+def ratio(seconds: Rounds, above: str, below: str) -> dict[str, float] | None:
+    """Of two contestants' times in the same round; None where one took no part."""
+    if above not in seconds or below not in seconds:
+        return None
+    return asdict(Spread.of([a / b for a, b in zip(seconds[above], seconds[below], strict=True)]))
+
+
+def summarise(ranks: int, operation: str, nbytes: int, seconds: Rounds) -> dict[str, Any]:
+    """One row: medians of the times with their quartiles, ratios, and all that they come from."""
+    seconds = {name: [float(f"{value:.4g}") for value in values] for name, values in seconds.items()}
+    return {
+        "ranks": ranks,
+        "operation": operation,
+        "bytes": nbytes,
+        "seconds": {name: asdict(Spread.of(values)) for name, values in seconds.items()},
+        "gloo_over_shm": ratio(seconds, GLOO, SHM),
+        "mpich_over_shm": ratio(seconds, MPICH, SHM),
+        "python_over_shm": ratio(seconds, SHM_PYTHON, SHM),
+        "shm_over_copy": ratio(seconds, SHM, COPY),
+        "rounds": seconds,
+    }
+
+
+def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each number of ranks, operation and size."""
+    rows = []
+    for ranks in args.ranks:
+        with running(args.sides, ranks, max(args.sizes)) as jobs:
+            for operation in args.operation:
+                for nbytes in args.sizes:
+                    text = f"{ranks} ranks, {operation}, {size_text(nbytes)}"
+                    print(f"\r{text:<40}", end="", file=sys.stderr, flush=True)
+                    taking_turns = contestants(jobs, operation, nbytes, nbytes == min(args.sizes))
+                    rows.append(summarise(ranks, operation, nbytes, measure(taking_turns, args.rounds, args.turn)))
+    print(file=sys.stderr)
+    return rows
+
+
+def find_mpiexec() -> str | None:
+    """The one that was installed beside this Python, or else any."""
+    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+def available(sides: list[str]) -> list[str]:
+    """`sides` without MPICH where it is not installed, which is said."""
+    try:
+        version("mpi4py"), version("mpich")
+        installed = find_mpiexec() is not None
+    except PackageNotFoundError:
+        installed = False
+    if MPICH in sides and not installed:
+        print("MPICH or mpi4py is not installed and left out: pip install -e '.[bench]'", file=sys.stderr)
+    return [side for side in sides if side != MPICH or installed]
+
+
+def parse_size(text: str) -> int:
+    """E.g. 4, 64K, 16M: bytes."""
+    number, factor = text.rstrip("KMkm"), {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    if not number.isdigit() or int(number) * factor < 4 or int(number) * factor % 4:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 4 bytes such as 4, 64K or 16M, got {text!r}")
+    return int(number) * factor
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round of short turns at three sizes: does it run?")
+    parser.add_argument("--operation", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="only these")
+    parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=RANKS, help="only these")
+    parser.add_argument("--sizes", nargs="+", type=parse_size, help="bytes, such as 4 64K 16M, instead of eleven")
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="only these, and shm")
+    parser.add_argument("--rounds", type=int, help="instead of 9")
+    parser.add_argument("--json", type=Path, help="where all goes that was measured; default: results/collectives.json")
+    parser.add_argument("--figure", type=Path, help="draw the picture here as well")
+    parser.add_argument("--write", action="store_true", help="put tables and picture into docs/")
+    args = parser.parse_args()
+    if args.rounds is not None and args.rounds < 1:
+        parser.error("--rounds: expected a whole number of at least 1")
+    args.sides = available([side for side in SIDES if side == SHM or side in args.sides])
+    whole = args.operation == OPERATIONS and args.ranks == RANKS and not args.sizes and args.sides == list(SIDES)
+    if args.write and (args.quick or not whole):
+        parser.error("--write: only the whole run is for the documentation: every side and size, without --quick")
+    args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
+    args.rounds = args.rounds or (1 if args.quick else 9)
+    args.turn = TURN_S / 4 if args.quick else TURN_S
+    return args
+
+
+def main() -> None:
+    args = parse()
+    began, machine = time.monotonic(), describe_machine()
+    if MPICH in args.sides:
+        machine |= {"mpich": version("mpich"), "mpi4py": version("mpi4py")}
+    rows = measure_all(args)
+    machine["load_average_after"] = round(os.getloadavg()[0], 2)
+    print(f"\n{tables(rows)}\n\nmeasured in {time.monotonic() - began:.0f} s")
+    if args.json or not args.quick:
+        write_json(args.json or RESULTS / "collectives.json", {"machine": machine, "rows": rows})
+    picture = DOCS / "figures" / "collectives.png"
+    for path in [args.figure] * bool(args.figure) + [picture] * args.write:
+        draw_collectives(rows, SIDES, path)
+    if args.write:
+        write_between(DOCS / "performance.md", "collectives", documented(rows, machine, picture.relative_to(DOCS)))
+
+
+if __name__ == "__main__":
+    main()

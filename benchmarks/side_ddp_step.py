@@ -1,0 +1,52 @@
+"""One side of the benchmark of DDP's steps: a batch in memory, DistributedDataParallel over a backend, or alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common import load_images, make_model
+from meter import Job, Meter, parse_as
+from ranks import TITLES, join_group, run_ranks
+
+
+@dataclass(frozen=True)
+class StepJob(Job):
+    """What is trained, and what the workers exchange gradients with.
+
+    Attributes:
+        side: a name of `ranks.TITLES`; anything else exchanges nothing.
+    """
+
+    side: str
+
+
+def train(job: StepJob, rank: int) -> None:
+    torch.set_num_threads(1)
+    together = job.side in TITLES
+    if together:
+        join_group(job.side, rank, job.workers, job.meter)
+    bare, optimizer = make_model(job.model)
+    model: nn.Module = DistributedDataParallel(bare) if together else bare
+    images = load_images(job.global_batch)
+    inputs, labels = images.collated_batch(range(rank, job.global_batch, job.workers))
+    loss_fn = nn.CrossEntropyLoss()
+    meter = Meter(job, rank)
+    model.train()
+    for _ in range(job.epochs * job.steps):
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        meter.step(loss)
+    if together:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    job = parse_as(StepJob)
+    run_ranks(lambda rank: train(job, rank), job.workers)
