@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from .keyed import draws_apart, seed_draws
 from .nested import map_tensors
+from .sending import Sent
 
 __all__ = ["Collate", "Fetcher", "Request", "to_device"]
 
@@ -31,6 +35,12 @@ class _Batches(Dataset[Any]):
         self.in_tensors = plain and type(dataset) is TensorDataset
         self.by_batch = plain and hasattr(dataset, "collated_batch")
         self.by_sample = not (self.in_tensors or self.by_batch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "dataset": Sent(self.dataset), "collate": Sent(self.collate)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, dataset=state["dataset"].value, collate=state["collate"].value)
 
     def __getitem__(self, request: Request) -> Any:
         key, indices = request
@@ -110,7 +120,7 @@ class Fetcher:
             prefetch_factor=self._prefetch // self._processes,
             persistent_workers=True,
             pin_memory=self._pin,
-            worker_init_fn=_leave_interrupts_to_the_parent,
+            worker_init_fn=partial(_leave_signals_to_the_parent, apart=multiprocessing.parent_process() is None),
             # A generator of its own: else each epoch would draw a seed from the program's random state.
             generator=torch.Generator(),
         )
@@ -130,9 +140,14 @@ class Fetcher:
             iterator._shutdown_workers()
 
 
-def _leave_interrupts_to_the_parent(_: int) -> None:
-    # Ctrl-C reaches every process of the terminal. The parent ends its step first, and needs this one's batches for it.
+def _leave_signals_to_the_parent(_: int, apart: bool) -> None:
+    # Ctrl-C reaches every process of the terminal, and some schedulers send SIGTERM to a whole process group. The
+    # parent ends its step first, and needs this one's batches for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if apart:  # not below a launcher, which tells the worker alone, and ends its group to leave nothing behind
+        os.setpgid(0, 0)
+        # Outside the terminal's foreground group, writing to it must not stop the process ("stty tostop").
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:

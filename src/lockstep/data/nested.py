@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError
 from ..shards import bounds
 
 __all__ = ["map_tensors", "narrow", "split"]
@@ -53,16 +54,30 @@ def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
 
 
 def narrow(tree: Any, start: int, stop: int) -> Any:
-    """The samples [start, stop) of every tensor, as views along the first dimension."""
-    return map_tensors(lambda tensor: tensor[start:stop], tree)
+    """The samples [start, stop) of every tensor, as views along the first dimension; 0-dim tensors stay whole."""
+    return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, tree)
 
 
 def split(tree: Any, samples: int, parts: int) -> list[tuple[Any, int]]:
     """`tree` of `samples` samples in `parts` contiguous parts, each with its number of samples.
 
     With fewer samples than parts the last ones have none, but keep their other dimensions.
+
+    Raises:
+        ConfigError: for a tensor whose first dimension is not that of the samples.
     """
     if parts == 1:
         return [(tree, samples)]
+    map_tensors(lambda tensor: _check_first(tensor, samples), tree)
     cuts = [bounds(samples, parts, part) for part in range(parts)]
     return [(narrow(tree, start, stop), stop - start) for start, stop in cuts]
+
+
+def _check_first(tensor: torch.Tensor, samples: int) -> None:
+    if tensor.dim() and tensor.shape[0] != samples:
+        raise ConfigError(
+            "accumulate",
+            f"1, or batches whose tensors all have their {samples} samples in the first dimension",
+            f"one of shape {list(tensor.shape)}",
+            "Collate samples into the first dimension and turn it in the model; a value for all samples can be 0-dim.",
+        )

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..communicator import Communicator
+from .buffers import MovingBuffers
 from .consistency import broadcast_all, check_same_layout, check_same_values
 from .reaching import ReachingAll
 from .statistics import RunningStatistics
@@ -40,6 +41,7 @@ class Distributed:
         self.comm = comm
         self._ddp: DistributedDataParallel | None = None
         self._statistics: RunningStatistics | None = None
+        self._buffers: MovingBuffers | None = None
         self._model: nn.Module | None = None
 
     def prepare(self, model: nn.Module) -> None:
@@ -54,6 +56,7 @@ class Distributed:
             broadcast_all([*model.parameters(), *model.buffers()], self.comm)
             check_same_values(model, self.comm)
             self._statistics = RunningStatistics(model, self.comm.world.is_first)
+            self._buffers = MovingBuffers(model, self.comm)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """`module`, a step's forward pass around the prepared model, with its gradients *averaged* over workers."""
@@ -71,34 +74,39 @@ class Distributed:
 
     def reducing(self, now: bool) -> AbstractContextManager[object]:
         """Around one of several passes of a step: whether its gradients are reduced now, or added up until later."""
+        if self._buffers is not None:
+            self._buffers.watch()
         return self._ddp.no_sync() if self._ddp is not None and not now else nullcontext()
 
     def reduce_step(self, totals: torch.Tensor, weight: float) -> Callable[[], torch.Tensor]:
         """Start summing a step's `totals` over the workers, with the running statistics of normalisation layers.
 
         Called between the last forward pass and its backward, so that it runs beside it. Calling what is returned
-        waits for the sums of `totals` and sets the merged statistics.
+        waits for the sums of `totals`, sets the merged statistics and gives all rank 0's other buffers that move.
 
         Args:
             totals: 1-d floating tensor.
             weight: this worker's share of the step's samples, 0 to 1.
         """
-        statistics = self._statistics
-        if not statistics:
+        statistics, buffers = self._statistics, self._buffers
+        if statistics is None or buffers is None or not (statistics or buffers):
             return self.comm.allreduce_async(totals)
-        numbers = totals.new_empty(len(totals) + len(statistics))
-        numbers[: len(totals)] = totals
-        statistics.pack(weight, numbers[len(totals) :])
+        moved, own = buffers.moved(), len(totals)
+        numbers = totals.new_empty(own + 1 + len(statistics))
+        numbers[:own] = totals
+        numbers[own] = buffers.news(moved)
+        statistics.pack(weight, numbers[own + 1 :])
         wait = self.comm.allreduce_async(numbers)
 
         def finish() -> torch.Tensor:
             summed = wait()
-            statistics.unpack(summed[len(totals) :])
-            return summed[: len(totals)]
+            statistics.unpack(summed[own + 1 :])
+            buffers.sync(moved, summed[own])
+            return summed[:own]
 
         return finish
 
     def sync_buffers(self) -> None:
-        """Give every worker rank 0's buffers; only those outside normalisation layers can differ."""
+        """Give every worker rank 0's buffers: also those that a device has not yet told the host of, or the user changed."""
         if self._model is not None and self.comm.size > 1:
             broadcast_all(self._model.buffers(), self.comm)

@@ -13,22 +13,41 @@ __all__ = ["ReachingAll", "reach"]
 
 class _Reach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.parameters = len(parameters)
+    def forward(ctx: Any, loss: torch.Tensor, sparse: frozenset[int], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.nothing = [_no_rows(p) if id(p) in sparse else None for p in parameters]
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, *[None] * ctx.parameters
+        return gradient, None, *ctx.nothing
 
 
-def reach(loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """The sparse gradient of an embedding none of whose rows was looked up."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+def reach(
+    loss: torch.Tensor, parameters: Sequence[nn.Parameter], sparse: frozenset[int] = frozenset()
+) -> torch.Tensor:
     """`loss`, whose backward pass comes by all of `parameters` and adds nothing to their gradients.
 
     No value of theirs is looked at, so that an infinite one does no harm: 0 times it would be NaN.
+
+    Args:
+        loss: 0-dim tensor.
+        parameters: the trained ones.
+        sparse: the id() of those whose gradient is sparse: the reducer wants one from each, if only without rows.
     """
-    reached: torch.Tensor = _Reach.apply(loss, *parameters)  # type: ignore[no-untyped-call]
+    reached: torch.Tensor = _Reach.apply(loss, sparse, *parameters)  # type: ignore[no-untyped-call]
     return reached
+
+
+def _sparse_ones(module: nn.Module) -> frozenset[int]:
+    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
+    return frozenset(id(layer.weight) for layer in layers if layer.sparse)
 
 
 class ReachingAll(nn.Module):
@@ -49,6 +68,7 @@ class ReachingAll(nn.Module):
         super().__init__()
         self.module = module
         self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._sparse = _sparse_ones(module)
         self._reentrant: bool | None = None
 
     def forward(self, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
@@ -58,7 +78,7 @@ class ReachingAll(nn.Module):
             return loss, count
         if self._reentrant is None and size:
             self._reentrant = _has_reentrant_checkpoint(loss)
-        return (loss if self._reentrant else reach(loss, self._trained)), count
+        return (loss if self._reentrant else reach(loss, self._trained, self._sparse)), count
 
 
 def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,18 +41,20 @@ class Leaders:
             yield from self.connection.finish(self.connection.group.allreduce([flat], options))
             return
         parts = [torch.empty_like(flat) for _ in range(self.connection.size)]
-        yield from self.all_gather(parts, flat)
+        parts[self.connection.rank].copy_(flat)
+        yield from self.all_gather(parts)
         fold(parts, flat)
 
     def broadcast(self, flat: torch.Tensor, machine: int) -> Steps:
         """Copy `flat` of `machine`'s leader to the other leaders', in place."""
+        if not flat.numel():
+            return
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = machine, 0
         yield from self.connection.finish(self.connection.group.broadcast([flat.view(torch.uint8)], options))
 
-    def all_gather(self, parts: list[torch.Tensor], flat: torch.Tensor) -> Steps:
-        """Copy machine i's `flat` into every leader's `parts[i]`; sizes may differ between machines."""
-        parts[self.connection.rank].copy_(flat)
+    def all_gather(self, parts: Sequence[torch.Tensor]) -> Steps:
+        """Copy `parts[i]` of machine i's leader to the other leaders', in place; sizes may differ between machines."""
         for machine, part in enumerate(parts):
             yield from self.broadcast(part, machine)
 

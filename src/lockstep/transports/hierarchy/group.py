@@ -18,7 +18,7 @@ from ..c10d import Store
 from ..devices import NAMES, by_device
 from ..named import NamedGroup
 from ..shm import moving, reducing
-from ..shm.arguments import NotOnCPUError, contiguous_for, dense, pieces
+from ..shm.arguments import NotOnCPUError, contiguous_for, dense, pieces, same_dtype
 from ..shm.core import Core
 from ..shm.fold import factor_of, fold_for
 from ..shm.waiting import Steps
@@ -55,7 +55,7 @@ class HierarchicalGroup(NamedGroup):
         hosts: list[list[int]],
     ) -> None:
         super().__init__(everyone.rank, everyone.size)
-        self._core, self._arena, self.store = core, core.arena, store
+        self._core, self.store = core, store
         self._leaders, self._everyone, self._hosts = leaders, everyone, hosts
         self._machine = next(i for i, ranks in enumerate(hosts) if everyone.rank in ranks)
         core.on_end = functools.partial(_hang_up, [everyone] if leaders is None else [leaders.connection, everyone])
@@ -79,26 +79,35 @@ class HierarchicalGroup(NamedGroup):
         return self._run("broadcast", steps, opts, tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork | dist.Work:
-        """Copy every rank's tensor to every rank; parts of unequal size go over Gloo as a whole."""
+        """Copy rank i's `inputs[t]` to every rank's `outputs[t][i]`; sizes may differ between ranks."""
         pairs = [(dense(parts), tensor) for parts, tensor in zip(outputs, dense(inputs), strict=True)]
-        if any(part.numel() != tensor.numel() for parts, tensor in pairs for part in parts):
-            return self._everyone.group.allgather([parts for parts, _ in pairs], [tensor for _, tensor in pairs])
+        for parts, tensor in pairs:
+            same_dtype([tensor, *parts])
+            if len(parts) != self.size():
+                raise ConfigError("outputs", f"{self.size()} tensors, one for each rank", len(parts))
+            if parts[self.rank()].numel() != tensor.numel():
+                raise ConfigError("output", f"{tensor.numel()} elements for this rank", parts[self.rank()].numel())
         steps = (self._all_gather(parts, tensor) for parts, tensor in pairs)
         return self._run("all_gather", steps, opts, [part for parts in outputs for part in parts])
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork | dist.Work:
         """Copy rank i's `inputs[t]` to every rank's `outputs[i][t]`."""
-        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
+        return self.allgather(list(zip(*outputs, strict=True)), dense(inputs), opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork | dist.Work:
         """Copy every rank's tensor into its part of `output`."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        return self.all_gather_single_coalesced(dense([output]), dense([tensor]), opts)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork | dist.Work:
         """`all_gather_single` for several tensors."""
-        steps = (self._all_gather_single(output, t) for output, t in zip(dense(outputs), dense(inputs), strict=True))
+        steps = []
+        for output, tensor in zip(dense(outputs), dense(inputs), strict=True):
+            same_dtype([output, tensor])
+            if output.numel() != tensor.numel() * self.size():
+                raise ConfigError("output", f"{tensor.numel() * self.size()} elements", output.numel())
+            steps.append(self._all_gather_single(contiguous_for(output), output, tensor))
         return self._run("all_gather", steps, opts, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -144,12 +153,12 @@ class HierarchicalGroup(NamedGroup):
         inside, between, then = _split(op, wide.dtype)
         if between is None:  # PREMUL_SUM: the factor is for every rank's own value
             wide = wide * factor_of(op)
-        yield from reducing.reduce(self._arena, wide, 0, inside)
+        yield from reducing.reduce(self._core.arena, wide, 0, inside)
         if self._leaders is not None and wide.numel():
             yield from self._leaders.all_reduce(wide, between or dist.ReduceOp.SUM, inside)
             if then:
                 wide.div_(self.size())
-        yield from moving.broadcast(self._arena, wide, 0)
+        yield from moving.broadcast(self._core.arena, wide, 0)
         if wide is not flat:
             flat.copy_(wide)
         moving.put_back(flat, tensor)
@@ -158,37 +167,37 @@ class HierarchicalGroup(NamedGroup):
         machine = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         flat = moving.flat_of(tensor)
         if machine == self._machine:
-            yield from moving.broadcast(self._arena, flat, self._hosts[machine].index(root))
+            yield from moving.broadcast(self._core.arena, flat, self._hosts[machine].index(root))
         if self._leaders is not None:
             yield from self._leaders.broadcast(flat, machine)
         if machine != self._machine:
-            yield from moving.broadcast(self._arena, flat, 0)
+            yield from moving.broadcast(self._core.arena, flat, 0)
         if self.rank() != root:
             moving.put_back(flat, tensor)
 
     def _all_gather(self, outputs: Tensors, tensor: torch.Tensor) -> Steps:
         flat = moving.flat_of(tensor)
-        blocks = [flat.new_empty(len(ranks) * flat.numel()) for ranks in self._hosts]
-        mine = blocks[self._machine]
-        parts = list(mine.view(self._arena.size, -1).unbind()) if flat.numel() else [flat] * self._arena.size
-        yield from moving.gather(self._arena, parts if self._leaders is not None else [], flat, 0)
+        sizes = [[outputs[rank].numel() for rank in ranks] for ranks in self._hosts]
+        blocks = [flat.new_empty(sum(lengths)) for lengths in sizes]
+        parts = [torch.split(block, lengths) for block, lengths in zip(blocks, sizes, strict=True)]
+        yield from moving.all_gather(self._core.arena, parts[self._machine], flat)
         if self._leaders is not None:
-            yield from self._leaders.all_gather(blocks, mine.clone())
-        for ranks, block in zip(self._hosts, blocks, strict=True):
-            yield from moving.broadcast(self._arena, block, 0)
-            for rank, part in zip(ranks, block.view(len(ranks), -1), strict=True):
+            yield from self._leaders.all_gather(blocks)
+        for machine, ranks in enumerate(self._hosts):
+            if machine != self._machine:
+                yield from moving.broadcast(self._core.arena, blocks[machine], 0)
+            for rank, part in zip(ranks, parts[machine], strict=True):
                 outputs[rank].copy_(part.view(outputs[rank].shape))
 
-    def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Steps:
-        whole = contiguous_for(output)
+    def _all_gather_single(self, whole: torch.Tensor, output: torch.Tensor, tensor: torch.Tensor) -> Steps:
         yield from self._all_gather(pieces(whole, self.size(), "output"), tensor)
         moving.put_back(whole.view(-1), output)
 
     def _barrier(self) -> Steps:
-        yield from moving.barrier(self._arena)
+        yield from moving.barrier(self._core.arena)
         if self._leaders is not None:
             yield from self._leaders.barrier()
-        yield from moving.barrier(self._arena)
+        yield from moving.barrier(self._core.arena)
 
 
 def _over_gloo(name: str) -> Callable[..., Any]:

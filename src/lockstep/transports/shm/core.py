@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -27,6 +28,18 @@ from .work import ShmWork
 __all__ = ["Core", "limit_of"]
 
 
+@dataclass(eq=False)
+class _Parts:
+    """What holds the group's memory."""
+
+    board: Board
+    arena: Arena
+    mailbox: Mailbox
+    collectives: Lane
+    sends: list[Lane]
+    receives: WeakSet[Lane] = field(default_factory=WeakSet)
+
+
 class Core:
     """Runs collectives and messages in memory that all ranks of the group have mapped.
 
@@ -42,21 +55,30 @@ class Core:
         self, store: Store, rank: int, layout: Layout, timeout: float, names: Sequence[int] | None = None
     ) -> None:
         self.rank, self.size, self.timeout = rank, layout.ranks, timeout
-        segment = share(store, rank, layout.ranks, layout.total)
         self._names = names or range(layout.ranks)
-        self._board = Board(segment, layout, rank, self._names)
-        self._board.open(os.getpid())
+        segment = share(store, rank, layout.ranks, layout.total)
+        board = Board(segment, layout, rank, self._names)
+        board.open(os.getpid())
         tell_all(store, "open", rank, "", self._names)
-        self._board.meet()
-        self.arena = Arena(segment, layout, self._board)
-        self._mailbox = Mailbox(segment, layout, self._board)
-        crowded = layout.ranks > usable_cores()
-        self._crowded, self._broken = crowded, ""
-        self._spins = 0 if crowded else COMPILED_SPINS
-        self._collectives = Lane(self._board.check, _breaking(self), crowded)
-        self._sends = [Lane(self._board.check, None, crowded) for _ in range(layout.ranks)]
-        self._receives: WeakSet[Lane] = WeakSet()
+        board.meet()
+        self._crowded, self._broken = layout.ranks > usable_cores(), ""
+        self._parts: _Parts | None = _Parts(
+            board,
+            Arena(segment, layout, board),
+            Mailbox(segment, layout, board),
+            Lane(board.check, _breaking(self), self._crowded),
+            [Lane(board.check, None, self._crowded) for _ in range(layout.ranks)],
+        )
         self.on_end: Callable[[], None] = _nothing  # called when the group has failed here, or is left
+
+    @property
+    def arena(self) -> Arena:
+        """Where collectives exchange their data.
+
+        Raises:
+            TransportError: when the group has failed here, or has been left.
+        """
+        return self._whole().arena
 
     def run(
         self, what: str, steps: Steps, asynchronous: bool, timeout: float | None, result: list[torch.Tensor]
@@ -66,59 +88,64 @@ class Core:
         Raises:
             TransportError: when an earlier one has failed here, or this one does.
         """
-        self._require_whole()
+        lane = self._whole().collectives
         if asynchronous:
-            return self._collectives.start(what, steps, timeout or self.timeout, result)
-        return self._collectives.run(what, lambda: steps, lambda: timeout or self.timeout)
+            return lane.start(what, steps, timeout or self.timeout, result)
+        return lane.run(what, lambda: steps, lambda: timeout or self.timeout)
 
     def run_sum(self, tensor: torch.Tensor, code: int, opts: Any) -> ShmWork:
         """Sum a contiguous, not empty `tensor` over all ranks in place, at once, with the compiled part."""
-        self._require_whole()
-        return self._collectives.run(
+        parts, spins = self._whole(), 0 if self._crowded else COMPILED_SPINS
+        return parts.collectives.run(
             "all_reduce",
-            lambda: begin_compiled(self.arena, tensor, code, self._spins),
+            lambda: begin_compiled(parts.arena, tensor, code, spins),
             lambda: limit_of(opts) or self.timeout,
         )
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> ShmWork:
         """Send `tensor` to `target`, at once if there is room for it, otherwise beside the caller."""
-        self._require_whole()
-        lane = self._sends[target]
-        if is_plain(tensor) and lane.attempt(lambda: self._mailbox.send_now(tensor, target, tag)):
+        parts = self._whole()
+        mailbox, lane = parts.mailbox, parts.sends[target]
+        if is_plain(tensor) and lane.attempt(lambda: mailbox.send_now(tensor, target, tag)):
             return ShmWork([tensor])
-        steps = self._mailbox.send(tensor, target, tag)
+        steps = mailbox.send(tensor, target, tag)
         return lane.start(f"send to rank {self._names[target]}", steps, None, [tensor], self.timeout)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ShmWork:
         """Receive a message from `source`, or from any rank, into `tensor` beside the caller."""
-        self._require_whole()
-        receive = self._mailbox.post(Receive(tensor, source, tag))
+        parts = self._whole()
+        receive = parts.mailbox.post(Receive(tensor, source, tag))
         what = "recv from any rank" if source is None else f"recv from rank {self._names[source]}"
-        lane = Lane(self._board.check, None, self._crowded)
-        self._receives.add(lane)
-        work = lane.start(what, self._mailbox.receive(receive), None, [tensor], self.timeout)
+        lane = Lane(parts.board.check, None, self._crowded)
+        parts.receives.add(lane)
+        work = lane.start(what, parts.mailbox.receive(receive), None, [tensor], self.timeout)
         # it must not take a message after its caller has stopped waiting
         work.give_up = None if work.is_completed() else lane.stop
-        work.when_ended(receive.tell_source)
+        work.sender = receive.sender
         return work
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
         """Give up the group: every wait of the others ends with `reason`, and an error of the kind of `error`."""
         self._broken = self._broken or reason
-        self._board.fail(reason, error)
-        self.on_end()
+        if self._parts is not None:
+            self._parts.board.fail(reason, error)
+            self.on_end()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, and let go of the memory, whoever may still have a reference to the group."""
+        parts, self._parts = self._parts, None
         self._broken = self._broken or "the group has been destroyed"
-        self._board.close()
+        if parts is None:
+            return
+        parts.board.close()
         self.on_end()
-        for lane in (self._collectives, *self._sends, *self._receives):
+        for lane in (parts.collectives, *parts.sends, *parts.receives):
             lane.stop(TransportError(f"shm: {self._broken}"))
 
-    def _require_whole(self) -> None:
-        if self._broken:
+    def _whole(self) -> _Parts:
+        if self._broken or self._parts is None:
             raise TransportError(f"shm: this group cannot be used since an earlier error: {self._broken}")
+        return self._parts
 
     def _break(self, error: BaseException) -> None:
         if not self._broken:

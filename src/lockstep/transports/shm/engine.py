@@ -62,7 +62,7 @@ class Lane:
         self._lock = threading.Lock()
         self._owner = 0  # the thread that is in a synchronous operation
         self._queue: deque[_Operation] = deque()
-        self._ended: deque[tuple[ShmWork, BaseException | None]] = deque()
+        self._news: deque[Callable[[], None]] = deque()  # what tells those who asked that an operation has ended
 
     def run(self, what: str, begin: Callable[[], Steps | None], limit: Callable[[], float]) -> ShmWork:
         """Carry out an operation here and now, after whatever is queued.
@@ -127,7 +127,7 @@ class Lane:
             under_way = bool(self._queue)
         finally:
             self._lock.release()
-            self._tell()
+            self.tell()
         if under_way:
             progress.add(self, at_once=timeout is not None)  # a collective; most messages are waited for at once
         return work
@@ -142,12 +142,17 @@ class Lane:
             self._lock.release()
 
     @property
+    def has_news(self) -> bool:
+        """Whether somebody is to be told that an operation has ended."""
+        return bool(self._news)
+
+    @property
     def pending(self) -> bool:
         """Whether any operation is left."""
         return bool(self._queue)
 
     def advance(self) -> bool:
-        """Go on as far as possible; whether it got on at all. For the progress thread."""
+        """Go on as far as possible, but do not tell anybody; whether it got on at all. For the progress thread."""
         moved = False
         if self._lock.acquire(blocking=False):
             try:
@@ -155,7 +160,6 @@ class Lane:
                     moved = True
             finally:
                 self._lock.release()
-                self._tell()
         return moved
 
     def stop(self, error: BaseException) -> None:
@@ -165,7 +169,7 @@ class Lane:
                 self._end(error, len(self._queue))
             finally:
                 self._lock.release()
-                self._tell()
+                self.tell()
 
     def _drive(self, what: str, work: ShmWork, timeout: float) -> None:
         waiter = Waiter(what, timeout, self._check, self._crowded)
@@ -177,7 +181,7 @@ class Lane:
                 awaited = self._advance()
             finally:
                 self._lock.release()
-                self._tell()
+                self.tell()
             if not work.is_completed():
                 waiter.pause(awaited)
 
@@ -185,16 +189,20 @@ class Lane:
         for _ in range(how_many):
             operation = self._queue.popleft()
             operation.steps.close()
-            self._ended.append((operation.work, error))
+            self._note(operation.work.finish(error))
 
-    def _tell(self) -> None:
-        """Say which operations have ended; without the lock, as a future's callback may begin another one."""
-        while self._ended:
+    def tell(self) -> None:
+        """Run the callbacks of operations that have ended; without the lock, as they may begin and await others."""
+        while self._news:
             try:
-                work, error = self._ended.popleft()
+                news = self._news.popleft()
             except IndexError:  # another thread was quicker
                 return
-            work.finish(error)
+            news()
+
+    def _note(self, news: Callable[[], None] | None) -> None:
+        if news is not None:
+            self._news.append(news)
 
     def _advance(self) -> Awaited | None:
         """One step of the first operation; whom it waits for, or None when it has moved on."""
@@ -208,7 +216,7 @@ class Lane:
             return awaited
         except StopIteration:
             self._queue.popleft()
-            self._ended.append((operation.work, None))
+            self._note(operation.work.finish())
         except BaseException as error:
             self._end(error, 1 if self._fail is None else len(self._queue))
             if self._fail is not None:

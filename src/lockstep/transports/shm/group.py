@@ -41,14 +41,14 @@ class ShmGroup(NamedGroup):
 
     def __init__(self, core: Core, store: Store) -> None:
         super().__init__(core.rank, core.size)
-        self._core, self._arena, self.store = core, core.arena, store
+        self._core, self.store = core, store
 
     # Collectives that reduce
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> ShmWork:
         """Reduce each tensor over all ranks, in place; also sparse ones, and half types in float32."""
         opts = opts or dist.AllreduceOptions()
-        op, first, state = opts.reduceOp, tensors[0], self._arena.state
+        op, first, state = opts.reduceOp, tensors[0], self._core.arena.state
         if len(tensors) == 1 and not opts.asyncOp:
             code = compiled_code(state, op, first.dtype)
             if code >= 0 and is_plain(first):
@@ -56,11 +56,11 @@ class ShmGroup(NamedGroup):
         if not first.is_cpu:
             raise NotOnCPUError(first.device)
         if first.layout is torch.sparse_coo:
-            steps = _chain([all_reduce_sparse(self._arena, tensor, op) for tensor in tensors])
+            steps = _chain([all_reduce_sparse(self._core.arena, tensor, op) for tensor in tensors])
             return self._run("all_reduce", steps, opts, tensors)
         folds = [fold_for(op, tensor.dtype) for tensor in tensors]
         plain, codes = dense(tensors), [compiled_code(state, op, tensor.dtype) for tensor in tensors]
-        steps = _chain(reducing.all_reduce(self._arena, *each) for each in zip(plain, folds, codes, strict=True))
+        steps = _chain(reducing.all_reduce(self._core.arena, *each) for each in zip(plain, folds, codes, strict=True))
         return self._run("all_reduce", steps, opts, tensors)
 
     allreduce_coalesced = allreduce
@@ -69,7 +69,7 @@ class ShmGroup(NamedGroup):
         """Reduce each tensor over all ranks into the root's."""
         folds = [fold_for(opts.reduceOp, tensor.dtype) for tensor in tensors]
         root, plain = self._root(opts), dense(tensors)
-        steps = _chain(reducing.reduce(self._arena, t, root, fold) for t, fold in zip(plain, folds, strict=True))
+        steps = _chain(reducing.reduce(self._core.arena, t, root, fold) for t, fold in zip(plain, folds, strict=True))
         return self._run("reduce", steps, opts, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> ShmWork:
@@ -82,7 +82,7 @@ class ShmGroup(NamedGroup):
             if parts[self._core.rank].numel() != output.numel():
                 raise ConfigError("output", f"{parts[self._core.rank].numel()} elements", output.numel())
             fold = fold_for(opts.reduceOp, output.dtype)
-            steps.append(reducing.reduce_scatter(self._arena, output, dense(parts), fold))
+            steps.append(reducing.reduce_scatter(self._core.arena, output, dense(parts), fold))
         return self._run("reduce_scatter", _chain(steps), opts, outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
@@ -102,7 +102,7 @@ class ShmGroup(NamedGroup):
     def broadcast(self, tensors: Tensors, opts: Any) -> ShmWork:
         """Copy the root's tensors to every rank."""
         root, plain = self._root(opts), dense(tensors)
-        return self._run("broadcast", _chain(moving.broadcast(self._arena, t, root) for t in plain), opts, tensors)
+        return self._run("broadcast", _chain(moving.broadcast(self._core.arena, t, root) for t in plain), opts, tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
         """Copy rank i's `inputs[t]` to every rank's `outputs[t][i]`; sizes may differ between ranks."""
@@ -136,7 +136,7 @@ class ShmGroup(NamedGroup):
         same_dtype([tensor, *parts])
         if parts[self._core.rank].numel() != tensor.numel():
             raise ConfigError("output", f"{tensor.numel()} elements for this rank", parts[self._core.rank].numel())
-        return moving.all_gather(self._arena, dense(parts), dense([tensor])[0])
+        return moving.all_gather(self._core.arena, dense(parts), dense([tensor])[0])
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> ShmWork:
         """Copy rank i's tensor to `outputs[0][i]` of the root."""
@@ -145,7 +145,7 @@ class ShmGroup(NamedGroup):
         if self._core.rank == root:
             self._count("outputs", parts)
             _same_sizes("outputs", parts, tensor)
-        return self._run("gather", moving.gather(self._arena, parts, tensor, root), opts, parts)
+        return self._run("gather", moving.gather(self._core.arena, parts, tensor, root), opts, parts)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> ShmWork:
         """Copy `inputs[0][i]` of the root to rank i's tensor."""
@@ -154,7 +154,7 @@ class ShmGroup(NamedGroup):
         if self._core.rank == root:
             self._count("inputs", parts)
             _same_sizes("inputs", parts, tensor)
-        return self._run("scatter", moving.scatter(self._arena, tensor, parts, root), opts, outputs)
+        return self._run("scatter", moving.scatter(self._core.arena, tensor, parts, root), opts, outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """Copy rank i's `inputs[j]` to rank j's `outputs[i]`; sizes may differ everywhere."""
@@ -185,15 +185,17 @@ class ShmGroup(NamedGroup):
         own, wanted = inputs[self._core.rank].numel(), outputs[self._core.rank].numel()
         if own != wanted:
             raise ConfigError("output", f"{own} elements from this rank itself", wanted)
-        return moving.all_to_all(self._arena, dense(outputs), dense(inputs))
+        return moving.all_to_all(self._core.arena, dense(outputs), dense(inputs))
 
     def barrier(self, opts: Any = None) -> ShmWork:
         """Return when every rank has come here."""
-        return self._run("barrier", moving.barrier(self._arena), opts, [])
+        return self._run("barrier", moving.barrier(self._core.arena), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier; its StallError names all ranks that did not arrive, whatever `wait_all_ranks` says."""
-        self._core.run("barrier", moving.barrier(self._arena), False, timeout.total_seconds() if timeout else None, [])
+        self._core.run(
+            "barrier", moving.barrier(self._core.arena), False, timeout.total_seconds() if timeout else None, []
+        )
 
     # Messages
 

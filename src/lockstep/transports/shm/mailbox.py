@@ -15,7 +15,6 @@ from .layout import HEADER, LINE, RING, Layout
 from .moving import flat_of, put_back
 from .segment import Segment
 from .waiting import Steps
-from .work import ShmWork
 
 __all__ = ["Mailbox", "Receive"]
 
@@ -33,9 +32,9 @@ class Receive:
         self.tensor, self.source, self.tag = tensor, source, tag
         self.message: _Message | None = None
 
-    def tell_source(self, work: ShmWork) -> None:
-        """Let the work that stands for this receive say whom the message came from."""
-        work.source = -1 if self.source is None else self.source
+    def sender(self) -> int | None:
+        """Whom the message is from, or is awaited from."""
+        return self.source
 
     def takes(self, source: int, tag: int) -> bool:
         """Whether a message from `source` with `tag` is for this receive."""

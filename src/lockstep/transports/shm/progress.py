@@ -23,6 +23,13 @@ class Advancing(Protocol):
     def pending(self) -> bool:
         """Whether anything is left to do."""
 
+    @property
+    def has_news(self) -> bool:
+        """Whether somebody is to be told that something has ended."""
+
+    def tell(self) -> None:
+        """Tell them; what they do then may take long."""
+
     def advance(self) -> bool:
         """Go on without waiting; whether it got on at all."""
 
@@ -49,9 +56,7 @@ class Progress:
         """
         with self._wake:
             self._active[lane] = None
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lockstep-shm", daemon=True)
-                self._thread.start()
+            self._require_thread()
             if at_once:
                 self._wake.notify()
 
@@ -69,6 +74,8 @@ class Progress:
         nap = _SHORTEST_NAP_S
         while True:
             with self._wake:
+                if self._thread is not threading.current_thread():
+                    return  # another took over while this one told somebody
                 if not self._active:
                     self._rest()
                     nap = _SHORTEST_NAP_S
@@ -77,6 +84,7 @@ class Progress:
                 lanes = list(self._active)
             moved = [lane.advance() for lane in lanes]
             self._drop()
+            self._tell([lane for lane in lanes if lane.has_news])
             if any(moved):
                 nap = _SHORTEST_NAP_S
             else:
@@ -92,6 +100,28 @@ class Progress:
                 self._thread = None
                 return
             self._wake.wait(_GLANCE_S)
+
+    def _require_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lockstep-shm", daemon=True)
+            self._thread.start()
+
+    def _tell(self, lanes: list[Advancing]) -> None:
+        """Tell those who wait for news of `lanes`, and let another thread go on with the rest meanwhile.
+
+        A callback may wait for an operation that is still to be carried out (PowerSGD's does).
+        """
+        if not lanes:
+            return
+        with self._wake:
+            self._thread = None
+            if self._active:
+                self._require_thread()
+        for lane in lanes:
+            lane.tell()
+        with self._wake:
+            if self._thread is None and not self._stopping:
+                self._thread = threading.current_thread()
 
     def _drop(self) -> None:
         with self._wake:

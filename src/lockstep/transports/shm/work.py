@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class ShmWork(dist.Work):
         self._signal: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._listeners: list[Callable[[ShmWork], None]] = []
-        self.source = -1  # whom a received message is from, once it is there
+        self.sender: Callable[[], int | None] = _unknown  # whom a received message is from, once it is there
         self.give_up: Callable[[BaseException], None] | None = None  # called when a wait for it ends with an error
 
     @staticmethod
@@ -51,24 +52,34 @@ class ShmWork(dist.Work):
                 left.discard(work)
                 last = not left
             if work.exception() is not None or last:
-                together.finish(work.exception())
+                tell = together.finish(work.exception())
+                if tell is not None:
+                    tell()
 
         together = ShmWork([tensor for work in works for tensor in work.result()], wait if left else None)
         for work in list(left):
             work.when_ended(ended)
         return together
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Say that the operation has ended, well or with `error`."""
+    def finish(self, error: BaseException | None = None) -> Callable[[], None] | None:
+        """Note that the operation has ended, well or with `error`.
+
+        Returns:
+            What tells those who asked to be told, if any did; to be called without any lock, because it runs
+            callbacks of the caller's, which may take long and communicate.
+        """
         with _lock:
             if self._ended:
-                return
+                return None
             self._error, self._ended, self._wait, self.give_up = error, True, None, None
             signal, listeners, self._listeners = self._signal, self._listeners, []
-        if signal is not None:
-            signal.set_result(None)
+        return partial(self._tell, signal, listeners) if signal is not None or listeners else None
+
+    def _tell(self, signal: torch.futures.Future[None] | None, listeners: Sequence[Callable[[ShmWork], None]]) -> None:
         for listener in listeners:
             listener(self)
+        if signal is not None:
+            signal.set_result(None)
 
     def when_ended(self, listener: Callable[[ShmWork], None]) -> None:
         """Call `listener` once the operation has ended, at once if it has."""
@@ -121,7 +132,8 @@ class ShmWork(dist.Work):
 
     def source_rank(self) -> int:
         """Whom a receive from any rank got its message from."""
-        return self.source
+        source = self.sender()
+        return -1 if source is None else source
 
     _source_rank = source_rank
 
@@ -146,6 +158,10 @@ class ShmWork(dist.Work):
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def _unknown() -> None:
+    return None
 
 
 done = ShmWork([])  # every synchronous call that went well returns it
