@@ -38,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parse(given, who, options)
         result: int = options.run(options)
         return result
-    except LockstepError as error:
+    except Exception as raised:
         debug = "--debug" in given or debugging()
+        error = raised if isinstance(raised, LockstepError) else _unknown(raised)
         return _fail(error, who, lambda argument: as_typed(argument, options), debug)
     except KeyboardInterrupt:
         print(f"{who}: stopped", file=sys.stderr)
@@ -72,6 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     for name, module in _COMMANDS.items():
         module.add_to(commands, name)
     return parser
+
+
+def _unknown(raised: Exception) -> LockstepError:
+    """An error of the model's or the data's own code, or of this program's."""
+    what = type(raised).__name__ + (f": {raised}" if str(raised) else "")
+    error = LockstepError(f"{what}. --debug shows where.")
+    error.__cause__ = raised
+    return error
 
 
 def _fail(error: LockstepError, who: str, spell: Callable[[str], str], debug: bool) -> int:

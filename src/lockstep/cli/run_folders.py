@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
 from datetime import datetime
 from pathlib import Path
@@ -84,8 +85,6 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _new_folder(name: str) -> Path:
-    """A folder that does not exist: by time and name."""
+    """A folder that does not exist: by time, name, and a mark that runs begun in the same second do not share."""
     tidy = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)[:100]
-    base = f"{datetime.now():%Y%m%d-%H%M%S}-{tidy}"
-    candidates = [base, *(f"{base}-{number}" for number in range(2, 100))]
-    return next(_RUNS / name for name in candidates if not (_RUNS / name).exists())
+    return _RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-{tidy}-{secrets.token_hex(2)}"

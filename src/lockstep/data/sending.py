@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from collections import ChainMap
@@ -35,10 +36,11 @@ class Sent:
 class _Trial(pickle.Pickler):
     """Goes through everything that would be pickled but the numbers in it."""
 
-    dispatch_table = ChainMap(ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
+    dispatch_table = {**copyreg.dispatch_table, **ForkingPickler._extra_reducers}  # type: ignore[attr-defined]
 
     def persistent_id(self, obj: Any) -> str | None:
-        return "numbers" if isinstance(obj, torch.Tensor) or type(obj) is np.ndarray else None
+        array = type(obj) is np.ndarray and obj.dtype != object
+        return "numbers" if array or isinstance(obj, torch.Tensor) else None
 
 
 class _Nowhere:
@@ -70,4 +72,4 @@ def _pack(value: Any) -> bytes:
 
 def _unpack(data: bytes) -> Sent:
     """What `_pack` packed, on its way from one process of this program to another."""
-    return Sent(pickle.loads(data))  # noqa: S301
+    return Sent(pickle.loads(data))

@@ -107,6 +107,6 @@ class Distributed:
         return finish
 
     def sync_buffers(self) -> None:
-        """Give every worker rank 0's buffers: also those that a device has not yet told the host of, or the user changed."""
+        """Give every worker rank 0's buffers, also those that something else than a step has changed."""
         if self._model is not None and self.comm.size > 1:
             broadcast_all(self._model.buffers(), self.comm)

@@ -29,9 +29,7 @@ def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-def reach(
-    loss: torch.Tensor, parameters: Sequence[nn.Parameter], sparse: frozenset[int] = frozenset()
-) -> torch.Tensor:
+def reach(loss: torch.Tensor, parameters: Sequence[nn.Parameter], sparse: frozenset[int] = frozenset()) -> torch.Tensor:
     """`loss`, whose backward pass comes by all of `parameters` and adds nothing to their gradients.
 
     No value of theirs is looked at, so that an infinite one does no harm: 0 times it would be NaN.

@@ -15,7 +15,7 @@ from ..errors import ConfigError, DataError
 from .losses import Forward, LossFn, LossSum, classification, default_forward
 from .precision import Precision
 
-__all__ = ["Metric", "accuracy", "default_metrics", "evaluate"]
+__all__ = ["Metric", "accuracy", "check_metrics", "default_metrics", "evaluate"]
 
 Metric = Callable[[Any, Any], Any]
 """(output, target) of some samples → the sum of the metric over these samples, a 0-dim tensor; or (sum, count) where
@@ -54,6 +54,21 @@ def default_metrics(loss_fn: LossFn) -> dict[str, Metric]:
     return {} if of_classes is None else {"accuracy": partial(accuracy, ignore_index=of_classes.ignore_index)}
 
 
+def check_metrics(metrics: Mapping[str, Metric]) -> None:
+    """See that every metric can be called and has a name of its own.
+
+    Raises:
+        ConfigError: naming the first that cannot be used.
+    """
+    if not isinstance(metrics, Mapping):
+        raise ConfigError("metrics", "a mapping of names to functions (output, target) -> sum", type(metrics).__name__)
+    if "loss" in metrics:
+        raise ConfigError("metrics", "names other than that of the loss itself", "loss")
+    for name, metric in metrics.items():
+        if not callable(metric):
+            raise ConfigError("metrics", f"a function (output, target) -> sum as {name!r}", repr(metric))
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every layer in evaluation mode, and afterwards each back into the mode it was in."""
@@ -90,12 +105,11 @@ def evaluate(
         {"loss": …, and each metric's name: …}
 
     Raises:
-        ConfigError: for a metric named "loss", or outputs that do not fit the labels.
+        ConfigError: for a metric named "loss" or one that cannot be called, or outputs that do not fit the labels.
         DataError: when the loss or a metric counts nothing in the whole data set.
     """
     metrics = default_metrics(loss_fn) if metrics is None else metrics
-    if "loss" in metrics:
-        raise ConfigError("metrics", "names other than that of the loss itself", "loss")
+    check_metrics(metrics)
     device = loader.comm.device
     precision = precision or Precision("fp32", device)
     run, loss = forward or default_forward, LossSum(loss_fn, device)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..communicator import init
-from ..errors import ConfigError
+from ..errors import ConfigError, InterruptedRunError
 from ..shards import steps_per_epoch
 from .callbacks import Callback, Checkpoints, CSVLog, Curve, Progress, TensorBoard
 from .job_files import RunFolder
@@ -43,7 +43,12 @@ def run(options: TrainOptions) -> dict[str, Any]:
     with folder.removed_for_nothing(trainer), ExitStack() as stack:
         loader = stack.enter_context(closing(trainer.loader(train)))
         held_out = None if test is None else stack.enter_context(closing(trainer.loader(test, shuffle=False)))
-        trainer.fit(loader, options.epochs, validate=held_out, resume=options.resume)
+        try:
+            trainer.fit(loader, options.epochs, validate=held_out, resume=options.resume)
+        except InterruptedRunError:
+            if trainer.done:  # the signal came too late to end it early
+                folder.write_results(trainer)
+            raise
     return folder.write_results(trainer)
 
 

@@ -31,14 +31,13 @@ class RunFolder(Callback):
 
     def __init__(self, options: TrainOptions) -> None:
         self._options, self._out = options, Path(str(options.out))
-        self._made = [path for path in (self._out, *self._out.parents) if not path.exists()]
-        self._before: tuple[int, int] | None = None  # steps and epochs when this process began
+        self._epochs_before: int | None = None  # done when this process began
 
     def on_start(self, trainer: Trainer) -> None:
         """Write `config.yaml`: not before a checkpoint that is gone on from has been accepted."""
         import yaml
 
-        self._before = trainer.step.steps_done, len(trainer.history)
+        self._epochs_before = len(trainer.history)
         resolved = {"workers": str(trainer.comm.size), "device": trainer.comm.device.type}
         text = yaml.safe_dump({**self._options.as_dict(), **resolved}, sort_keys=False)
         try:
@@ -48,18 +47,22 @@ class RunFolder(Callback):
 
     @contextmanager
     def removed_for_nothing(self, trainer: Trainer) -> Iterator[None]:
-        """Remove the folders that were made for a run which fails before its first step."""
+        """Remove the folders that were made for a run which fails before its first epoch or checkpoint is done."""
         try:
             yield
         except BaseException:
-            begun = self._before is not None and trainer.step.steps_done > self._before[0]
-            if trainer.comm.rank == 0 and not begun:
-                if self._out in self._made:
+            if trainer.comm.rank == 0 and not self._holds_something(trainer):
+                if self._out in trainer.made_folders:
                     shutil.rmtree(self._out, ignore_errors=True)
-                for parent in self._made:
+                for parent in reversed(trainer.made_folders):
                     with suppress(OSError):  # another run may have come to live in it
                         parent.rmdir()
             raise
+
+    def _holds_something(self, trainer: Trainer) -> bool:
+        new_epochs = self._epochs_before is not None and len(trainer.history) > self._epochs_before
+        last = trainer.saver.last_path
+        return new_epochs or (last is not None and last.parent.parent == self._out)
 
     def write_results(self, trainer: Trainer) -> dict[str, Any]:
         """Write the trained weights and `result.json`; returns what the latter holds. Called by every worker.
@@ -67,7 +70,7 @@ class RunFolder(Callback):
         Raises:
             LockstepError: on every worker, when they cannot be written.
         """
-        result = _results(trainer, self._before[1] if self._before else 0)
+        result = _results(trainer, self._epochs_before or 0)
         out = self._out
 
         def write() -> None:

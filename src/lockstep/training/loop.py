@@ -42,14 +42,15 @@ class Loop:
             InterruptedRunError: after a signal, naming the checkpoint.
         """
         trainer = self._trainer
+        trainer.epoch = trainer.position.last_epoch
         try:
             with self._callbacks.running(trainer):
-                for epoch in range(trainer.position.epoch, trainer.epochs):
-                    trainer.epoch = epoch
+                while not self._agree_to_stop():
+                    trainer.epoch = trainer.position.epoch
                     self._train_epoch(loader)
                     self._end_epoch(held_out)
-                    if self._agree_to_stop():
-                        break
+            if self.stopping.agree()[0] is not None:  # too late to end it early, but not for what comes after it
+                self._interrupt()
         except DivergedError as error:
             last = trainer.saver.last_path
             where = f"The last checkpoint is {last}." if last else "There is no checkpoint yet."
@@ -112,11 +113,12 @@ class Loop:
         return cast(Loader, StoppableLoader(loader, self.stopping, self._interrupt))
 
     def _agree_to_stop(self) -> bool:
+        """Whether the run is to end here in good order; a signal interrupts one that would go on."""
         trainer = self._trainer
         number, trainer.stop_reason = self.stopping.agree()
-        if number is not None and trainer.epoch + 1 < trainer.epochs:
+        if number is not None and not trainer.done:
             self._interrupt()
-        return bool(trainer.stop_reason)
+        return trainer.done
 
     def _interrupt(self) -> NoReturn:
         trainer = self._trainer

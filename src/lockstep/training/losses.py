@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ __all__ = ["Forward", "LossFn", "LossModule", "LossSum", "default_forward"]
 
 LossFn = Callable[[Any, Any], Any]
 """(output, target) → the mean over the samples (a scalar), or the samples' losses (shape (n,)), or (sum, count) where
-the mean is over something else, e.g. tokens. `nn.CrossEntropyLoss` and `nn.NLLLoss` are known: labels that they ignore
-do not count, and class weights do as they do in torch."""
+the mean is over something else, e.g. tokens. `nn.CrossEntropyLoss` and `nn.NLLLoss` are known, and so are their
+functions with keywords bound by `functools.partial`: labels that they ignore do not count, and class weights do as they
+do in torch."""
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """(model, data) → (output, target)."""
@@ -49,10 +51,14 @@ class LossSum:
         device: where the outputs are.
 
     Raises:
-        ConfigError: when `loss_fn` returns a bare sum.
+        ConfigError: when `loss_fn` cannot be called, or returns a bare sum.
     """
 
     def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
+        if not callable(loss_fn):
+            raise ConfigError("loss_fn", "a function (output, target) -> loss, or a module", loss_fn)
+        self._of_classes = classification(loss_fn)
+        loss_fn = self._of_classes or loss_fn
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(device)
             if getattr(loss_fn, "reduction", None) == "sum":
@@ -63,7 +69,6 @@ class LossSum:
                     "A sum alone does not say what it is a sum over.",
                 )
         self._loss_fn = loss_fn
-        self._of_classes = classification(loss_fn)
         self._summing = _summing(self._of_classes)
         self._checked = False
 
@@ -76,6 +81,16 @@ class LossSum:
         if not self._checked and self._of_classes is not None:
             check_fit(self._of_classes, output, target)
         self._checked = True
+        try:
+            return self._sum(output, target, size)
+        except (IndexError, RuntimeError):
+            # To look at every batch's labels beforehand would cost, and stall a device; after its failure nothing can
+            # be asked there.
+            if self._of_classes is not None and isinstance(output, torch.Tensor) and output.device.type == "cpu":
+                check_fit(self._of_classes, output, target)
+            raise
+
+    def _sum(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
         if self._summing is None:
             return as_sum(self._loss_fn(output, target), size)
         return self._summing(output, target), _counted(self._summing, output, target)
@@ -83,11 +98,14 @@ class LossSum:
 
 def classification(loss_fn: LossFn) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
     """The loss of classification that `loss_fn` is, or None where it is another or one of the user's own."""
-    if loss_fn is F.cross_entropy:
-        return nn.CrossEntropyLoss()
-    if loss_fn is F.nll_loss:
-        return nn.NLLLoss()
-    return loss_fn if isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
+    if isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return loss_fn
+    fn, keywords = loss_fn, {}
+    if isinstance(loss_fn, partial) and not loss_fn.args:
+        fn, keywords = loss_fn.func, loss_fn.keywords
+    module = nn.CrossEntropyLoss if fn is F.cross_entropy else nn.NLLLoss if fn is F.nll_loss else None
+    # With output or target bound it is no loss of these two.
+    return None if module is None or keywords.keys() & {"input", "target"} else module(**keywords)
 
 
 def _summing(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss | None) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
@@ -208,11 +226,12 @@ def check_fit(loss_fn: LossFn, output: Any, target: Any) -> None:
     """See that class labels lie within the model's outputs; other kinds of loss check their arguments themselves.
 
     Raises:
-        ConfigError: naming both shapes, or the label that is too large.
+        ConfigError: naming both shapes, the label that is too large, or the type of what is no tensor of labels.
     """
     if not isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return
-    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor) or target.is_floating_point():
+    _check_types(output, target)
+    if target.is_floating_point():
         return
     shapes = f"output {list(output.shape)} and labels {list(target.shape)}"
     if output.dim() < 2 or target.shape != (output.shape[0], *output.shape[2:]):
@@ -224,3 +243,14 @@ def check_fit(loss_fn: LossFn, output: Any, target: Any) -> None:
             f"at least as many outputs as the labels need ({int(labels.max()) + 1})",
             f"{output.shape[1]} outputs, and labels from {int(labels.min())} to {int(labels.max())}",
         )
+
+
+def _check_types(output: Any, target: Any) -> None:
+    if not isinstance(output, torch.Tensor):
+        hint = "Choose the class scores among them with forward=lambda model, data: (output, target)."
+        raise ConfigError("model", "a tensor of class scores as its output", type(output).__name__, hint)
+    if not isinstance(target, torch.Tensor):
+        raise ConfigError("data", "a tensor of class labels as the target", type(target).__name__)
+    if not target.is_floating_point() and target.dtype not in (torch.int64, torch.uint8):
+        dtype = str(target.dtype)
+        raise ConfigError("data", "class labels of dtype torch.int64", dtype, "Convert them with labels.long().")

@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from ..checkpoint import CheckpointStore
 from ..errors import ConfigError
 
-__all__ = ["check_newest", "check_unused", "prepare"]
+__all__ = ["check_newest", "check_unused", "prepare", "release"]
 
 _SIGNS_OF_A_RUN = ("config.yaml", "result.json", "checkpoints")
 
 
-def prepare(out: Path, checkpoint: Path | None, fresh: bool) -> None:
-    """Make the folder of a run, and see that it is this run's.
+def prepare(out: Path, checkpoint: Path | None, fresh: bool) -> list[Path]:
+    """Make the folder of a run, and see that it is this run's, also where several begin at once.
 
     Args:
         out: the folder.
         checkpoint: the newest that the run has written, or is to go on from, if any.
         fresh: whether the run has not lived here before, unless `checkpoint` is from here.
 
+    Returns:
+        The folders that were made for it, the outermost first: this run's own, which it may remove again.
+
     Raises:
         ConfigError: when it cannot be written, belongs to another run, or to this run at a later time.
     """
-    if checkpoint is not None and checkpoint.parent.resolve() == (out / "checkpoints").resolve():
+    here = checkpoint is not None and checkpoint.parent.resolve() == (out / "checkpoints").resolve()
+    if checkpoint is not None and here:
         check_newest(checkpoint)
     elif fresh:
         check_unused(out)
-    _make(out)
+    made: list[Path] = []
+    try:
+        _make(out, made)
+        if fresh and not here:
+            _claim(out)
+    except ConfigError:
+        for path in reversed(made):
+            with suppress(OSError):  # another run lives in it
+                path.rmdir()
+        raise
+    return made
 
 
-def check_unused(out: Path, hint: str = 'Go on with resume="latest", or choose another folder.') -> None:
+def release(out: Path) -> None:
+    """Take back what `prepare` has marked the folder with, unless there are checkpoints by now."""
+    with suppress(OSError):
+        (out / "checkpoints").rmdir()
+
+
+def check_unused(out: Path, hint: str = "Go on with that run (resume), or choose another folder.") -> None:
     """See that no run has lived in the folder, whose files would be mixed up with those of a new one.
 
     Args:
@@ -67,12 +88,26 @@ def check_newest(checkpoint: Path, hint: str = "Give another folder as out, or r
         raise ConfigError("resume", f"the newest checkpoint of that run, {newest}", str(checkpoint), hint)
 
 
-def _make(out: Path) -> None:
-    # The file shows that files can be made, before hours have gone into what they shall hold.
+def _make(out: Path, made: list[Path]) -> None:
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        for path in [path for path in (out, *out.parents) if not path.exists()][::-1]:
+            with suppress(FileExistsError):  # another run was faster
+                path.mkdir()
+                made.append(path)
+        # The file shows that files can be made, before hours have gone into what they shall hold.
         with tempfile.TemporaryFile(dir=out):
             pass
+    except OSError as error:
+        raise _not_writable(out, error) from None
+
+
+def _claim(out: Path) -> None:
+    """Of all runs that have found the folder unused at once, let one have it: making a folder succeeds for one only."""
+    try:
+        (out / "checkpoints").mkdir()
+    except FileExistsError:
+        hint = "Another one has begun there just now: choose another folder."
+        raise ConfigError("out", "a folder without another run", str(out), hint) from None
     except OSError as error:
         raise _not_writable(out, error) from None
 

@@ -31,6 +31,11 @@ class Position:
         """Steps made of the epoch that is not done; all of them while its evaluation is still to be made."""
         return 0 if self._saved is None else int(self._saved["step"])
 
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of the last step that was made, from 0; 0 before the first."""
+        return self.epoch if self.step else max(0, self.epoch - 1)
+
     def note(self, loader: Loader) -> None:
         """A step with the last batch that `loader` has handed out is done."""
         self._saved = loader.state_dict()

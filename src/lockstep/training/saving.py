@@ -46,19 +46,23 @@ class Saver:
         """Where that is."""
         return None if self.last is None else self.last[1]
 
+    @property
+    def last_step(self) -> int | None:
+        """Of which step it is."""
+        return None if self.last is None else self.last[0]
+
     def save(self, state: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, unless this step has one already; rank 0 does the writing.
+        """Write a checkpoint, over one of this step if there is one; rank 0 does the writing.
 
         Raises:
             CheckpointError: on every worker, when it cannot be written, or the run has no folder.
         """
         trainer = self._trainer
         step = trainer.step.steps_done
-        if self.last is None or self.last[0] != step:
-            store, info = self._store(), self._info()
-            write = lambda: store.save(state, step=step, epoch=trainer.epoch, info=info)  # noqa: E731
-            self.last = (step, trainer.comm.on_rank0(write))
-        return self.last[1]
+        store, info = self._store(), self._info()
+        path = trainer.comm.on_rank0(lambda: store.save(state, step=step, epoch=trainer.epoch, info=info))
+        self.last = (step, path)
+        return path
 
     def _store(self) -> CheckpointStore:
         if self._trainer.out is None:
@@ -77,12 +81,13 @@ class Saver:
     def find(self, which: str | Path) -> Checkpoint | None:
         """A checkpoint that fits the trainer's model and optimizer; None for "latest" where there is none yet.
 
+        Args:
+            which: a checkpoint, the folder of a run for the newest in it, or "latest" for the newest of this run.
+
         Raises:
             CheckpointError: on every worker, when it is damaged or does not fit, for one worker at least.
         """
-        path: Path | None = Path(which)
-        if which == "latest":
-            path = self._trainer.comm.on_rank0(lambda: self._store().latest())
+        path = self._trainer.comm.on_rank0(lambda: self._store().latest() if which == "latest" else _named(Path(which)))
         return None if path is None else _on_all(self._trainer.comm, lambda: self._read(path))
 
     def _read(self, path: Path) -> Checkpoint:
@@ -95,6 +100,12 @@ class Saver:
         if saved != ours:
             raise CheckpointError(f"{path}: expected a checkpoint of a run with {ours}, got one with {saved}")
         return found
+
+
+def _named(path: Path) -> Path:
+    """The checkpoint that `path` is, or the newest one of the run whose folder it is."""
+    folder = path / "checkpoints"
+    return (CheckpointStore(folder).latest() or folder) if folder.is_dir() else path
 
 
 def _on_all(comm: Communicator, fn: Callable[[], T]) -> T:

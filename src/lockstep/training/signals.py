@@ -21,7 +21,8 @@ class StopSignals:
 
     A signal that is ignored stays ignored (as in a job under nohup), and one that is handled by something other than
     Python, which Python could not put back, is left to it. Outside the main thread, where Python allows no signal
-    handlers, nothing is done.
+    handlers, nothing is done. A signal that was remembered, and that no exception tells of at the end, is raised
+    again then: the program around the training may have more to do, and shall hear of it as well.
     """
 
     HANDLED = (signal.SIGINT, signal.SIGTERM)
@@ -43,6 +44,8 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
+        if kind is None and self.received is not None:
+            signal.raise_signal(self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and not under_launcher():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,10 @@ from torch.optim import Optimizer
 from ..communicator import init
 from ..data.loader import Batch
 from ..data.nested import split
-from ..errors import ConfigError, DataError, DivergedError
+from ..errors import DataError, DivergedError
 from ..shards import mix
 from ..strategies.distributed import Distributed
+from .arguments import check_step, learning_rate_factor, parameters_of
 from .losses import Forward, LossFn, LossModule, LossSum
 from .precision import Precision, clip
 from .schedules import Schedule
@@ -102,11 +102,7 @@ class TrainStep:
         seed: int = 0,
         forward: Forward | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise ConfigError("accumulate", "a whole number of at least 1", accumulate)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError("clip_norm", "a number above 0", clip_norm)
-        _refuse_closure(optimizer)
+        check_step(model, optimizer, accumulate, clip_norm, schedule)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.strategy = strategy or Distributed(init())
         self.comm = self.strategy.comm
@@ -114,13 +110,12 @@ class TrainStep:
         self._accumulate, self._clip_norm, self._seed = accumulate, clip_norm, seed
         self.steps_done = 0
         self.strategy.prepare(model)
-        self._parameters = _parameters_of(model, optimizer)
         self._loss = LossModule(model, LossSum(loss_fn, self.comm.device), forward)
         self._module = self.strategy.wrap(self._loss)
         self._every = list(model.parameters())
         self._trained = [p.requires_grad for p in self._every]
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
+        self._parameters: list[nn.Parameter] = []
+        self._take_groups()
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Make one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
@@ -145,14 +140,27 @@ class TrainStep:
         self.steps_done += 1
         return result
 
+    def _take_groups(self) -> None:
+        """Look at the optimizer's groups, again where the user has added to them."""
+        groups = self.optimizer.param_groups
+        if sum(len(group["params"]) for group in groups) == len(self._parameters):
+            return
+        self._parameters = parameters_of(self.model, self.optimizer)
+        for group in groups:
+            group.setdefault("initial_lr", group["lr"])
+        if len(every := list(self.model.parameters())) != len(self._every):  # a layer that was not there before
+            self.strategy.prepare(self.model)
+            self._every = every
+
     def _begin(self) -> float:
+        self._take_groups()
         if (trained := [p.requires_grad for p in self._every]) != self._trained:
             # What reduces gradients counts on the parameters that there were when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
         _seed(mix((self._seed, _RANDOM, self.steps_done, self.comm.rank)) & 0xFFFFFFFF, self.comm.device)
         self.optimizer.zero_grad(set_to_none=True)
         if self.schedule is not None:
-            factor = self.schedule(self.steps_done)
+            factor = learning_rate_factor(self.schedule, self.steps_done)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
         return float(self.optimizer.param_groups[0]["lr"])
@@ -225,28 +233,3 @@ def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
         # A factor of another dtype than the gradients takes them one by one; half formats are too coarse for it.
         own = factor.to(torch.promote_types(dtype, torch.float32))
         torch._foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], own)
-
-
-def _refuse_closure(optimizer: Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            "optimizer",
-            "one that takes a step from gradients that are there, such as SGD or AdamW",
-            f"{type(optimizer).__name__}, whose step needs a closure",
-            "A closure computes the gradients again as often as the optimizer likes, and the workers' parts with them.",
-        )
-
-
-def _parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    known = {id(p) for p in model.parameters()}
-    parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(id(p) not in known for p in parameters)
-    if foreign:
-        raise ConfigError(
-            "optimizer",
-            "parameters of the model that is trained",
-            f"{foreign} of {len(parameters)} that are not among them",
-            "Make the optimizer from model.parameters() of this very model.",
-        )
-    return parameters

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict, Unpack
 from ..checkpoint import Checkpoint
 from ..communicator import init
 from ..data.loader import Loader
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..strategies import STRATEGIES
 from . import out_folder
 from .callbacks import defaults
@@ -110,6 +110,7 @@ class Trainer:
         self.saver, self.modes, self.unsettled = Saver(self, keep), TrainingModes(model), Unsettled(self.comm.device)
         self.position, self.totals = Position(), EpochTotals(self.comm.device)
         self._begun = False
+        self.made_folders: list[Path] = []  # those of `out` that were made for this run
         self._loop: Loop | None = None  # while `fit` runs
         self.history: list[Row] = []
         self.stop_reason = ""
@@ -126,7 +127,8 @@ class Trainer:
             train: a map-style data set, or a `Loader` of the trainer's global batch.
             epochs: 1 or more.
             validate: a data set, or a `Loader`, to evaluate on after each epoch.
-            resume: a checkpoint to go on from, or "latest": the newest in `out`, which is fine to have none. Model
+            resume: a checkpoint to go on from, or the folder of a run, for the newest one in it, or "latest": the
+                newest in `out`, which is fine to have none. Model
                 and optimizer get its state; hyperparameters that the optimizer is constructed with otherwise than
                 then are as they are now, which is logged.
 
@@ -145,6 +147,7 @@ class Trainer:
             loader = opened.enter_context(self._opened(train))
             held_out = None if validate is None else opened.enter_context(self._opened(validate, shuffle=False))
             self._begin(loader, epochs, resume)
+            opened.callback(self._release_folder)
             with StopSignals() as signals:
                 self._loop = Loop(self, self._callbacks, signals)
                 try:
@@ -170,8 +173,8 @@ class Trainer:
         found = None if resume is None else self.saver.find(resume)
         position = self.position if found is None else Position(found.state["loader"])
         check_epochs(epochs, position, again=self._begun and resume is None)
+        _take_to(position, loader, found)
         self._prepare_folder(found, fresh=not self._begun and resume != "latest")
-        position.take_to(loader)
         if found is not None:
             self._take_up(found)
         self._begun, self.stop_reason, self.unsettled = True, "", Unsettled(self.comm.device)
@@ -180,7 +183,16 @@ class Trainer:
     def _prepare_folder(self, found: Checkpoint | None, fresh: bool) -> None:
         out, from_path = self.out, self.saver.last_path if found is None else found.path
         if out is not None:
-            self.comm.on_rank0(lambda: out_folder.prepare(out, from_path, fresh))
+            self.made_folders += self.comm.on_rank0(lambda: out_folder.prepare(out, from_path, fresh))
+
+    def _release_folder(self) -> None:
+        if self.out is not None and self.comm.rank == 0:
+            out_folder.release(self.out)
+
+    @property
+    def done(self) -> bool:
+        """Whether the epochs that were asked for are done, or there was a reason to stop before."""
+        return bool(self.stop_reason) or self.position.epoch >= self.epochs
 
     def check_losses(self) -> None:
         """See that the losses of all steps so far are finite; waits for the device.
@@ -271,3 +283,11 @@ class Trainer:
         self.history, self.position = list(state["history"]), Position(state["loader"])
         self.totals.load_state_dict(state["totals"])
         self.saver.last = None  # was of the state before
+
+
+def _take_to(position: Position, loader: Loader, found: Checkpoint | None) -> None:
+    """Let `loader` begin at `position`; an error names the checkpoint that it is from, if any."""
+    try:
+        position.take_to(loader)
+    except CheckpointError as error:
+        raise error if found is None else CheckpointError(f"{found.path}: {error}") from None

@@ -32,6 +32,8 @@ def parse_interval(text: str) -> tuple[int, str]:
 class Checkpoints(Callback):
     """Saves every so many epochs or steps, and at the end; the trainer's `out` says where.
 
+    At each step and epoch it comes after all other callbacks, so that what they change is saved.
+
     Args:
         every: "1epoch", "500steps", …; "0" saves only when the run is interrupted.
     """
@@ -52,6 +54,6 @@ class Checkpoints(Callback):
             trainer.save()
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Save where the run ended well."""
-        if self._count and error is None:
+        """Save where the run ended well, unless that step has been saved, by this run or the one it goes on from."""
+        if self._count and error is None and trainer.saver.last_step != trainer.step.steps_done:
             trainer.save()

@@ -40,10 +40,18 @@ class EarlyStopping(Callback):
         self.metric, self.patience = metric, patience
         self._sign, self._min_delta = (1.0 if higher_is_better else -1.0), min_delta
 
+    def on_start(self, trainer: Trainer) -> None:
+        """A run that goes on from where this has stopped it stays stopped; with more patience it does not."""
+        if trainer.history and self.metric in trainer.history[-1]:
+            self._look(trainer)
+
     def on_epoch(self, trainer: Trainer, row: Row) -> None:
         """Look at the history, which every worker has alike and which survives a resumed run."""
         if self.metric not in row:
             raise ConfigError("metric", f"one of {', '.join(row)}", self.metric, "Pass validate= for test metrics.")
+        self._look(trainer)
+
+    def _look(self, trainer: Trainer) -> None:
         if self.waited(trainer.history) >= self.patience:
             trainer.stop(f"{self.metric} has not improved for {self.patience} epochs")
 

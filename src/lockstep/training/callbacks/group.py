@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ...errors import ConfigError
 from .base import Callback, Row
+from .checkpoints import Checkpoints
 
 if TYPE_CHECKING:
     from ..step import StepResult
@@ -19,12 +21,17 @@ class CallbackGroup:
     """Those of `callbacks` that run on this rank.
 
     Args:
-        callbacks: in the order in which they are told.
+        callbacks: in the order in which they are told, but for `Checkpoints`: those come last, as the others may
+            change what is saved.
         rank: 0 has them all, the others only those with `every_rank`.
+
+    Raises:
+        ConfigError: for what is no callback, a class of them say.
     """
 
     def __init__(self, callbacks: Iterable[Callback], rank: int) -> None:
-        self._members = [callback for callback in callbacks if callback.every_rank or rank == 0]
+        ordered = sorted(map(_checked, callbacks), key=lambda callback: isinstance(callback, Checkpoints))
+        self._members = [callback for callback in ordered if callback.every_rank or rank == 0]
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         """A step has been made."""
@@ -55,3 +62,12 @@ class CallbackGroup:
             except BaseException as raised:
                 error = raised
                 raise
+
+
+def _checked(callback: Any) -> Callback:
+    if isinstance(callback, Callback):
+        return callback
+    if isinstance(callback, type):
+        name = callback.__name__
+        raise ConfigError("callbacks", "instances of Callback", f"the class {name}", f"Make one of it: {name}(...).")
+    raise ConfigError("callbacks", "instances of Callback", f"one of type {type(callback).__name__}")

@@ -130,7 +130,7 @@ class Mailbox:
         ring, nbytes = self._out[target], tensor.numel() * tensor.element_size()
         if nbytes > self._fragment or ring.full:
             return False
-        ring.put(tag, nbytes, 0, tensor.view(-1).view(torch.uint8))
+        ring.put(tag, nbytes, 0, flat_of(tensor).view(torch.uint8))
         return True
 
     def post(self, receive: Receive) -> Receive:
@@ -221,7 +221,7 @@ class Mailbox:
         if into is None or not is_plain(into) or into.numel() * into.element_size() != total:
             data = torch.empty(total, dtype=torch.uint8)
         else:
-            data = into.view(-1).view(torch.uint8)
+            data = flat_of(into).view(torch.uint8)
         message = _Message(source, tag, total, data)
         self._offer(message)
         return message

@@ -17,7 +17,9 @@ def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of `tensor` in order, shape (numel,): a view where it is contiguous, otherwise a copy."""
     if tensor.is_conj() or tensor.is_neg():  # lazily conjugated or negated: its bytes are not yet what it says
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous().view(-1)
+    flat = tensor.contiguous().view(-1)
+    # a single element is contiguous whatever its stride says, but not to `view(dtype)`
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,), flat.storage_offset())
 
 
 def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:

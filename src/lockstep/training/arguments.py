@@ -1,0 +1,82 @@
+"""Sees that what a training step is made of can be used, before it is."""
+
+from __future__ import annotations
+
+import inspect
+from numbers import Real
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigError
+from .schedules import Schedule
+
+__all__ = ["check_step", "learning_rate_factor", "parameters_of"]
+
+
+def check_step(model: Any, optimizer: Any, accumulate: Any, clip_norm: Any, schedule: Any) -> None:
+    """See that the arguments of `TrainStep` are of their kinds.
+
+    Raises:
+        ConfigError: naming the first that is not.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError("model", "a torch.nn.Module", type(model).__name__)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
+    _refuse_closure(optimizer)
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError("accumulate", "a whole number of at least 1", accumulate)
+    if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
+        raise ConfigError("clip_norm", "a number above 0", clip_norm)
+    if schedule is not None and not callable(schedule):
+        hint = "Make one of a name with lockstep.training.schedules.make_schedule(name, total_steps)."
+        raise ConfigError("schedule", "a function from the step's number to a learning-rate factor", schedule, hint)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def learning_rate_factor(schedule: Schedule, step: int) -> float:
+    """What `schedule` says for `step`.
+
+    Raises:
+        ConfigError: when it is no number.
+    """
+    factor: Any = schedule(step)
+    try:
+        return float(factor)
+    except (TypeError, ValueError):
+        raise ConfigError("schedule", f"a number as the factor of step {step}", factor) from None
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            "optimizer",
+            "one that takes a step from gradients that are there, such as SGD or AdamW",
+            f"{type(optimizer).__name__}, whose step needs a closure",
+            "A closure computes the gradients again as often as the optimizer likes, and the workers' parts with them.",
+        )
+
+
+def parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """The optimizer's parameters, group by group.
+
+    Raises:
+        ConfigError: when some are not the model's.
+    """
+    known = {id(p) for p in model.parameters()}
+    parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in known for p in parameters)
+    if foreign:
+        raise ConfigError(
+            "optimizer",
+            "parameters of the model that is trained",
+            f"{foreign} of {len(parameters)} that are not among them",
+            "Make the optimizer from model.parameters() of this very model.",
+        )
+    return parameters
