@@ -112,11 +112,11 @@ class ShmGroup(NamedGroup):
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
         """Copy rank i's `inputs[t]` to every rank's `outputs[i][t]`."""
         self._count("outputs", outputs)
-        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
+        return self.allgather(list(zip(*outputs, strict=True)), dense(inputs), opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
         """Copy every rank's `tensor` into its part of `output`."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        return self.all_gather_single_coalesced(dense([output]), dense([tensor]), opts)
 
     _allgather_base = all_gather_single
 
