@@ -103,3 +103,10 @@ def test_accuracy_is_the_default_of_classification() -> None:
     for loss_fn in (nn.CrossEntropyLoss(), nn.NLLLoss(), nn.functional.cross_entropy):
         assert list(default_metrics(loss_fn)) == ["accuracy"]
     assert default_metrics(nn.MSELoss()) == {}
+
+
+@pytest.mark.parametrize("metrics", [{"x": 1}, [1]])
+def test_metrics_that_cannot_be_called_are_refused(metrics: Any) -> None:
+    data = loader(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"metrics: expected a (function|mapping)"):
+        evaluate(nn.Linear(3, 2), data, nn.CrossEntropyLoss(), metrics)

@@ -6,9 +6,14 @@ import multiprocessing
 import os
 import pickle
 import signal
-from contextlib import nullcontext
+import subprocess
+import sys
+from contextlib import nullcontext, suppress
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
@@ -106,16 +111,106 @@ def test_close_ends_the_processes_though_an_error_is_held() -> None:
 def test_ctrl_c_is_left_to_the_parent() -> None:
     loader = Loader(Who(), 4, num_workers=2, comm=ALONE)
     epoch = loader.epoch(0)
-    next(epoch)
+    next(epoch), next(epoch)  # one of each process: both have begun
     for process in multiprocessing.active_children():
         os.kill(process.pid or 0, signal.SIGINT)
-    assert len(list(epoch)) == 5
+    assert len(list(epoch)) == 4
     loader.close()
 
 
 def test_what_processes_are_started_with_can_be_sent_to_them() -> None:
-    for part in (fetch._leave_interrupts_to_the_parent, fetch._Batches(TensorDataset(torch.arange(3)), None)):
+    init = partial(fetch._leave_signals_to_the_parent, apart=True)
+    for part in (init, fetch._Batches(TensorDataset(torch.arange(3)), None)):
         pickle.dumps(part)
+
+
+def test_a_signal_to_the_process_group_is_left_to_the_parent() -> None:
+    loader = Loader(Who(), 4, num_workers=1, comm=ALONE)
+    for _ in loader.epoch(0):
+        (process,) = multiprocessing.active_children()
+        assert os.getpgid(process.pid or 0) == process.pid != os.getpgrp()
+    loader.close()
+
+
+def test_below_a_launcher_they_stay_in_the_workers_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    loader = Loader(Who(), 4, num_workers=1, comm=ALONE)
+    for _ in loader.epoch(0):
+        (process,) = multiprocessing.active_children()
+        assert os.getpgid(process.pid or 0) == os.getpgrp()
+    loader.close()
+
+
+ORPHANED = """
+import multiprocessing, os, signal, torch
+from lockstep.communicator import Communicator
+from lockstep.data.loader import Loader
+from lockstep.topology import World
+
+loader = Loader(torch.arange(24), 4, num_workers=1, comm=Communicator(World(), torch.device("cpu")))
+for _ in loader.epoch(0):
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_they_end_though_the_parent_could_not_end_them() -> None:
+    program = subprocess.run([sys.executable, "-c", ORPHANED], stdout=subprocess.PIPE, text=True, check=False)
+    assert program.returncode == -signal.SIGKILL
+    # They look for their parent every few seconds; reading all of the output has waited for the last one that held it.
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(program.stdout)).status() == psutil.STATUS_ZOMBIE
+
+
+def outside_of_modules(source: str) -> dict[str, Any]:
+    """What `source` defines in a main module that no other process can import."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(source, names)
+    return names
+
+
+DEFINITIONS = """
+class Numbers:
+    def __init__(self, numbers):
+        self.numbers = numbers
+    def __len__(self):
+        return len(self.numbers)
+    def __getitem__(self, index):
+        return self.numbers[index]
+
+def pairs(numbers):
+    return [int(number) for number in numbers]
+"""
+
+
+@pytest.mark.parametrize("of_main", ["Numbers", "pairs"])
+def test_a_class_or_function_of_the_main_module_is_sent_by_value(of_main: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[torch.Tensor] = []
+
+    def share(tensor: torch.Tensor) -> tuple[Any, ...]:
+        shared.append(tensor)
+        return torch.tensor, (tensor.tolist(),)
+
+    # torch's reducer would open a descriptor for a process that does not come
+    monkeypatch.setitem(ForkingPickler._extra_reducers, torch.Tensor, share)  # type: ignore[attr-defined]
+    found = outside_of_modules(DEFINITIONS)
+    numbers = torch.arange(6)
+    dataset = found["Numbers"](numbers) if of_main == "Numbers" else TensorDataset(numbers)
+    batches = fetch._Batches(dataset, found["pairs"] if of_main == "pairs" else None)
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        ForkingPickler.dumps(batches.dataset if of_main == "Numbers" else batches.collate)
+    sent = ForkingPickler.loads(ForkingPickler.dumps(batches))
+    assert len(sent.dataset) == 6
+    assert sent.by_sample and sent.in_tensors == batches.in_tensors
+    inside = sent.dataset.numbers if of_main == "Numbers" else sent.dataset.tensors[0]
+    assert torch.equal(inside, numbers)
+    assert any(tensor is numbers for tensor in shared)
+
+
+def test_what_can_be_found_by_name_is_sent_by_name() -> None:
+    sent = ForkingPickler.loads(ForkingPickler.dumps(fetch._Batches(Who(), None)))
+    assert type(sent.dataset) is Who
+    assert b"cloudpickle" not in bytes(ForkingPickler.dumps(fetch._Batches(Who(), None)))
 
 
 @pytest.mark.parametrize(("processes", "prefetch"), [(1, 1), (2, 2), (2, 5), (3, 4), (4, 8)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.training.losses import Forward, LossFn, LossModule, LossSum, as_sum, check_fit
+from lockstep.training.losses import Forward, LossFn, LossModule, LossSum, as_sum, check_fit, classification
 
 CPU = torch.device("cpu")
 
@@ -64,6 +66,10 @@ def test_other_forms_are_refused(value: object) -> None:
         (nn.NLLLoss(WEIGHTS), OUTPUT.log_softmax(1), without(LABELS, 0)),
         (nn.functional.cross_entropy, OUTPUT, without(LABELS, 0)),
         (nn.functional.nll_loss, OUTPUT.log_softmax(1), without(LABELS, 0)),
+        (partial(nn.functional.cross_entropy, ignore_index=2), OUTPUT, without(LABELS, 0, value=2)),
+        (partial(nn.functional.cross_entropy, weight=WEIGHTS, label_smoothing=0.1), OUTPUT, without(LABELS, 0)),
+        (partial(nn.functional.cross_entropy, reduction="none"), OUTPUT, LABELS),
+        (partial(nn.functional.nll_loss, ignore_index=2), OUTPUT.log_softmax(1), without(LABELS, 0, value=2)),
         (nn.MSELoss(), OUTPUT, OUTPUT.flip(0)),
         (nn.L1Loss(reduction="none"), OUTPUT[:, 0], OUTPUT[:, 1]),
         (nn.BCEWithLogitsLoss(WEIGHTS, pos_weight=WEIGHTS + 1), OUTPUT, OUTPUT.sigmoid()),
@@ -187,3 +193,46 @@ def test_a_loss_with_parameters_adds_no_names() -> None:
     made = module(nn.Linear(3, 4), Learnt())
     assert set(made.state_dict()) == {"model.weight", "model.bias"}
     assert len(list(made.parameters())) == 2
+
+
+@pytest.mark.parametrize("fn", [nn.functional.cross_entropy, nn.functional.nll_loss])
+def test_a_bare_sum_is_refused_of_a_function_with_keywords_too(fn: LossFn) -> None:
+    with pytest.raises(ConfigError, match="Loss with reduction='sum'"):
+        LossSum(partial(fn, reduction="sum"), CPU)
+
+
+def test_a_function_with_its_target_bound_is_the_users_own() -> None:
+    assert classification(partial(nn.functional.cross_entropy, target=LABELS)) is None
+    assert classification(partial(nn.functional.cross_entropy, OUTPUT)) is None
+
+
+def test_a_loss_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ConfigError, match="loss_fn: expected a function"):
+        LossSum("cross_entropy", CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "said"),
+    [
+        ((OUTPUT, OUTPUT), LABELS, "model: expected a tensor of class scores as its output, got 'tuple'. .*forward="),
+        (OUTPUT, LABELS.tolist(), "data: expected a tensor of class labels as the target, got 'list'"),
+        (OUTPUT, LABELS.int(), r"data: expected class labels of dtype torch.int64, got torch.int32. .*labels.long"),
+    ],
+)
+def test_what_is_no_tensor_of_labels_or_scores_is_named(output: object, target: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LossSum(nn.CrossEntropyLoss(), CPU)(output, target, 6)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(WEIGHTS), nn.functional.cross_entropy])
+def test_a_label_of_a_later_batch_that_is_too_large_is_named(loss_fn: LossFn) -> None:
+    loss = LossSum(loss_fn, CPU)
+    loss(OUTPUT, LABELS, 6)
+    with pytest.raises(ConfigError, match=r"outputs as the labels need \(8\)"):
+        loss(OUTPUT, LABELS + 4, 6)
+
+
+def test_other_errors_of_a_loss_are_left_as_they_are() -> None:
+    loss = LossSum(nn.CrossEntropyLoss(WEIGHTS[:3]), CPU)
+    with pytest.raises(RuntimeError, match="weight tensor"):
+        loss(OUTPUT, LABELS, 6)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lockstep.data.nested import map_tensors, narrow, split
+from lockstep.errors import ConfigError
 
 X = torch.arange(6.0)
 
@@ -106,3 +107,16 @@ def test_what_is_no_tensor_stays() -> None:
 def test_parts_are_contiguous_and_the_last_may_be_empty() -> None:
     parts = split(Frozen(X[:2]), 2, 3)
     assert [(part.x.tolist(), size) for part, size in parts] == [([0.0], 1), ([1.0], 1), ([], 0)]
+
+
+def test_what_is_there_for_all_samples_is_not_cut() -> None:
+    scale = torch.tensor(2.0)
+    assert narrow({"x": X, "scale": scale}, 0, 0)["scale"] is scale
+    assert [part["scale"] for part, _ in split({"x": X, "scale": scale}, 6, 2)] == [scale, scale]
+
+
+def test_a_tensor_with_its_samples_elsewhere_is_not_cut_in_parts() -> None:
+    last = X.view(1, 6)
+    with pytest.raises(ConfigError, match=r"accumulate: expected 1, or batches .* their 6 samples .* shape \[1, 6\]"):
+        split((last, X), 6, 2)
+    assert split((last, X), 6, 1)[0][1] == 6

@@ -134,3 +134,43 @@ def test_elsewhere_the_factor_stays_on_the_device_and_has_the_gradients_type(mon
     # reading a value of the device meta is an error
     _multiply(there, torch.empty((), dtype=torch.float64, device="meta"))
     assert seen == {(dtype, torch.promote_types(dtype, torch.float32)) for dtype in dtypes}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"accumulate": 2.0}, "accumulate: expected a whole number"),
+        ({"accumulate": True}, "accumulate: expected a whole number"),
+        ({"clip_norm": "1"}, "clip_norm: expected a number above 0"),
+        ({"clip_norm": float("nan")}, "clip_norm: expected a number above 0"),
+        ({"schedule": "cosine"}, "schedule: expected a function .* 'cosine'. .*make_schedule"),
+        ({"loss_fn": 1}, "loss_fn: expected a function"),
+        ({"model": None}, "model: expected a torch.nn.Module, got 'NoneType'"),
+        ({"optimizer": None}, "optimizer: expected a torch.optim.Optimizer, got 'NoneType'"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused(options: dict[str, Any], said: str) -> None:
+    model = nn.Linear(3, 4)
+    given: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "loss_fn": nn.MSELoss()}
+    with pytest.raises(ConfigError, match=said):
+        TrainStep(**{**given, **options}, strategy=Distributed(Communicator(World(), CPU)))
+
+
+def test_a_schedule_that_gives_no_number_is_refused() -> None:
+    step = make(nn.Linear(3, 4), schedule=lambda _: None)
+    with pytest.raises(ConfigError, match="schedule: expected a number as the factor of step 0, got None"):
+        step(batch())
+
+
+def test_a_group_added_later_is_scheduled_clipped_and_corrected() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model[1].parameters(), 1.0)
+    step = make(model, optimizer, schedule=lambda number: 1 / (1 + number), clip_norm=1e-3)
+    step(batch())
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.5})
+    before = [p.detach().clone() for p in model.parameters()]
+    step(batch(labels=torch.tensor([0, 1, -100, -100])))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert float(gradients.norm()) == pytest.approx(1e-3, rel=1e-3)
+    assert all(float((p.detach() - old).abs().max()) < 1e-3 for p, old in zip(model.parameters(), before, strict=True))

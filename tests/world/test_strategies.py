@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError, DataError, MismatchError
-from lockstep.strategies import consistency, distributed
+from lockstep.strategies import buffers, consistency, distributed
 from lockstep.strategies.distributed import Distributed
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.training.evaluate import evaluate
@@ -399,3 +399,164 @@ def copies() -> bool:
 
 def test_a_model_with_synchronised_batch_norm_can_be_copied(pool: Pool) -> None:
     assert pool.run(copies, workers=2) == [True, True]
+
+
+class Moving(nn.Module):
+    """A mean of its own that moves with the inputs, in place or by a new tensor, from some step on."""
+
+    def __init__(self, in_place: bool, begins: int = 0) -> None:
+        super().__init__()
+        self.linear, self.in_place, self.begins, self.passes = nn.Linear(6, 4), in_place, begins, 0
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("least", torch.full((6,), float("inf")))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.arange(6.0))
+        self.register_buffer("none", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.linear(x - self.mean + 0 * self.table)  # type: ignore[has-type]
+        if self.passes >= self.begins:
+            mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)  # type: ignore[has-type]
+            if self.in_place:
+                self.mean.copy_(mean)  # type: ignore[has-type]
+            else:
+                self.mean = mean
+            self.least = torch.minimum(self.least, x.detach().amin(0))  # type: ignore[has-type]
+            self.seen += 2**60 + 1
+        self.passes += 1
+        return output
+
+
+def train_moving(in_place: bool, begins: int, between: str) -> tuple[list[float], list[bool], int]:
+    comm = lockstep.init("cpu")
+    torch.manual_seed(0)
+    model = Moving(in_place, begins)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(), accumulate=2)
+    losses, same, sent = [], [], []
+    broadcast = buffers.broadcast_all
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            buffers, "broadcast_all", lambda tensors, comm: (sent.append(len(tensors)), broadcast(tensors, comm))
+        )
+        for batch in Loader(samples(34), 8, comm=comm).epoch(0):
+            losses.append(float(step(batch)))
+            same.append(len(set(map(str, comm.allgather_object([b.tolist() for b in model.buffers()])))) == 1)
+            if between == "sync":
+                step.strategy.sync_buffers()
+            elif between == "load":
+                model.load_state_dict(model.state_dict())
+    return losses, same, max(sent, default=0)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("begins", [0, 2])
+def test_buffers_that_move_are_those_of_rank_0_after_every_step(pool: Pool, in_place: bool, begins: int) -> None:
+    runs = [pool.run(train_moving, in_place, begins, between, workers=3) for between in ("nothing", "sync", "load")]
+    for answers in runs:
+        for losses, same, sent in answers:
+            assert all(same)
+            assert losses == runs[0][0][0]
+            assert sent == 3  # not the table
+
+
+def constants_only() -> int:
+    comm = lockstep.init("cpu")
+    model = Moving(True, begins=100)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss())
+    sent: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(comm), "broadcast", lambda *_: sent.append(1))
+        for batch in Loader(samples(16), 8, comm=comm).epoch(0):
+            step(batch)
+    return len(sent)
+
+
+def test_constant_buffers_are_not_sent(pool: Pool) -> None:
+    assert pool.run(constants_only, workers=2) == [0, 0]
+
+
+class Looked(nn.Module):
+    """Two sparse embeddings, of which the second is looked up only for some inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.rest = nn.EmbeddingBag(20, 8, sparse=True), nn.Embedding(20, 8, sparse=True)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = x.detach().abs().mul(7).long() % 20
+        inside: torch.Tensor = self.bag(words)
+        rare = words[:, :1] > 13
+        if rare.any():
+            inside = inside + self.rest(words).mean(1) * rare
+        output: torch.Tensor = self.last(inside)
+        return output
+
+
+def train_sparse(accumulate: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    comm = lockstep.init("cpu")
+    torch.manual_seed(0)
+    model = Looked().double()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(), accumulate=accumulate)
+    losses = [float(step(batch)) for batch in Loader(samples(37), 9, comm=comm, shuffle=False).epoch(0)]
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_sparse_gradients_of_what_only_some_workers_look_up(pool: Pool, accumulate: int) -> None:
+    ((losses, values),) = pool.run(train_sparse, accumulate, workers=1)
+    for others, theirs in pool.run(train_sparse, accumulate, workers=2):
+        assert others == pytest.approx(losses, rel=1e-6)
+        for name, value in theirs.items():
+            torch.testing.assert_close(value, values[name])
+
+
+def sparse_kinds() -> list[str]:
+    comm = lockstep.init("cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 4))
+    words = TensorDataset(torch.arange(185).view(37, 5) % 20, torch.arange(37) % 4)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss())
+    losses = [f"{float(step(batch)):.5f}" for batch in Loader(words, 9, comm=comm).epoch(0)]
+    assert model[0].weight.grad is not None and model[0].weight.grad.is_sparse
+    return losses
+
+
+def test_sparse_gradients_with_a_part_without_samples(pool: Pool) -> None:
+    (alone,) = pool.run(sparse_kinds, workers=1)
+    for workers in (2, 3):
+        assert pool.run(sparse_kinds, workers=workers) == [alone] * workers
+
+
+def unfreeze(add_layer: bool) -> tuple[list[float], list[list[float]]]:
+    comm = lockstep.init("cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    step = TrainStep(model, optimizer, nn.CrossEntropyLoss(ignore_index=2), strategy=Distributed(comm), clip_norm=0.05)
+    losses = []
+    for number, batch in enumerate(Loader(wide(36), 8, comm=comm).epoch(0)):
+        if number == 2 and add_layer:
+            torch.manual_seed(comm.rank)  # rank 0's values are used by all
+            model.append(nn.Linear(4, 4).double())
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        elif number == 2:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        losses.append(float(step(batch)))
+    return losses, [p.flatten().tolist() for p in model.parameters()]
+
+
+def wide(n: int) -> TensorDataset:
+    inputs, labels = samples(n).tensors
+    return TensorDataset(inputs.double(), labels)
+
+
+@pytest.mark.parametrize("add_layer", [False, True])
+def test_parameters_may_be_given_to_the_optimizer_later(pool: Pool, add_layer: bool) -> None:
+    ((losses, values),) = pool.run(unfreeze, add_layer, workers=1)
+    for others, theirs in pool.run(unfreeze, add_layer, workers=2):
+        assert others == pytest.approx(losses, rel=1e-9)
+        for mine, got in zip(values, theirs, strict=True):
+            assert got == pytest.approx(mine, rel=1e-9, abs=1e-12)

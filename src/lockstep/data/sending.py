@@ -7,7 +7,7 @@ import io
 import pickle
 from collections import ChainMap
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class Sent:
 class _Trial(pickle.Pickler):
     """Goes through everything that would be pickled but the numbers in it."""
 
-    dispatch_table = {**copyreg.dispatch_table, **ForkingPickler._extra_reducers}  # type: ignore[attr-defined]
+    dispatch_table: ClassVar[dict[type, Any]] = {**copyreg.dispatch_table, **ForkingPickler._extra_reducers}  # type: ignore[attr-defined, misc]
 
     def persistent_id(self, obj: Any) -> str | None:
         array = type(obj) is np.ndarray and obj.dtype != object
