@@ -36,9 +36,10 @@ class Ending:
 # Imports what is slow to import, then forks a process for each rank of each program. A rank leaves the loop, becomes
 # the program, and ends as any Python program does.
 _SERVER = """
-import json, os, sys, time
-import torch, torch.distributed, torch.nn.parallel, lockstep
+import gc, json, os, sys, time
+import torch, torch.distributed, torch.nn.parallel, lockstep.transports.make
 torch.set_num_threads(1)
+gc.freeze()  # a rank's last collection would otherwise copy every page of what is imported
 folder, source = sys.argv[1], None
 for number, (source, ranks) in enumerate(json.loads(sys.stdin.read())):
     pids = {}
@@ -61,9 +62,7 @@ if source is not None:
     sys.argv = ["program", str(rank), str(ranks), name]
     for kind, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(f"{name}.{rank}.{kind}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
-    for name in ("json", "os", "time", "folder", "number", "ranks", "rank", "pids", "pid", "kind", "descriptor", "name"):
-        globals().pop(name, None)
-    exec(compile(globals().pop("source"), "program", "exec"))
+    exec(compile(source, "program", "exec"), {"__name__": "__main__"})
 """
 
 
