@@ -17,6 +17,11 @@ from safetensors.torch import load_file
 
 import lockstep
 from lockstep.cli import main
+from lockstep.cli.run_folders import choose_folder
+from lockstep.training import job
+from lockstep.training.callbacks import Callback
+from lockstep.training.options import TrainOptions
+from lockstep.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -106,7 +111,7 @@ def refuse_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_run_folder(folder: Path) -> None:
     assert run("--log", "tensorboard,csv") == 0
     (made,) = (folder / "runs").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}-mlp-synthetic", made.name)
+    assert re.fullmatch(r"\d{8}-\d{6}-mlp-synthetic-[0-9a-f]{4}", made.name)
     assert {path.name for path in made.iterdir()} == {
         "config.yaml",
         "metrics.csv",
@@ -145,9 +150,75 @@ def test_a_run_that_dies_at_once_leaves_nothing(folder: Path) -> None:
         module.write("class Dies(nn.Linear):\n    def __init__(self): super().__init__(784, 10)\n")
         module.write("    def forward(self, x):\n        if self.training: raise ZeroDivisionError\n")
         module.write("        return super().forward(x.flatten(1))\n")
-    with pytest.raises(ZeroDivisionError):
-        run("--model", "mine:Dies")
+    assert run("--model", "mine:Dies") == 1
     assert left(folder) == set()
+
+
+BAD_DATA = """
+class Bad(torch.utils.data.Dataset):
+    classes = 10
+    def __len__(self): return 200
+    def __getitem__(self, index):
+        if index == 150: raise OSError("no such picture")
+        return torch.zeros(1, 28, 28), 0
+"""
+
+
+@pytest.mark.leaks("matplotlib keeps its fonts open")
+def test_data_that_fail_get_one_line_and_leave_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (folder / "mine.py").open("a") as module:
+        module.write(BAD_DATA)
+    (folder / "kept").mkdir()
+    for arguments in ([], ["--out", "made/here"], ["--out", "kept", "--debug"]):
+        assert run("--data", "mine:Bad", "--global-batch", "2", *arguments) == 1
+        errors = capsys.readouterr().err
+        *traceback, last = errors.splitlines()
+        assert last == "lockstep train: error: OSError: no such picture. --debug shows where."
+        assert bool(traceback) == ("--debug" in arguments)
+        assert ("in __getitem__" in errors) == ("--debug" in arguments)
+        assert left(folder) == {"kept"}
+    (folder / "mine.py").write_text((folder / "mine.py").read_text().replace("index == 150", "False"))
+    sys.modules.pop("mine")
+    assert run("--data", "mine:Bad", "--out", "made/here") == 0
+
+
+@pytest.mark.leaks("matplotlib keeps its fonts open")
+def test_a_run_that_loses_its_folder_to_another_spares_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = job.make_callbacks
+
+    def be_overtaken(options: TrainOptions) -> list[Callback]:
+        monkeypatch.setattr(job, "make_callbacks", make)
+        assert run("--out", "same") == 0
+        return make(options)
+
+    monkeypatch.setattr(job, "make_callbacks", be_overtaken)
+    assert run("--out", "same") == 2
+    assert (
+        "--out: expected a folder without an earlier run, got 'same'. Go on with that run (resume), or choose another"
+        in capsys.readouterr().err
+    )
+    assert (folder / "same/result.json").exists()
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own() -> None:
+    assert len({choose_folder(None, None, "mlp") for _ in range(20)}) > 15
+
+
+@pytest.mark.leaks("matplotlib keeps its fonts open")
+def test_a_signal_after_the_last_step_leaves_all_files_and_the_code_of_a_signal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Last(Callback):
+        def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    make = job.make_callbacks
+    monkeypatch.setattr(job, "make_callbacks", lambda options: [*make(options), Last()])
+    assert run("--out", "one") == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM" in capsys.readouterr().err
+    assert {"result.json", "model.safetensors", "curve.png"} <= {path.name for path in (folder / "one").iterdir()}
 
 
 def test_a_run_that_fails_at_once_spares_its_neighbours(folder: Path) -> None:

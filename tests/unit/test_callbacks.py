@@ -19,6 +19,8 @@ from lockstep import atomic
 from lockstep.errors import ConfigError
 from lockstep.training.callbacks import Callback, CSVLog, Curve, EarlyStopping, Progress, TensorBoard
 from lockstep.training.callbacks.base import Row
+from lockstep.training.callbacks.group import CallbackGroup
+from lockstep.training.callbacks.progress import as_line
 
 ROWS: list[Row] = [
     {"epoch": e, "step": 5 * e, "train_loss": 1 / e, "lr": 0.1, "seconds": 1.0, "samples_per_second": 67.0}
@@ -148,6 +150,19 @@ def test_bad_options(options: dict[str, Any]) -> None:
         EarlyStopping(**options)
 
 
+# --- the group ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(CSVLog, r"got the class CSVLog. Make one of it: CSVLog\(\.\.\.\)"), (print, "got one of type builtin_function")],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_no_callback_is_refused(given: Any, said: str, rank: int) -> None:
+    with pytest.raises(ConfigError, match=f"callbacks: expected instances of Callback, {said}"):
+        CallbackGroup([Progress(), given], rank)
+
+
 # --- the display --------------------------------------------------------------------------------------------
 
 
@@ -159,3 +174,10 @@ def test_the_reason_of_an_early_end_is_shown(error: BaseException | None, shown:
     run.stop_reason = "enough"
     progress.on_end(run, error)
     assert (text.getvalue() == "stopped early: enough\n") == shown
+
+
+def test_an_epoch_is_a_line_of_80_columns() -> None:
+    row = {**ROWS[0], "epoch": 10, "test_loss": 1.23456, "test_accuracy": 0.98765, "seconds": 123.4}
+    line = as_line({**row, "samples_per_second": 123_456.0}, 15)
+    assert line == "epoch 10/15  loss 1.0000  test loss 1.2346  accuracy 98.77%  123.4 s  123,456/s"
+    assert len(line) <= 80

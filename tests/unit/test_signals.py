@@ -20,12 +20,36 @@ def _handlers_as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_the_first_signal_is_remembered() -> None:
+@pytest.fixture
+def heard() -> list[int]:
+    """The SIGTERMs that reach the program around."""
+    numbers: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
+    return numbers
+
+
+def test_the_first_signal_is_remembered_and_reaches_the_program_at_the_end(heard: list[int]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
         assert signals.received is None
         signal.raise_signal(signal.SIGTERM)
         assert signals.received == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert heard == []
+    assert heard == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_exception_tells_of_the_signal(heard: list[int]) -> None:
+    with pytest.raises(KeyError), StopSignals():
+        signal.raise_signal(signal.SIGTERM)
+        raise KeyError
+    assert heard == []
+
+
+def test_without_a_signal_none_is_raised(heard: list[int]) -> None:
+    with StopSignals():
+        pass
+    assert heard == []
 
 
 def test_the_second_acts_as_before() -> None:
@@ -34,15 +58,16 @@ def test_the_second_acts_as_before() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_launched_worker_ignores_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launched_worker_ignores_the_second(monkeypatch: pytest.MonkeyPatch, heard: list[int]) -> None:
     monkeypatch.setattr("lockstep.training.signals.under_launcher", lambda: True)
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert signals.received == signal.SIGTERM
+    assert heard == [signal.SIGTERM]
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
+def test_an_ignored_signal_stays_ignored(heard: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGINT)

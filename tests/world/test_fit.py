@@ -209,7 +209,9 @@ def test_a_wish_to_stop_is_seen_a_few_steps_later() -> None:
         trainer.fit(images(200), 1)
 
 
-def test_saving_twice_in_one_step_writes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_may_save_as_often_as_it_likes_and_the_end_saves_no_step_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[int] = []
     save: Callable[..., Path] = CheckpointStore.save
 
@@ -221,7 +223,7 @@ def test_saving_twice_in_one_step_writes_once(tmp_path: Path, monkeypatch: pytes
     paths: list[Path] = []
     twice = At(6, lambda trainer: paths.extend(trainer.save() for _ in range(2)))
     fit(tmp_path, twice, Checkpoints("5steps"), epochs=2)
-    assert written == [5, 7, 10]
+    assert written == [5, 7, 7, 10]
     assert paths == [tmp_path / "checkpoints/step-0000000007"] * 2
 
 

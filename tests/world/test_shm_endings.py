@@ -10,11 +10,13 @@ import pytest
 from support.faults import SOON_S
 from support.programs import Ending, run_programs
 
-START = """
+IMPORTS = """
 import sys, torch, torch.distributed as dist, lockstep
 rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("shm", init_method="file://" + path, rank=rank, world_size=size)
 """
+INIT = 'dist.init_process_group("shm", init_method="file://" + path, rank=rank, world_size=size)\n'
+# each rank takes itself to be on a machine of its own, with Gloo between them
+APART = "from lockstep.transports.shm import host\nhost.host_key = lambda: f'machine {rank}'\n"
 
 # What comes last in a program; every rank is to end with code 0 and without a word.
 LAST_LINES = {
@@ -41,15 +43,10 @@ model(torch.ones(2, 64)).sum().backward()
 }
 
 
-# The same where each rank takes itself to be on a machine of its own, with Gloo between them.
-FAR = """
-from lockstep.transports.shm import host
-host.host_key = lambda: f"machine {sys.argv[1]}"
-"""
-FAR_LAST_LINES = {
+LAST_LINES_APART = {
     "one rank under way": "work = rank or dist.all_reduce(torch.ones(3), async_op=True)",
     "destroyed under way": "work = dist.all_reduce(torch.ones(3), async_op=True); dist.destroy_process_group()",
-    "one rank under way over Gloo": "work = rank or dist.all_to_all_single(torch.ones(4), torch.ones(4), async_op=True)",
+    "one rank over Gloo": "work = rank or dist.all_to_all_single(torch.ones(4), torch.ones(4), async_op=True)",
 }
 
 LONG_SUMS = "w = [dist.all_reduce(torch.ones(3_000_000, dtype=torch.half), async_op=True) for _ in range(3)]"
@@ -81,17 +78,17 @@ Endings = dict[str, list[Ending]]
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> Endings:
     """How each rank of each program ended; they are run in one go."""
-    programs = {name: (line, 2) for name, line in LAST_LINES.items()}
-    programs |= {f"long sums {time}": (LONG_SUMS, 2) for time in range(TIMES)}
-    programs |= {f"{name}, {ranks}": (WAIT + line, ranks) for name, (line, *_) in LOST.items() for ranks in (2, 3)}
-    programs["interrupted"] = (INTERRUPTED, 3)
-    whole = [(START + program, ranks) for program, ranks in programs.values()]
-    programs |= {f"far, {name}": (line, 2) for name, line in FAR_LAST_LINES.items()}
-    whole += [(START.replace("dist.init", f"{FAR}dist.init") + line, 2) for line in FAR_LAST_LINES.values()]
-    return dict(zip(programs, run_programs(whole, tmp_path_factory.mktemp("programs"), timeout=110), strict=True))
+    start = IMPORTS + INIT
+    programs = {name: (start + line, 2) for name, line in LAST_LINES.items()}
+    programs |= {f"apart, {name}": (IMPORTS + APART + INIT + line, 2) for name, line in LAST_LINES_APART.items()}
+    programs |= {f"long sums {time}": (start + LONG_SUMS, 2) for time in range(TIMES)}
+    programs |= {f"{name}, {n}": (start + WAIT + line, n) for name, (line, *_) in LOST.items() for n in (2, 3)}
+    programs["interrupted"] = (start + INTERRUPTED, 3)
+    ended = run_programs(list(programs.values()), tmp_path_factory.mktemp("programs"), timeout=110)
+    return dict(zip(programs, ended, strict=True))
 
 
-@pytest.mark.parametrize("name", [*LAST_LINES, *(f"far, {name}" for name in FAR_LAST_LINES)])
+@pytest.mark.parametrize("name", [*LAST_LINES, *(f"apart, {name}" for name in LAST_LINES_APART)])
 def test_a_program_ends_well_whatever_its_last_line_is(endings: Endings, name: str) -> None:
     assert [(rank.code, rank.out, rank.err) for rank in endings[name]] == [(0, "", "")] * 2
 

@@ -232,3 +232,27 @@ def test_a_broken_group_refuses_everything_and_a_new_one_works(pool: Pool) -> No
         assert (kind, total) == ("RankLostError", [2.0] * 3)
         assert text.startswith("shm: this group cannot be used since an earlier error: RankLostError")
         assert "rank 1 (" in text
+
+
+def mistake() -> list[Any]:
+    """Rank 0 sends to rank 1 more than it expects, then what it expects."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(LARGE), 1)
+        dist.send(torch.full((3,), 7.0), 1)
+        ended, into = Ended("", "", (), 0.0), torch.full((3,), 7.0)
+    else:
+        into = torch.zeros(3)
+        ended = attempt(lambda: dist.recv(into, 0))
+        assert not into.any()
+        dist.recv(into, 0)
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    return [ended.kind, ended.text, into.tolist(), total.tolist()]
+
+
+def test_a_message_of_another_size_is_its_receivers_error_alone(pool: Pool) -> None:
+    sender, receiver = pool.run(mistake, backend="shm")
+    assert sender == ["", "", [7.0] * 3, [2.0] * 3]
+    assert receiver[0] == "TransportError"
+    assert f"rank 0 sent {LARGE * 4} bytes (tag 0), but rank 1 receives into 12 bytes" in receiver[1]
+    assert receiver[2:] == [[7.0] * 3, [2.0] * 3]

@@ -18,6 +18,7 @@ import lockstep
 from lockstep.transports.shm import segment
 from lockstep.transports.shm.layout import default_size
 from support.faults import attempt, attempt_to_start
+from support.hosts import pretending
 from support.pool import Pool
 from support.programs import run_programs
 
@@ -139,8 +140,20 @@ def test_too_small_a_size_is_refused_on_every_rank_with_the_least_that_is_enough
     assert pool.run(body, least, workers=3, init=False) == [("", "")] * 3
 
 
-@pytest.mark.parametrize("size", [0, -5])
-def test_no_size_at_all_is_refused(pool: Pool, size: int) -> None:
+def test_too_small_a_size_on_one_machine_is_refused_on_all(pool: Pool) -> None:
+    def body() -> tuple[str, str]:
+        with pretending("AAB"):
+            size = 5000 if os.environ["RANK"] == "1" else None
+            ended = attempt_to_start(pg_options=lockstep.ShmOptions(size=size))
+        return ended.kind, ended.text
+
+    for kind, text in pool.run(body, workers=3, init=False):
+        assert kind == "ConfigError"
+        assert "bytes for 2 ranks on one machine, got 5000" in text
+
+
+@pytest.mark.parametrize("size", [0, -5, "1M"])
+def test_what_is_no_size_is_refused(pool: Pool, size: Any) -> None:
     (ended,) = pool.run(attempt_to_start, pg_options=lockstep.ShmOptions(size=size), workers=1, init=False)
     assert ended.kind == "ConfigError"
 

@@ -17,8 +17,8 @@ from .hierarchy.connection import Connection
 from .hierarchy.group import HierarchicalGroup
 from .shm.core import Core
 from .shm.group import ShmGroup
-from .shm.host import machines
-from .shm.layout import default_size, plan
+from .shm.host import Machine, machines
+from .shm.layout import Layout, default_size, plan
 from .shm.options import ShmOptions
 
 __all__ = ["make_shm_group"]
@@ -37,17 +37,23 @@ def make_shm_group(given: Any, options: ShmOptions | None) -> dist.ProcessGroup:
     wish = options.size if options is not None else None
     if wish is None:
         wish = environment.shm_size() or None
+    elif not isinstance(wish, int):
+        raise ConfigError("ShmOptions size", "a number of bytes", wish)
     # a store may outlive the groups that met in it, and c10d gives a group that is made again the same name
     given.store = PrefixStore(str(given.store.add(f"round/{given.group_rank}", 1)), given.store)
     found = machines(given.store, given.group_rank, given.group_size, wish)
     mine = next(i for i, machine in enumerate(found) if given.group_rank in machine.ranks)
-    ranks, size = found[mine].ranks, found[mine].size
-    layout = plan(len(ranks), default_size(len(ranks)) if size is None else size)
-    store = PrefixStore(f"machine/{mine}", given.store)
-    core = Core(store, ranks.index(given.group_rank), layout, given.timeout.total_seconds(), ranks)
+    layouts = [_plan(machine) for machine in found]  # those of others too, so that all ranks refuse what one refuses
+    ranks, store = found[mine].ranks, PrefixStore(f"machine/{mine}", given.store)
+    core = Core(store, ranks.index(given.group_rank), layouts[mine], given.timeout.total_seconds(), ranks)
     if len(found) == 1:
         return ShmGroup(core, given.store)
     return _spanning(given, core, [list(machine.ranks) for machine in found], mine)
+
+
+def _plan(machine: Machine) -> Layout:
+    count = len(machine.ranks)
+    return plan(count, default_size(count) if machine.size is None else machine.size)
 
 
 def _spanning(given: Any, core: Core, hosts: list[list[int]], machine: int) -> dist.ProcessGroup:

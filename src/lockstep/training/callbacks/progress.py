@@ -95,7 +95,7 @@ def as_heading(trainer: Trainer) -> str:
 
 
 def as_line(row: Row, epochs: int) -> str:
-    """An epoch in one line."""
+    """An epoch in one line, which a terminal of 80 columns shows as one; at its end, samples a second."""
     width = len(str(epochs))
     parts = [f"epoch {int(row['epoch']):>{width}}/{epochs}", f"loss {row['train_loss']:.4f}"]
     for name, value in row.items():
@@ -103,5 +103,5 @@ def as_line(row: Row, epochs: int) -> str:
             label = name.replace("_", " ")
             parts.append(f"accuracy {value:.2%}" if name == "test_accuracy" else f"{label} {value:.4f}")
     parts.append(f"{row['seconds']:.1f} s")
-    parts.append(f"{row['samples_per_second']:,.0f} samples/s")
+    parts.append(f"{row['samples_per_second']:,.0f}/s")
     return "  ".join(parts)

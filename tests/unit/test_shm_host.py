@@ -1,0 +1,86 @@
+"""Which ranks share memory, and with how much of it they agree; how they hear of each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.errors import StallError
+from lockstep.transports.shm import host
+from lockstep.transports.shm.host import Machine, host_key, machines
+from lockstep.transports.shm.meeting import tell_all
+
+Answers = list[tuple[str, int | None]]
+
+
+def agreed(answers: Answers, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
+    """What `rank` finds where all ranks say such things."""
+    store = dist.HashStore()
+    for other, answer in enumerate(answers):
+        if other != rank:
+            store.set(f"host/{other}", json.dumps(answer))
+    key, size = answers[rank]
+    monkeypatch.setattr(host, "host_key", lambda: key)
+    return machines(store, rank, len(answers), size)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([("a", None)], [Machine((0,), None)]),
+        ([("a", None), ("a", None)], [Machine((0, 1), None)]),
+        (
+            [("b", 5), ("a", None), ("b", 3), ("a", 9), ("c", 0)],
+            [Machine((0, 2), 3), Machine((1, 3), 9), Machine((4,), 0)],
+        ),
+    ],
+)
+def test_every_rank_finds_the_same_machines(
+    answers: Answers, expected: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(agreed(answers, rank, monkeypatch) == expected for rank in range(len(answers)))
+
+
+@pytest.mark.parametrize("space", ["pid", "net"])
+def test_another_namespace_is_another_machine(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes cannot be seen from here, or not be told apart from others of their numbers."""
+    real, here = os.readlink, host_key()
+    assert host_key() == here
+    monkeypatch.setattr(os, "readlink", lambda path: "elsewhere" if str(path).endswith(space) else real(path))
+    assert host_key() != here
+
+
+def test_another_user_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = host_key()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert host_key() != here
+
+
+def test_without_proc_the_machine_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", none)
+    assert host_key() == socket.gethostname()
+
+
+def test_who_says_nothing_is_named() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    store.set("topic/2", "there")
+    with pytest.raises(StallError, match=r"making the group \(topic\): ranks 11, 13 did not arrive") as caught:
+        tell_all(store, "topic", 0, "here", (10, 11, 12, 13))
+    assert caught.value.ranks == (11, 13)
+
+
+def test_all_texts_are_told_in_the_ranks_order() -> None:
+    store = dist.HashStore()
+    store.set("topic/0", "ä")
+    store.set("topic/2", "")
+    assert tell_all(store, "topic", 1, "here", range(3)) == ["ä", "here", ""]

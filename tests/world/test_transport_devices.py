@@ -1,0 +1,109 @@
+"""Groups such as "cpu:shm,cuda:nccl": what is not on the CPU goes to the backend of its device.
+
+The device is "meta", which every machine has, and its backend notes what it is asked to do.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support import recorder
+from support.faults import attempt
+from support.hosts import pretending
+from support.pool import Pool
+from support.recorder import CALLS, Recorder, meta, world
+
+
+def start(backends: str = "cpu:shm,meta:recorder") -> None:
+    if not hasattr(dist.Backend, "RECORDER"):
+        dist.Backend.register_backend("recorder", Recorder, devices=["meta"])
+    recorder.GROUPS.clear()
+    dist.init_process_group(backends)
+
+
+def check_calls() -> None:
+    assert recorder.GROUPS == [], "a backend is made when it is first needed"
+    for name, call in CALLS.items():
+        call()
+        assert recorder.GROUPS[0].calls[-1] == name
+    assert len(recorder.GROUPS) == 1
+    # as C++ calls it: through the base class, and what overrides it
+    count = len(recorder.GROUPS[0].calls)
+    dist.ProcessGroup.allreduce(world(), [meta()], dist.AllreduceOptions()).wait()
+    assert len(recorder.GROUPS[0].calls) == count + 1
+
+
+def check_cpu() -> None:
+    total = torch.ones(4)
+    dist.all_reduce(total)
+    assert total.eq(dist.get_world_size()).all()
+    dist.ProcessGroup.allreduce(world(), [total], dist.AllreduceOptions()).wait()
+    assert total.eq(dist.get_world_size() ** 2).all()
+
+
+@pytest.mark.parametrize("machines", ["AA", "AB"])
+def test_tensors_of_another_device_go_to_its_backend(pool: Pool, machines: str) -> None:
+    def body() -> list[str]:
+        with pretending(machines):
+            start()
+        check_cpu()
+        check_calls()
+        check_cpu()
+        dist.destroy_process_group()
+        ended: list[str] = recorder.GROUPS[0].ended
+        recorder.GROUPS.clear()
+        return ended
+
+    assert pool.run(body, init=False) == [["shutdown"]] * 2
+
+
+@pytest.mark.parametrize("machines", ["AA", "AB"])
+def test_without_a_backend_for_it_the_error_says_how_to_name_one(pool: Pool, machines: str) -> None:
+    def body() -> None:
+        with pretending(machines):
+            start("shm")
+        for name, call in CALLS.items():
+            ended = attempt(call)
+            assert ended.kind == "ConfigError", (name, ended)
+            assert "got 'meta'. Make the group with \"cpu:shm,meta:...\" to name a backend for it." in ended.text
+        check_cpu()
+
+    pool.run(body, init=False)
+
+
+def test_a_backend_that_cannot_stand_beside_shm_is_refused(pool: Pool) -> None:
+    def body() -> None:
+        start("cpu:shm,meta:nowhere")
+        ended = attempt(lambda: dist.all_reduce(meta()))
+        assert ended.kind == "ConfigError"
+        assert "nccl, gloo or a plain plug-in beside shm" in ended.text
+        check_cpu()
+
+    pool.run(body, init=False)
+
+
+def test_the_usual_pair_starts_on_a_machine_without_its_second_device(pool: Pool) -> None:
+    def body() -> str:
+        dist.init_process_group("cpu:shm,cuda:nccl")
+        check_cpu()
+        return str(dist.get_backend_config())
+
+    assert pool.run(body, init=False) == ["cpu:shm,cuda:nccl"] * 2
+
+
+def test_gloo_for_another_device_is_asked_by_names_that_it_knows(pool: Pool) -> None:
+    """As a backend it lacks the newer ones; it is put into a group of c10d's, which translates."""
+    from lockstep.transports.devices import NAMES as ALL
+    from lockstep.transports.wrapped import as_group
+
+    def body() -> list[str]:
+        gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        group = as_group(gloo, dist.HashStore(), "cpu")
+        out, tensor = torch.zeros(4), torch.ones(4)
+        group.all_gather_single(out, tensor).wait()
+        assert out.equal(tensor)
+        return [name for name in ALL if not hasattr(group, name)]
+
+    assert pool.run(body, workers=1, init=False) == [[]]
