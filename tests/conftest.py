@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Collection, Generator, Iterator
 
 # torch.compile would otherwise keep a pool of compiler processes for the rest of the run
@@ -24,6 +25,9 @@ FAILED = pytest.StashKey[bool]()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaks(reason): the test may leave resources or settings behind")
     torch.set_num_threads(1)
+    # a job in the background begins with Ctrl-C ignored, and so would every program that a test starts
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch keeps two descriptors from its first store on; no test shall seem to leak them
     fresh_store()
 
