@@ -193,7 +193,7 @@ def check_environment(modules: Mapping[str, Module]) -> list[str]:
     return [
         f"{module.name}:{node.lineno} uses os.{name}; that is the part of {ENVIRONMENT}"
         for module in modules.values()
-        if module.part != ENVIRONMENT
+        if module.part.rstrip("/") != ENVIRONMENT  # a module, or a package
         for node, name in _uses_of_environment(module.tree)
     ]
 

@@ -19,6 +19,7 @@ LONGER: dict[str, str] = {}
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "accelerate": (),
     "matplotlib": (),
+    "mpi4py": (),
     "pooch": (),
     "rich": (),
     "sklearn": (),
@@ -186,6 +187,11 @@ def test_a_look_at_the_environment_is_found(tree: Tree, source: str) -> None:
     assert [line.partition(" uses ")[0] for line in floors.check_environment(modules)] == [
         f"pack.a:{source.count(chr(10)) + 1}"
     ]
+
+
+def test_the_part_that_touches_the_environment_may_be_a_package(tree: Tree) -> None:
+    modules = tree({"environment/__init__.py": "import os\nos.environ", "environment/a.py": "import os\nos.environ"})
+    assert floors.check_environment(modules) == []
 
 
 def test_other_environments_are_not_found(tree: Tree) -> None:
