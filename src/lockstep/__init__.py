@@ -10,7 +10,7 @@ from .transports.register import register
 
 if TYPE_CHECKING:
     from . import data, models
-    from .communicator import Communicator, init
+    from .communicator import Communicator, init, wait_all
     from .data.loader import Batch, Loader
     from .errors import LockstepError
     from .fingerprints import fingerprint
@@ -42,6 +42,7 @@ __all__ = [
     "make_schedule",
     "models",
     "prepare_model",
+    "wait_all",
 ]
 
 # Where each public name lives: "module:attribute", or a module. They are imported when first used, so that
@@ -65,6 +66,7 @@ _HOMES = {
     "make_schedule": "training.schedules:make_schedule",
     "models": "models",
     "prepare_model": "training.prepare:prepare_model",
+    "wait_all": "communicator:wait_all",
 }
 
 register()  # init_process_group("shm") works from here on

@@ -266,7 +266,7 @@ def _value(text: str | None) -> str:
 
 def forget_communicator() -> None:
     """Let the next `lockstep.init()` look for its job anew; one process serves many jobs here."""
-    module: Any = sys.modules.get("lockstep.communicator")
+    module: Any = sys.modules.get("lockstep.communicator.joining")
     if module is not None:
         assert hasattr(module, "_default"), "lockstep.communicator keeps its communicator elsewhere now; follow it"
         module._default = None

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def loader(*tensors: torch.Tensor, global_batch: int = 4) -> Loader:
-    return Loader(TensorDataset(*tensors), global_batch, comm=Communicator(World(), CPU))
+    return Loader(TensorDataset(*tensors), global_batch, comm=Communicator.at(World(), CPU))
 
 
 def test_accuracy_of_labels() -> None:

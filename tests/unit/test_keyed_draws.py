@@ -34,7 +34,7 @@ def drawn(size: int = 1, epoch: int = 0, first: int = 0, seed: int = 0, dataset:
     """By sample, what the ranks of a job of `size` drew from step `first` on."""
     found: Draws = {}
     for rank in range(size):
-        comm = Communicator(World(rank, size, rank, size), torch.device("cpu"))
+        comm = Communicator.at(World(rank, size, rank, size), torch.device("cpu"))
         loader = Loader(dataset or Noisy(), 5, seed=seed, comm=comm, **options)
         loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "step": first})
         for batch in loader.epoch(epoch):
@@ -97,7 +97,7 @@ def test_it_holds_behind_a_subset() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_programs_own_generators_are_left_alone(num_workers: int) -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    loader = Loader(Noisy(), 5, num_workers=num_workers, comm=Communicator(World(), torch.device("cpu")))
+    loader = Loader(Noisy(), 5, num_workers=num_workers, comm=Communicator.at(World(), torch.device("cpu")))
     for _ in loader.epoch(0):
         # as dropout in the step between would find it
         assert torch.equal(torch.get_rng_state(), before[0])

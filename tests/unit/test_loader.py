@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def rank_of(rank: int, size: int) -> Communicator:
-    return Communicator(World(rank, size, rank, size), CPU)
+    return Communicator.at(World(rank, size, rank, size), CPU)
 
 
 def numbers(n: int) -> TensorDataset:

@@ -25,7 +25,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
 from lockstep.topology import World
 
-ALONE = Communicator(World(), torch.device("cpu"))
+ALONE = Communicator.at(World(), torch.device("cpu"))
 
 
 class Who(Dataset[int]):
@@ -152,7 +152,7 @@ from lockstep.communicator import Communicator
 from lockstep.data.loader import Loader
 from lockstep.topology import World
 
-loader = Loader(torch.arange(24), 4, num_workers=1, comm=Communicator(World(), torch.device("cpu")))
+loader = Loader(torch.arange(24), 4, num_workers=1, comm=Communicator.at(World(), torch.device("cpu")))
 for _ in loader.epoch(0):
     print(multiprocessing.active_children()[0].pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

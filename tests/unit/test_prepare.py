@@ -15,8 +15,8 @@ from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.topology import World
 from lockstep.training.prepare import prepare_model
 
-ALONE = Communicator(World(), torch.device("cpu"))
-ONE_OF_TWO = Communicator(World(0, 2, 0, 2), torch.device("cpu"))
+ALONE = Communicator.at(World(), torch.device("cpu"))
+ONE_OF_TWO = Communicator.at(World(0, 2, 0, 2), torch.device("cpu"))
 
 
 def net() -> nn.Module:

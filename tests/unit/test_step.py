@@ -28,7 +28,7 @@ def batch(inputs: torch.Tensor | None = None, labels: torch.Tensor = LABELS) -> 
 def make(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> TrainStep:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
     loss_fn = options.pop("loss_fn", nn.CrossEntropyLoss())
-    return TrainStep(model, optimizer, loss_fn, strategy=Distributed(Communicator(World(), CPU)), **options)
+    return TrainStep(model, optimizer, loss_fn, strategy=Distributed(Communicator.at(World(), CPU)), **options)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
@@ -153,7 +153,7 @@ def test_arguments_of_other_kinds_are_refused(options: dict[str, Any], said: str
     model = nn.Linear(3, 4)
     given: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "loss_fn": nn.MSELoss()}
     with pytest.raises(ConfigError, match=said):
-        TrainStep(**{**given, **options}, strategy=Distributed(Communicator(World(), CPU)))
+        TrainStep(**{**given, **options}, strategy=Distributed(Communicator.at(World(), CPU)))
 
 
 def test_a_schedule_that_gives_no_number_is_refused() -> None:

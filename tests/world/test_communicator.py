@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -187,6 +187,45 @@ def test_rank_0_first(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(first, tmp_path, workers=3) == [False, True, True]
 
 
+def first_fails(kind: str) -> tuple[str, str, bool]:
+    """Rank 0 raises in the body; the others must not go on as if it had been run."""
+    comm, ran = lockstep.init("cpu"), False
+    try:
+        with comm.first():
+            ran = True
+            if comm.rank == 0:
+                raise KeyboardInterrupt if kind == "interrupt" else FileNotFoundError(2, "nothing there", "data")
+    except BaseException as error:
+        # and the workers can still talk
+        assert comm.allgather_object(comm.rank) == list(range(comm.size))
+        return type(error).__name__, str(error), ran
+    return "", "", ran
+
+
+def test_what_rank_0_raises_first_reaches_all(pool: Pool) -> None:
+    missing = "[Errno 2] nothing there: 'data'"
+    assert pool.run(first_fails, "missing", workers=3) == [
+        ("FileNotFoundError", missing, True),
+        ("FileNotFoundError", missing, False),
+        ("FileNotFoundError", missing, False),
+    ]
+    own, other = pool.run(first_fails, "interrupt", workers=2)
+    assert own == ("KeyboardInterrupt", "", True)
+    assert other == ("WorkerError", "rank 0: KeyboardInterrupt: ", False)
+
+
+def second_fails() -> None:
+    comm = lockstep.init("cpu")
+    with pytest.raises(ZeroDivisionError) if comm.rank else nullcontext(), comm.first():
+        if comm.rank:
+            raise ZeroDivisionError
+    assert comm.allgather_object(comm.rank) == [0, 1]
+
+
+def test_an_error_of_another_rank_is_its_own(pool: Pool) -> None:
+    pool.run(second_fails, workers=2)
+
+
 def incomplete() -> str:
     with pytest.raises(ConfigError) as caught:
         lockstep.init("cpu")
@@ -225,4 +264,4 @@ def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_communicator_says_who_it_is() -> None:
-    assert "rank=1, size=2" in repr(Communicator(World(1, 2, 1, 2), torch.device("cpu")))
+    assert "rank=1, size=2" in repr(Communicator.at(World(1, 2, 1, 2), torch.device("cpu")))

@@ -1,0 +1,56 @@
+"""Makes a process group of some ranks of another."""
+
+# torch's stubs lack some of the names of torch.distributed
+# mypy: disable-error-code="attr-defined"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["make_group"]
+
+
+def make_group(ranks: Sequence[int], name: str, like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of `ranks` of the job, in that order, with the backends and the time limit of `like`.
+
+    Only its members call this. `new_group` would not do: older versions sort the ranks, and it names groups by how many
+    a process has seen, so that ranks that have been in different groups wait for each other under different names
+    (PyTorch issue 190396). What is called here is what `new_group` calls.
+
+    Args:
+        ranks: ranks of the whole job; this process's is among them.
+        name: the same on all members, and of no other group of the job.
+        like: a group that they are all in.
+    """
+    make: Any = c10d._new_process_group_helper
+    made, _ = make(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(dist.get_backend(like)),
+        c10d._get_default_store(),
+        name,
+        timeout=_timeout_of(like),
+    )
+    c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(ranks)}
+    group: dist.ProcessGroup = made
+    return group
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """The group's time limit, which each backend keeps in a place of its own."""
+    if isinstance(getattr(group, "timeout", None), timedelta):
+        found: timedelta = group.timeout
+        return found
+    for device in group._device_types:
+        with suppress(AttributeError, RuntimeError):
+            limit: timedelta = group._get_backend(torch.device(device)).options._timeout
+            return limit
+    return c10d.default_pg_timeout
