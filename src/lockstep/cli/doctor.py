@@ -1,0 +1,147 @@
+"""``lockstep doctor``: what is here, whether it works, and what to fix."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from ..hosts import Host, parse_hosts, read_hostfile
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from ..doctor import Problem, Section
+
+__all__ = ["add_to", "run_command"]
+
+_DESCRIPTION = """\
+Look at this machine's devices, memory, cores, limits and network, sum a tensor
+between two processes on each backend, and log in on the machines of a job. Ends
+with what to fix.
+"""
+
+_INDENT = 16  # columns before the text of a line: a mark and its name
+
+_EXAMPLES = """
+examples:
+  lockstep doctor
+  lockstep doctor -H nodeA:4,nodeB:4
+  lockstep doctor --hostfile hosts --ssh-port 2222 --identity ~/.ssh/cluster
+  lockstep doctor --json | jq .problems
+
+exit codes:
+  0  nothing to fix
+  1  something to fix
+  2  bad input
+"""
+
+
+def add_to(commands: Any, name: str) -> None:
+    """Add this command to the subparsers `commands`."""
+    parser = commands.add_parser(
+        name,
+        help="show what is here and whether it works, and say what to fix",
+        usage="%(prog)s [options]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-H", "--hosts", metavar="LIST", help="machines to log in on, e.g. nodeA:4,user@nodeB:4")
+    parser.add_argument("--hostfile", metavar="FILE", help="the same, a line each, e.g. `nodeA slots=4`")
+    parser.add_argument("--ssh-port", metavar="PORT", help="port of sshd (default: as ssh is configured)")
+    parser.add_argument("--identity", metavar="FILE", help="private key for ssh (default: as ssh is configured)")
+    parser.add_argument("--time-limit", metavar="SECONDS", default="60", help="limit of each trial (default: 60)")
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=run_command, known=[flag for action in parser._actions for flag in action.option_strings])
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Do what the parsed `arguments` ask for; returns 1 when something is to be fixed."""
+    from ..doctor import Ssh, as_json, examine
+
+    hosts, limit = _hosts(arguments), _number("--time-limit", arguments.time_limit, 3600)
+    port = None if arguments.ssh_port is None else _number("--ssh-port", arguments.ssh_port, 65535)
+    found = examine(hosts, Ssh(port, _identity(arguments.identity)), limit)
+    if arguments.json:
+        sections = list(found)
+        print(json.dumps(as_json(sections), indent=2))
+    else:
+        sections = list(_shown(found))
+    return 1 if any(section.problems for section in sections) else 0
+
+
+def _hosts(arguments: argparse.Namespace) -> list[Host]:
+    if arguments.hosts is not None and arguments.hostfile is not None:
+        raise ConfigError("-H", "either -H or --hostfile", "both")
+    if arguments.hosts is not None:
+        return parse_hosts(arguments.hosts, "-H")
+    return read_hostfile(Path(arguments.hostfile).expanduser()) if arguments.hostfile is not None else []
+
+
+def _number(flag: str, text: str, most: int) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise ConfigError(flag, f"a whole number from 1 to {most}", repr(text))
+    return int(text)
+
+
+def _identity(text: str | None) -> Path | None:
+    path = None if text is None else Path(text).expanduser()
+    if path is not None and not path.is_file():
+        raise ConfigError("--identity", "the file of a private key", str(path))
+    return path
+
+
+def _shown(sections: Iterator[Section]) -> Iterator[Section]:
+    """The same sections, each printed as it comes, and the problems of all at the end."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    problems: list[Problem] = []
+    with console.status("looking ...") as status:
+        for section in sections:
+            _print_section(console, section)
+            problems += section.problems
+            yield section
+            status.update("trying the backends ..." if section.title == "job" else "looking ...")
+    _print_problems(console, problems)
+
+
+def _print_section(console: Console, section: Section) -> None:
+    from rich.text import Text
+
+    good, bad = ("✓", "✗") if console.encoding.startswith("utf") else ("+", "!")
+    marks = {True: Text(good, "green"), False: Text(bad, "bold red"), None: Text(" ")}
+    console.print(Text(section.title, "bold"))
+    for fact in section.facts:
+        name = fact.name.ljust(_INDENT - 3) + " "
+        _print_lines(console, Text.assemble(marks[fact.good], " ", (name, "cyan")), fact.text)
+
+
+def _print_problems(console: Console, problems: Sequence[Problem]) -> None:
+    from rich.text import Text
+
+    console.print()
+    if not problems:
+        console.print(Text("Nothing to fix.", "bold green"))
+        return
+    console.print(Text("What to fix", "bold"))
+    for number, problem in enumerate(problems, 1):
+        _print_lines(console, Text(f"{number}. ".rjust(4), "bold red"), problem.what)
+        _print_lines(console, Text("  → " if console.encoding.startswith("utf") else " -> ", "green"), problem.fix)
+
+
+def _print_lines(console: Console, head: Text, text: str) -> None:
+    """Print `text` after `head`, wrapped so that its lines stand under each other; a long word is left whole."""
+    width = max(20, console.width - len(head))
+    first, *others = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    console.print(head + first, soft_wrap=True)
+    for line in others:
+        console.print(" " * len(head) + line, soft_wrap=True)

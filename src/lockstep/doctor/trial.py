@@ -1,0 +1,85 @@
+"""A small all-reduce by two ranks, in a process that can be given up when it hangs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import launchers
+from ..errors import LockstepError
+
+__all__ = ["RANKS", "run_launched", "run_under_mpiexec"]
+
+RANKS = 2
+_WAIT = timedelta(seconds=60)
+_SIZES = {"small": (1, 30), "large": (1 << 20, 8)}  # float32 elements (4 B, 4 MiB), and how often
+
+
+def run_launched(path: str, *backends: str) -> None:
+    """Try each of `backends` with processes of Lockstep's launcher, and add a line about it to the file `path`."""
+    for backend in backends:
+        try:
+            seconds = launchers.launch(_try, backend, workers=RANKS, threads=1)
+        except LockstepError as error:
+            _tell(path, backend, {"error": _in_short(error)})
+        else:
+            _tell(path, backend, seconds)
+
+
+def run_under_mpiexec(path: str) -> None:
+    """Try "mpi4py" in the processes that mpiexec has started, each of which calls this."""
+    dist.init_process_group("mpi4py", init_method="mpi4py://", timeout=_WAIT)
+    if dist.get_world_size() != RANKS:
+        sys.exit(f"mpi4py sees {dist.get_world_size()} rank, not {RANKS}: it belongs to another MPI than this mpiexec")
+    seconds, first = _measure("cpu"), dist.get_rank() == 0
+    dist.destroy_process_group()
+    if first:
+        _tell(path, "mpi4py", seconds)
+
+
+def _try(backend: str) -> dict[str, float]:
+    dist.init_process_group(backend, timeout=_WAIT)
+    return _measure(f"cuda:{dist.get_rank()}" if backend == "nccl" else "cpu")
+
+
+def _measure(device: str) -> dict[str, float]:
+    """Median seconds of an all-reduce of each size.
+
+    Raises:
+        LockstepError: when a sum is wrong.
+    """
+    found = {}
+    for name, (count, times) in _SIZES.items():
+        tensor = torch.ones(count, device=device)
+        _timed(tensor)
+        found[name] = statistics.median(_timed(tensor) for _ in range(times))
+        if not bool((tensor == RANKS).all()):
+            raise LockstepError(f"the sum over {RANKS} ranks is wrong: {tensor[:4].tolist()}")
+    return found
+
+
+def _timed(tensor: torch.Tensor) -> float:
+    tensor.fill_(1.0)
+    dist.barrier()
+    begin = time.perf_counter()
+    dist.all_reduce(tensor)
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter() - begin
+
+
+def _tell(path: str, backend: str, found: dict[str, float] | dict[str, str]) -> None:
+    with Path(path).open("a") as file:
+        file.write(json.dumps({"backend": backend, **found}) + "\n")
+
+
+def _in_short(error: LockstepError) -> str:
+    text = getattr(error, "reason", "") or str(error)
+    return text.strip().splitlines()[0]
