@@ -141,7 +141,13 @@ class WorkerError(LockstepError):
         kind: the class name of what it raised, or "exit" where it died.
         reason: the message of what it raised, in one line or more.
         worker_traceback: its traceback as text, "" where it left none.
+        host: the machine that it ran on, "" where there is one only.
+        others: what became of the others, "" where there is nothing to say.
+        time: when, in nanoseconds since the epoch on the clock of its machine; 0 where that is not known.
     """
+
+    host = others = ""
+    time = 0
 
     def __init__(self, rank: int, kind: str, reason: str, worker_traceback: str = "", exit_code: int = 1) -> None:
         super().__init__(rank, kind, reason, worker_traceback, exit_code)
@@ -149,7 +155,8 @@ class WorkerError(LockstepError):
         self.exit_code = exit_code
 
     def __str__(self) -> str:
-        head = f"rank {self.rank}: {self.kind}: {self.reason}"
+        head = f"rank {self.rank}{f' on {self.host}' if self.host else ''}: {self.kind}: {self.reason}"
+        head += f"\n({self.others})" if self.others else ""
         return f"{head}\n\n{self.worker_traceback.rstrip()}" if self.worker_traceback else head
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import sys
 import traceback
@@ -12,13 +13,13 @@ from pathlib import Path
 from .. import __version__
 from ..environment import debugging
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
-from . import train
+from . import doctor, run, train
 from .gather import as_typed
 from .parser import Parser
 
 __all__ = ["main"]
 
-_COMMANDS = {"train": train}
+_COMMANDS = {"train": train, "run": run, "doctor": doctor}
 _FLAGS = ("-h", "--help", "--version")
 
 _EXAMPLES = """
@@ -26,6 +27,8 @@ examples:
   lockstep train                  train a small network on handwritten digits
   lockstep train --workers 2      the same, with two worker processes
   lockstep train --help           all options, with examples
+  lockstep run -np 2 train.py     a program of yours, as two worker processes
+  lockstep doctor                 what is here, and what to fix
 """
 
 
@@ -41,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as raised:
         debug = "--debug" in given or debugging()
         error = raised if isinstance(raised, LockstepError) else _unknown(raised)
-        return _fail(error, who, lambda argument: as_typed(argument, options), debug)
+        spell = functools.partial(as_typed, arguments=options)
+        return _fail(error, who, spell, debug, getattr(options, "whole_tracebacks", False))
     except KeyboardInterrupt:
         print(f"{who}: stopped", file=sys.stderr)
         return 130
@@ -83,7 +87,7 @@ def _unknown(raised: Exception) -> LockstepError:
     return error
 
 
-def _fail(error: LockstepError, who: str, spell: Callable[[str], str], debug: bool) -> int:
+def _fail(error: LockstepError, who: str, spell: Callable[[str], str], debug: bool, whole: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, InterruptedRunError):
@@ -94,7 +98,7 @@ def _fail(error: LockstepError, who: str, spell: Callable[[str], str], debug: bo
     elif isinstance(error, ConfigError):
         message = f"error: {_in_one_line(error.render(spell(error.argument)))}"
     elif isinstance(error, WorkerError):
-        message = f"error: {_worker_message(error, spell)}"
+        message = f"error: {str(error) if whole else _worker_message(error, spell)}"
     else:
         message = f"error: {_in_one_line(str(error))}"
     print(f"{who}: {message}", file=sys.stderr)

@@ -7,7 +7,14 @@ from typing import NoReturn
 
 from ..errors import LockstepError
 
-__all__ = ["Parser", "UsageError"]
+__all__ = ["Help", "Parser", "UsageError"]
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Leaves description and examples as they are written."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26)
 
 
 class UsageError(LockstepError):

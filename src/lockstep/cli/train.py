@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..registry import import_path_here
 from ..training.options import GROUPS, TrainOptions
 from .gather import as_flag, resolve
+from .parser import Help
 
 __all__ = ["add_to", "choose_workers", "run_command"]
 
@@ -49,13 +50,6 @@ exit codes:
 """
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Leaves description and examples as they are written."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26)
-
-
 def add_to(commands: Any, name: str) -> None:
     """Add this command to the subparsers `commands`."""
     parser = commands.add_parser(
@@ -64,7 +58,7 @@ def add_to(commands: Any, name: str) -> None:
         usage="%(prog)s [options]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=_Help,
+        formatter_class=Help,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

@@ -12,14 +12,11 @@ from typing import TypeVar, cast
 
 from .. import environment
 from ..errors import ConfigError, LockstepError
+from .options import GRACE, Options
 
 __all__ = ["launch"]
 
 T = TypeVar("T")
-
-GRACE = 120.0
-"""Seconds to finish a step and save. At the 100 MB/s of a slow disk that is a checkpoint of 12 GB; who does not want to
-wait for it sends a second signal."""
 
 MAX_WORKERS = 120
 """PyTorch's agent needs two file descriptors per worker in every worker; multiprocessing passes on fewer than 256."""
@@ -66,16 +63,17 @@ def launch(
     """
     _check_settings(fn, workers, threads, grace)
     _check_process()
-    from . import agent  # PyTorch's agent: not every program needs it
+    from .fork_server import start_fork_server
 
-    agent.start_fork_server()  # first, as it loads PyTorch while this process goes on
-    from . import call, local
+    start_fork_server()  # first, as it loads PyTorch while this process goes on
+    from . import call, local, meeting, streams
 
-    options = local.Options(workers, threads or max(1, environment.usable_cores() // workers), grace)
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+    options = Options(workers, threads or max(1, environment.usable_cores() // workers), grace, patience=grace)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, streams.inherited() as own:
         path = Path(folder, "call")
         path.write_bytes(call.pack_call(fn, args, kwargs))
-        values = local.run(functools.partial(call.call, path), options, Path(folder))
+        job = local.Job(Path(folder), options, meeting.one_machine(), own)
+        values = local.run(functools.partial(call.call, path), job)
     return cast(T, None if values[0] is None else call.unpack(values[0]))
 
 
@@ -97,8 +95,8 @@ def _is_count(value: object, most: float = math.inf) -> bool:
 def _check_process() -> None:
     if environment.is_launched():
         raise LockstepError(
-            "launch() starts workers, and this process is a worker already (RANK or WORLD_SIZE is set). Call it in "
-            "the program that is started first, or call the function itself here."
+            f"launch() starts workers, and this process is a worker already ({environment.find_world().source} has "
+            "started it). Call it in the program that is started first, or call the function itself here."
         )
     for descriptor, name in enumerate(("standard input", "standard output", "standard error")):
         try:

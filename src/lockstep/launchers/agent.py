@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from multiprocessing import forkserver, resource_tracker
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.utils.api import macros
 
-__all__ = ["Agent", "Variables", "make_agent", "run_quietly", "start_fork_server"]
+from .fork_server import unseen_main
+from .meeting import Meeting
+from .options import Options
+
+__all__ = ["Agent", "Variables", "make_agent", "run_quietly"]
 
 # The agent looks after its workers this often; 50 ms is little beside starting them.
 MONITOR_SECONDS = 0.05
 
 NOISY = ("torch.distributed.elastic", "torch.multiprocessing")
-
-# One at a time may hide the main module and show it again.
-_starting = threading.Lock()
 
 
 class Variables(LogsSpecs):
@@ -38,7 +34,12 @@ class Variables(LogsSpecs):
     Args:
         inherited: what the agent's own variables (RANK, …) override.
         own: what overrides all others.
+
+    Attributes:
+        attempt: how often workers have been started before.
     """
+
+    attempt = 0
 
     def __init__(self, inherited: Mapping[str, str], own: Mapping[str, str]) -> None:
         super().__init__(os.devnull)
@@ -51,54 +52,81 @@ class Variables(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Called by the agent with the variables of each local rank, which it sets in the worker."""
+        # an agent counts only the failures on its own node, and by this number the workers of all nodes meet
+        ours = {"TORCHELASTIC_ERROR_FILE": "", "TORCHELASTIC_RESTART_COUNT": str(self.attempt), **self.own}
         for rank, agents in envs.items():
-            envs[rank] = {**self.inherited, **agents, "TORCHELASTIC_ERROR_FILE": "", **self.own}
+            envs[rank] = {**self.inherited, **agents, **ours}
         nowhere = dict.fromkeys(envs, "")
         return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
 
 
 class Agent(LocalElasticAgent):
-    """PyTorch's agent, which starts workers without the main module, and can be told to wait for them no longer."""
+    """PyTorch's agent, which starts workers without the main module, and can be told to wait for them no longer.
 
-    def __init__(self, spec: WorkerSpec, variables: Variables) -> None:
-        super().__init__(spec, variables, start_method="forkserver")
-        self._given_up = threading.Event()
+    Args:
+        spec: what it runs; its rendezvous handler is a `Meeting`.
+        variables: the workers' environment.
+        start_method: "forkserver" or "spawn".
+        begin: called before workers start, with the number of the attempt and the rank of the first of them.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, variables: Variables, start_method: str, begin: Callable[[int, int], None]
+    ) -> None:
+        super().__init__(spec, variables, start_method=start_method)
+        self._variables, self._begin = variables, begin
+        self._meeting = cast(Meeting, spec.rdzv_handler)
+        self._given_up: set[int] = set()
 
     def give_up(self) -> None:
-        """Let the run fail. A worker that left with exit code 0 and no value would be waited for without end."""
-        self._given_up.set()
+        """Let this attempt fail. A worker that left with exit code 0 and no value would be waited for without end."""
+        self._given_up.add(self._meeting.round)
+
+    def make_last(self) -> None:
+        """Let this be the last attempt, and wait for no other node at its end."""
+        self._remaining_restarts = 0
+        self._meeting.stopping.set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with _unseen_main():
+        self._variables.attempt = self._meeting.round
+        # an agent counts only those restarts for which its own node's workers were the reason
+        left = worker_group.spec.max_restarts - self._meeting.round
+        self._remaining_restarts = min(self._remaining_restarts, left)
+        self._begin(self._meeting.round, worker_group.workers[0].global_rank)
+        with unseen_main():
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._given_up.is_set():
+        if self._meeting.round in self._given_up:
             return RunResult(WorkerState.FAILED)
         return super()._monitor_workers(worker_group)  # type: ignore[no-any-return]
+
+    def _exit_barrier(self) -> None:
+        self._meeting.finish()
 
 
 def make_agent(
     entry: Callable[..., object],
     args: tuple[object, ...],
-    workers: int,
+    options: Options,
     variables: Variables,
-    meeting: RendezvousHandler,
+    meeting: Meeting,
+    begin: Callable[[int, int], None],
 ) -> Agent:
-    """An agent that runs ``entry(*args, local_rank)`` in `workers` processes.
+    """An agent that runs ``entry(*args, local_rank)`` in worker processes.
 
     `entry` and `args` must be picklable by name; `local_rank` is text.
     """
     spec = WorkerSpec(
         role="worker",
-        local_world_size=workers,
+        local_world_size=options.workers,
         rdzv_handler=meeting,
         entrypoint=entry,
         args=(*args, macros.local_rank),
-        max_restarts=0,
+        max_restarts=options.restarts,
         monitor_interval=MONITOR_SECONDS,
     )
-    return Agent(spec, variables)
+    return Agent(spec, variables, options.start_method, begin)
 
 
 def run_quietly(agent: Agent) -> RunResult:
@@ -108,41 +136,6 @@ def run_quietly(agent: Agent) -> RunResult:
     """
     with _silence(threading.get_ident()):
         return agent.run()  # type: ignore[no-any-return]
-
-
-def start_fork_server() -> None:
-    """Start multiprocessing's fork server, with PyTorch loaded, unless there is one already."""
-    multiprocessing.set_forkserver_preload([f"{__package__}.preload"])
-    with _unseen_main():
-        resource_tracker.ensure_running()  # before the mask: starting it would unblock SIGINT
-        # The mask is inherited. Without it Ctrl-C would end the server while it is loading, with a traceback.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _unseen_main() -> Iterator[None]:
-    """Let multiprocessing take this program's `__main__` for one that a child need not (and must not) run again.
-
-    Work travels by value, so that workers have no use for the main module, and a script without an
-    ``if __name__ == "__main__"`` guard would launch itself once more. Starting a process also settles
-    multiprocessing's default start method, which is left open again.
-    """
-    main = sys.modules["__main__"]
-    with _starting:
-        seen = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
-        method = multiprocessing.get_start_method(allow_none=True)
-        main.__spec__ = None
-        vars(main).pop("__file__", None)
-        try:
-            yield
-        finally:
-            vars(main).update(seen)
-            if method is None:
-                multiprocessing.set_start_method(None, force=True)
 
 
 @contextmanager

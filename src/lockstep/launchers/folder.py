@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Folder", "Report"]
+__all__ = ["Folder", "Report", "time_file"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,15 @@ class Folder:
     """
 
     path: Path
+
+    def attempt(self, number: int) -> Folder:
+        """The folder of the workers that were started when others had failed `number` times before."""
+        return Folder(self.path / f"attempt-{number}")
+
+    @property
+    def needs_time(self) -> bool:
+        """Whether a worker that was sent a signal has asked for time to clear up."""
+        return time_file(self.path.parent).exists()
 
     def enter(self, rank: int) -> None:
         """Mark this process as the living worker `rank`; lasts until the process ends."""
@@ -110,6 +119,11 @@ class Folder:
 
     def _report(self, rank: int) -> Path:
         return self.path / f"report-{rank}.json"
+
+
+def time_file(folder: Path) -> Path:
+    """The file in a run's folder that a worker makes to ask for time."""
+    return folder / "asked-for-time"
 
 
 def _is_locked(path: Path) -> bool:

@@ -12,12 +12,11 @@ __all__ = ["collected_signals"]
 
 
 @contextmanager
-def collected_signals() -> Iterator[list[int]]:
-    """Within the body, SIGINT and SIGTERM are appended to the list; afterwards the old handlers are back.
+def collected_signals(received: list[int]) -> Iterator[None]:
+    """Within the body, SIGINT and SIGTERM are appended to `received`; afterwards the old handlers are back.
 
     Ignored signals stay ignored. Outside the main thread, where Python handles no signals, the list stays empty.
     """
-    received: list[int] = []
 
     def collect(number: int, _frame: FrameType | None) -> None:
         received.append(number)
@@ -28,7 +27,7 @@ def collected_signals() -> Iterator[list[int]]:
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) not in (None, signal.SIG_IGN):
                     before[number] = signal.signal(number, collect)
-        yield received
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,14 +1,11 @@
-"""Running an entry point in the worker processes of this machine."""
+"""Running an entry point in the worker processes of this machine, as a whole job or as one node's part of it."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,86 +14,136 @@ from torch.distributed.elastic.agent.server.api import RunResult
 from .. import environment
 from ..errors import LockstepError
 from . import agent, worker
-from .folder import Folder
+from .folder import Folder, time_file
 from .interruption import collected_signals
-from .meeting import OneMachine
-from .outcome import Ending, conclude
+from .meeting import Meeting
+from .options import Options
+from .outcome import Ending, conclude, first_failure
+from .streams import Streams
 from .supervision import Supervision
+from .sweep import sweep
 
-__all__ = ["Options", "run"]
+__all__ = ["Job", "run"]
 
 # An end is noticed at once in any case. At 50 ms this took 1.4 % of a core, which as many workers as cores would miss.
 POLL_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to run workers.
+@dataclass
+class Job:
+    """One node's part of a run, and how far it has come.
 
     Attributes:
-        workers: how many.
-        threads: threads that PyTorch may use within one operation, in each worker.
-        grace: seconds that workers may take to leave after a signal.
+        folder: a directory that only this user can enter, for the use of this run alone. The caller removes it; where
+            the caller is killed, its workers do.
+        options: how many workers, and how they are run.
+        meeting: where the nodes meet.
+        streams: where the workers write.
+        restarted: called when workers are about to be started afresh, with what happened.
+        first_rank: the rank of this node's first worker, once the nodes have met.
+        is_over: whether the job has ended for a reason that lies with another node.
+        why: that reason; "" where this node's workers had failed before.
     """
 
-    workers: int
-    threads: int
-    grace: float
+    folder: Path
+    options: Options
+    meeting: Meeting
+    streams: Streams
+    restarted: Callable[[str], None] = print
+    first_rank: int = 0
+    signals: list[int] = field(default_factory=list)
+    watch: Supervision | None = None
+    is_over: bool = False
+    why: str = ""
+
+    def begin(self, attempt: int, first_rank: int) -> None:
+        """Make ready for the workers that the agent is about to start."""
+        if self.watch is not None:
+            failure = first_failure(self.ending({}))
+            self.restarted("workers are started afresh" + (f" after {str(failure).splitlines()[0]}" if failure else ""))
+        self.first_rank = first_rank
+        folder = Folder(self.folder).attempt(attempt)
+        folder.path.mkdir(mode=0o700)
+        options = self.options
+        self.watch = Supervision(folder, range(options.workers), self.signals, options.patience, options.grace)
+
+    def ending(self, codes: dict[int, int]) -> Ending:
+        """What is known of the last attempt; `codes` are exit codes by local rank."""
+        watch, size, first = self.watch, self.options.workers, self.first_rank
+        if watch is None:
+            return Ending(signals=list(self.signals), workers=size)
+        lost, at = watch.lost, watch.checked
+        return Ending(watch.reports(), lost, codes, list(self.signals), watch.killed, size, first, at)
 
 
-def run(task: Callable[[], object], options: Options, folder: Path) -> dict[int, Any]:
-    """Run `task` in worker processes and return the value of each rank.
+def run(task: Callable[[], object], job: Job) -> dict[int, Any]:
+    """Run `task` in worker processes and return the value of each of their ranks.
 
     Args:
         task: picklable by name; called without arguments in every worker.
-        options: how many workers, and how they are run.
-        folder: a directory that only this user can enter, for the use of this run alone. The caller removes it; where
-            the caller is killed, its workers do.
+        job: where and how.
 
     Raises:
-        WorkerError: for the worker that failed first.
+        WorkerError: for the worker of this node that failed first.
         LockstepError: where all workers failed with this very error; the first WorkerError is its cause.
         InterruptedRunError: when the workers stopped because of a signal, or this process was sent SIGTERM.
         KeyboardInterrupt: when this process was sent SIGINT.
-        LockstepError: when the workers could not be run at all.
+        LockstepError: when the workers could not be run at all, or the job has ended elsewhere.
     """
-    with _own_streams() as streams, collected_signals() as signals:
-        setup = worker.Setup(Folder(folder), options.workers, options.threads, streams)
-        supervision = Supervision(setup.folder, range(options.workers), signals, options.grace)
-        result = _supervise(_agent_for(task, setup), supervision)
-        codes = {} if isinstance(result, Exception) else {f.local_rank: f.exitcode for f in result.failures.values()}
-        reports, killed = supervision.reports(), supervision.killed
-        ending = Ending(reports, supervision.lost, codes, list(signals), killed, options.workers)
-    conclude(ending)
+    with collected_signals(job.signals):
+        run_id = environment.run_id() or job.folder.name
+        setup = worker.Setup(Folder(job.folder), job.options.workers, job.options.threads, job.streams, run_id)
+        elastic = _agent_for(task, setup, job)
+        try:
+            result = _supervise(elastic, job)
+        finally:
+            sweep(run_id, spare_children=True)
+    if job.why and not job.signals:
+        raise LockstepError(f"the run was ended: {job.why}")  # the workers have been ended because of that
+    failed = {} if isinstance(result, Exception) else result.failures
+    conclude(job.ending({rank - job.first_rank: failure.exitcode for rank, failure in failed.items()}))
     if isinstance(result, Exception):
         raise LockstepError(f"the workers could not be run: {type(result).__name__}: {result}") from result
     return result.return_values
 
 
-def _agent_for(task: Callable[[], object], setup: worker.Setup) -> agent.Agent:
+def _agent_for(task: Callable[[], object], setup: worker.Setup, job: Job) -> agent.Agent:
     # The fork server has the variables of the first launch; workers get those of now.
     inherited = environment.variables()
-    own = {"LOCKSTEP_LAUNCHED": "1", "OMP_NUM_THREADS": str(setup.threads)}
-    return agent.make_agent(worker.main, (task, setup), setup.workers, agent.Variables(inherited, own), OneMachine())
+    own = environment.variables_for_workers(setup.run_id, setup.threads, time_file(job.folder), job.options.debug_rank)
+    variables = agent.Variables(inherited, own)
+    return agent.make_agent(worker.main, (task, setup), job.options, variables, job.meeting, job.begin)
 
 
-def _supervise(elastic: agent.Agent, supervision: Supervision) -> RunResult | Exception:
+def _supervise(elastic: agent.Agent, job: Job) -> RunResult | Exception:
     with ThreadPoolExecutor(1, "lockstep agent") as pool:
         future = pool.submit(_run, elastic)
         try:
             while not future.done():
                 wait([future], POLL_SECONDS)
-                if not supervision.check() and supervision.is_late:
-                    elastic.give_up()
+                _look(elastic, job)
             # Only where the fork server was killed does the agent end before its workers.
-            while supervision.check(agent_is_gone=True):
+            while job.watch is not None and job.watch.check(agent_is_gone=True):
                 time.sleep(POLL_SECONDS)
         finally:
             while not future.done():
+                elastic.make_last()
                 elastic.give_up()
-                supervision.kill()
+                if job.watch is not None:
+                    job.watch.kill()
                 wait([future], POLL_SECONDS)
         return future.result()
+
+
+def _look(elastic: agent.Agent, job: Job) -> None:
+    why = job.meeting.keep_in_touch()
+    if why and not job.is_over:
+        job.is_over, job.why = True, "" if first_failure(job.ending({})) else why
+    if job.signals or job.is_over:
+        elastic.make_last()
+    watch = job.watch
+    if watch is not None and not watch.check(is_over=job.is_over) and watch.is_late:
+        elastic.give_up()
 
 
 def _run(elastic: agent.Agent) -> RunResult | Exception:
@@ -104,10 +151,3 @@ def _run(elastic: agent.Agent) -> RunResult | Exception:
         return agent.run_quietly(elastic)
     except Exception as error:
         return error
-
-
-@contextmanager
-def _own_streams() -> Iterator[dict[int, Connection]]:
-    """Standard output and standard error as they are now, in the form that multiprocessing can pass on."""
-    with ExitStack() as stack:
-        yield {number: stack.enter_context(Connection(os.dup(number), readable=False)) for number in (1, 2)}

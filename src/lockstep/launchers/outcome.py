@@ -11,7 +11,7 @@ from ..errors import InterruptedRunError, LockstepError, WorkerError
 from .call import unpack
 from .folder import Report
 
-__all__ = ["Ending", "conclude", "first_failure", "shared_failure"]
+__all__ = ["Ending", "conclude", "echoes", "first_failure", "shared_failure"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,12 @@ class Ending:
     Attributes:
         reports: what the workers said, the earliest first.
         lost: the ranks that were found dead first.
+        lost_at: the earliest time at which they can have died, in nanoseconds since the epoch.
         codes: exit code of each rank whose death the agent saw before it ended the others; negative for a signal.
         signals: what the launcher was sent.
         killed: whether the launcher killed workers because their time was up.
         workers: how many there were.
+        first_rank: the rank of the first of them; all else here is numbered from 0 on each node.
     """
 
     reports: Sequence[Report] = ()
@@ -33,6 +35,8 @@ class Ending:
     signals: Sequence[int] = ()
     killed: bool = False
     workers: int = 0
+    first_rank: int = 0
+    lost_at: int = 0
 
 
 def conclude(ending: Ending) -> None:
@@ -50,6 +54,7 @@ def conclude(ending: Ending) -> None:
         shared = shared_failure(ending)
         if shared is not None:
             raise shared from error
+        error.others = echoes(ending, error)
         raise error
     if stopped:
         raise InterruptedRunError(stopped[0].reason, stopped[0].signal_number, stopped[0].checkpoint)
@@ -70,15 +75,17 @@ def first_failure(ending: Ending) -> WorkerError | None:
     failures = [report for report in ending.reports if not report.stopped]
     causes = [report for report in failures if not report.after]
     if causes:
-        return _reported(causes[0])
+        return _reported(causes[0], ending)
     codes = ending.codes or {}
     told = {report.rank for report in ending.reports}
     seen = [rank for rank in codes if rank not in told]
     lost = [rank for rank in ending.lost if rank not in told]
     silent = [rank for rank in lost if rank in seen] or lost or seen
     if silent:
-        return _silent(silent[0], codes.get(silent[0], 0))
-    return _reported(failures[0]) if failures else None
+        error = _silent(ending.first_rank + silent[0], codes.get(silent[0], 0))
+        error.time = ending.lost_at
+        return error
+    return _reported(failures[0], ending) if failures else None
 
 
 def shared_failure(ending: Ending) -> LockstepError | None:
@@ -91,8 +98,26 @@ def shared_failure(ending: Ending) -> LockstepError | None:
     return error
 
 
-def _reported(report: Report) -> WorkerError:
-    return WorkerError(report.rank, report.kind, report.reason, report.traceback, report.exit_code)
+def echoes(ending: Ending, first: WorkerError) -> str:
+    """What is to be said of the workers that failed after `first`, in one line; "" where there are none."""
+    words: dict[str, list[int]] = {}
+    for report in ending.reports:
+        if not report.stopped and ending.first_rank + report.rank != first.rank:
+            words.setdefault(report.kind, []).append(ending.first_rank + report.rank)
+    return "; ".join(f"{ranks_as_text(ranks)} failed after that with {kind}" for kind, ranks in words.items())
+
+
+def ranks_as_text(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 1, 2 and 5"."""
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _reported(report: Report, ending: Ending) -> WorkerError:
+    rank = ending.first_rank + report.rank
+    error = WorkerError(rank, report.kind, report.reason, report.traceback, report.exit_code)
+    error.time = report.time
+    return error
 
 
 def _silent(rank: int, code: int) -> WorkerError:

@@ -25,17 +25,21 @@ class Supervision:
         folder: where the workers report.
         ranks: the local ranks of this machine.
         signals: what this process was sent, in order; another thread or a handler appends.
-        grace: seconds that workers may take to leave after a signal.
+        patience: seconds that workers may take to leave after a signal.
+        grace: the same where one of them has asked for time, to save what it has.
         lost: the ranks that had died, at the first check at which any had.
+        checked: when the check before that was made, in nanoseconds since the epoch: they were alive then.
         killed: whether time ran out and the rest was killed.
     """
 
     folder: Folder
     ranks: Sequence[int]
     signals: Sequence[int]
+    patience: float
     grace: float
     lost: list[int] = field(default_factory=list)
     killed: bool = False
+    checked: int = field(default_factory=time.time_ns)
     _told: set[int] = field(default_factory=set)
     _deadline: float = float("inf")
     _asked: bool = False
@@ -45,19 +49,22 @@ class Supervision:
         found = [report for rank in self.ranks if (report := self.folder.read(rank)) is not None]
         return sorted(found, key=lambda report: report.time)
 
-    def check(self, agent_is_gone: bool = False) -> bool:
+    def check(self, agent_is_gone: bool = False, is_over: bool = False) -> bool:
         """Do now what is due, and say whether any worker is still there.
 
         Args:
             agent_is_gone: the agent no longer looks after the workers, so that they must end.
+            is_over: the job cannot go on for another reason, so that they must end.
         """
         present = self.folder.present(self.ranks)
         self._pass_on(present)
         reports = self.reports()
+        now = time.time_ns()
         self.lost = self.lost or self.folder.lost(self.ranks)
+        self.checked = self.checked if self.lost else now
         self._asked = self._asked or bool(self.signals) or any(report.stopped for report in reports)
         failed = bool(self.lost) or any(not report.stopped for report in reports)
-        self._set_deadline(failed or (agent_is_gone and not self._asked))
+        self._set_deadline(failed or is_over or (agent_is_gone and not self._asked))
         if agent_is_gone:
             # it would have told them that they may leave
             self._end(rank for rank in present if self.folder.is_finished(rank))
@@ -68,7 +75,8 @@ class Supervision:
     @property
     def is_late(self) -> bool:
         """Whether the time that the workers had to leave is over."""
-        return time.monotonic() >= self._deadline
+        extra = self.grace - self.patience if self._asked and self.folder.needs_time else 0.0
+        return time.monotonic() >= self._deadline + max(0.0, extra) * (len(self.signals) < 2)
 
     def kill(self) -> None:
         """End every worker that is there, and the processes that it has started, at once."""
@@ -94,4 +102,4 @@ class Supervision:
         if len(self.signals) > 1:
             self._deadline = now
         elif self._deadline == float("inf") and (failed or self._asked):
-            self._deadline = now + (self.grace if self._asked else FAILURE_GRACE)
+            self._deadline = now + (self.patience if self._asked else FAILURE_GRACE)

@@ -15,16 +15,18 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
+from ..environment import attempt
 from ..errors import InterruptedRunError, LockstepError
 from .call import pack
 from .folder import Folder, Report
+from .streams import Streams
+from .sweep import sweep
 
 __all__ = ["Setup", "main"]
 
@@ -44,16 +46,18 @@ class Setup:
     """What a worker must know beside its work.
 
     Attributes:
-        folder: where it reports.
+        folder: of the run.
         workers: number of workers on this machine.
         threads: threads that PyTorch may use within one operation.
-        streams: the launcher's file descriptors 1 and 2.
+        streams: where it writes.
+        run_id: marks the processes of the run.
     """
 
     folder: Folder
     workers: int
     threads: int
-    streams: dict[int, Connection]
+    streams: Streams
+    run_id: str
 
 
 def main(task: Callable[[], object], setup: Setup, local_rank: str) -> object:
@@ -64,9 +68,10 @@ def main(task: Callable[[], object], setup: Setup, local_rank: str) -> object:
     that fails.
     """
     rank = int(local_rank)
+    setup = replace(setup, folder=setup.folder.attempt(attempt()))
     try:
         setup.folder.enter(rank)
-        _settle(setup)
+        _settle(setup, rank)
         value = task()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
@@ -85,13 +90,10 @@ def main(task: Callable[[], object], setup: Setup, local_rank: str) -> object:
     return value
 
 
-def _settle(setup: Setup) -> None:
+def _settle(setup: Setup, local_rank: int) -> None:
     _take_signals()
-    threading.Thread(target=_end_with_launcher, args=(setup.folder,), name="launcher watch", daemon=True).start()
-    for descriptor, stream in setup.streams.items():
-        # the fork server's own are those of the first launch
-        os.dup2(stream.fileno(), descriptor)
-        stream.close()
+    threading.Thread(target=_end_with_launcher, args=(setup,), name="launcher watch", daemon=True).start()
+    setup.streams.enter(local_rank)
     for text in (sys.stdout, sys.stderr):
         if isinstance(text, io.TextIOWrapper):
             text.reconfigure(line_buffering=True)
@@ -109,11 +111,12 @@ def _take_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _end_with_launcher(folder: Folder) -> None:
+def _end_with_launcher(setup: Setup) -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()  # reads a pipe whose other end only the launcher holds
-    shutil.rmtree(folder.path, ignore_errors=True)
+    shutil.rmtree(setup.folder.path.parent, ignore_errors=True)
+    sweep(setup.run_id, spare_children=False)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -160,9 +163,15 @@ def _exit_code(error: BaseException) -> int:
 
 def _traceback(error: BaseException) -> str:
     frames: TracebackType | None = error.__traceback__
-    while frames is not None and frames.tb_frame.f_globals.get("__package__") == __package__:
+    while frames is not None and _is_around(frames):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _is_around(frames: TracebackType) -> bool:
+    """Whether this is a frame of what runs the program, not of the program."""
+    names = frames.tb_frame.f_globals
+    return names.get("__package__") == __package__ or names.get("__name__") == "runpy"
 
 
 def _fail(report: Report, setup: Setup) -> None:

@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..environment import under_launcher
+from ..environment import ask_for_time, under_launcher
 
 __all__ = ["StopSignals"]
 
@@ -51,6 +51,8 @@ class StopSignals:
         if self.received is not None and not under_launcher():
             self._restore()
             signal.raise_signal(number)
+        if self.received is None:
+            ask_for_time()
         self.received = self.received or number
 
     def _restore(self) -> None:

@@ -1,0 +1,152 @@
+"""Measures how long launchers take from the command to the end of the first all-reduce, and to start workers afresh.
+
+``lockstep run`` and torchrun start the same program, which joins a group over Gloo and adds up one number; the last
+rank's time counts. Then rank 1 fails on purpose, and what counts is the time from there to the end of the first
+all-reduce of the workers that take their place. The launchers take turns; the ratio of two neighbours is one value, and
+the median over the rounds counts.
+
+    python benchmarks/launch.py               # some three minutes on two idle cores
+    python benchmarks/launch.py --quick       # a smoke run; its figures say nothing
+    python benchmarks/launch.py --write       # also the table in docs/performance.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common import DOCS, RESULTS, Spread, describe_machine, machine_line, markdown_table, write_between, write_json
+
+PROGRAM = Path(__file__).resolve().parent / "side_launch.py"
+LOCKSTEP, TORCHRUN = "lockstep run", "torchrun"
+ROUNDS = 7
+RANKS = (2, 4)
+LIMIT = 30.0  # seconds for one job; beyond it something hangs
+
+
+def command(launcher: str, ranks: int, restarts: int) -> list[str]:
+    if launcher == LOCKSTEP:
+        return [sys.executable, "-m", "lockstep", "run", "-q", "-np", str(ranks), "--restarts", str(restarts)]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    # its default rendezvous keeps the words of the first workers, over which the second ones stumble (torch 2.13)
+    return [*words, "--standalone", "--max-restarts", str(restarts)] if restarts else words
+
+
+def start(launcher: str, ranks: int) -> float:
+    """Seconds from the command to the end of the first all-reduce."""
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        began = time.time()
+        trouble = run([*command(launcher, ranks, 0), str(PROGRAM), folder, "gloo"])
+        if trouble:
+            raise SystemExit(trouble)
+        return latest(Path(folder), 0, ranks) - began
+
+
+def restart(launcher: str, ranks: int) -> float:
+    """Seconds from a rank's failure to the end of the first all-reduce of those started afresh; inf if none came."""
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        if run([*command(launcher, ranks, 1), str(PROGRAM), folder, "gloo", "fail"]):
+            return math.inf
+        return latest(Path(folder), 1, ranks) - float(Path(folder, "failed").read_text())
+
+
+def latest(folder: Path, attempt: int, ranks: int) -> float:
+    return max(float((folder / f"{attempt}-{rank}").read_text()) for rank in range(ranks))
+
+
+def run(words: list[str]) -> str:
+    """Run a command to its end; what went wrong, or ""."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as said:
+        # whatever it has started ends with its session
+        process = subprocess.Popen(words, env=env, stdout=said, stderr=said, start_new_session=True)
+        try:
+            code = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"{' '.join(words)}: no end within {LIMIT:.0f} s"
+        said.seek(0)
+        return f"{' '.join(words)}\nleft with {code}\n{said.read()}" if code else ""
+
+
+CASES = {"start": start, "restart": restart}
+WORDS = {"start": "command to first all-reduce", "restart": "failure to first all-reduce of new workers"}
+
+
+def measure(case: str, ranks: int, rounds: int) -> dict[str, Any]:
+    """Both launchers in turns; the first round is not counted."""
+    seconds: dict[str, list[float]] = {LOCKSTEP: [], TORCHRUN: []}
+    for number in range(rounds + 1):
+        for launcher in list(seconds) if number % 2 else reversed(list(seconds)):
+            found = CASES[case](launcher, ranks)
+            if number > 0:
+                seconds[launcher].append(found)
+        print(f"\r{case}, {ranks} ranks: round {number} of {rounds}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    ratios = [other / own for own, other in zip(seconds[LOCKSTEP], seconds[TORCHRUN], strict=True)]
+    lost = {launcher: sum(map(math.isinf, values)) for launcher, values in seconds.items()}
+    return {
+        "case": case,
+        "ranks": ranks,
+        "rounds": rounds,
+        "seconds": {launcher: spread(values) for launcher, values in seconds.items()},
+        "lost": lost,
+        "torchrun_over_lockstep": spread(ratios),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float] | None:
+    """Of those jobs that came to an end."""
+    ended = [value for value in values if math.isfinite(value)]
+    return asdict(Spread.of(ended)) if ended else None
+
+
+def as_table(rows: list[dict[str, Any]]) -> str:
+    header = ["", "lockstep run", "torchrun", "torchrun / lockstep run"]
+    return markdown_table(header, [cells(row) for row in rows])
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    what = WORDS[row["case"]]
+    ratio = row["torchrun_over_lockstep"]
+    times = [time_of(row, launcher) for launcher in (LOCKSTEP, TORCHRUN)]
+    return [f"{row['ranks']} ranks, {what}", *times, Spread(**ratio).text(2) if ratio else "–"]
+
+
+def time_of(row: dict[str, Any], launcher: str) -> str:
+    found, lost = row["seconds"][launcher], row["lost"][launcher]
+    text = f"{found['median']:.2f} s" if found else ""
+    return text + (f" ({lost} of {row['rounds']} failed)" if lost else "")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    machine = describe_machine()
+    rows = [measure(case, ranks, 1 if options.quick else ROUNDS) for case in CASES for ranks in RANKS]
+    machine["load_average_after"] = round(os.getloadavg()[0], 2)
+    table = f"{as_table(rows)}\n\n{machine_line(machine, 'Gloo, one thread each')}"
+    print(table)
+    write_json(RESULTS / "launch.json", {"machine": machine, "rows": rows})
+    if options.write:
+        write_between(DOCS / "performance.md", "launch", table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""A node's word to the others that it lives, and its ear for them, in a thread beside the job."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+__all__ = ["SILENCE_S", "Pulse"]
+
+SILENCE_S = 10.0
+"""Seconds without a word after which a node counts as lost."""
+
+_PERIOD_S = 0.25
+
+
+class Pulse:
+    """Speaks and listens until `stop`.
+
+    It has a connection of its own to the store: one that waits for an answer keeps all others on it waiting, and where
+    the first host has vanished without a word, it waits for many minutes, whatever the store's time limit.
+
+    Args:
+        address, port: of the store.
+        node: this node's number, 0 ≤ node < nodes.
+        nodes: how many nodes there are.
+
+    Attributes:
+        round: how many times some node has started its workers afresh.
+        is_cut: whether the store can no longer be reached.
+    """
+
+    def __init__(self, address: str, port: int, node: int, nodes: int) -> None:
+        self.round = 0
+        self.is_cut = False
+        self._why = ""
+        self._answered = time.monotonic()
+        self._address, self._node, self._nodes = address, node, nodes
+        self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=SILENCE_S))
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep pulse", daemon=True)
+        self._thread.start()
+
+    def why(self) -> str:
+        """The reason for which the job cannot go on, as far as the nodes are concerned; "" while it can."""
+        self.is_cut = self.is_cut or time.monotonic() - self._answered > SILENCE_S
+        return self._why or (f"the first host ({self._address}) does not answer any more" if self.is_cut else "")
+
+    def stop(self) -> None:
+        """Say nothing more. A question that is under way may still wait for its answer."""
+        self._stopping.set()
+        self._thread.join(2 * _PERIOD_S)
+
+    def _run(self) -> None:
+        try:
+            self._store.set(f"name/{self._node}", socket.gethostname())
+            words = 0
+            while not self._stopping.wait(_PERIOD_S):
+                words += 1
+                self._store.set(f"alive/{self._node}", str(words))
+                self._why = self._why or self._listen()
+                self._answered = time.monotonic()
+        except Exception:  # torch has another exception for it in each version
+            self.is_cut = True
+
+    def _listen(self) -> str:
+        self.round = int(self._store.add("round", 0))
+        if int(self._store.add("failures", 0)):
+            return "another host's workers have failed"
+        others = [node for node in range(self._nodes) if node != self._node] if self._node == 0 else []
+        silent = [self._store.get(f"name/{node}").decode() for node in others if self._is_silent(node)]
+        return f"nothing was heard of {', '.join(silent)} for {SILENCE_S:.0f} s" if silent else ""
+
+    def _is_silent(self, node: int) -> bool:
+        now, key = time.monotonic(), f"alive/{node}"
+        if not self._store.check([key]):  # not there yet: the first meeting has its own time limit
+            return False
+        words = int(self._store.get(key))
+        if self._heard.get(node, (-1, 0.0))[0] != words:
+            self._heard[node] = (words, now)
+        return now - self._heard[node][1] > SILENCE_S

@@ -1,0 +1,267 @@
+"""`lockstep run` on one machine: what the program sees, what is shown, how it ends, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+DEADLINE = 60.0  # seconds that a test waits for what must happen
+
+HEAD = """
+import os, sys, signal, subprocess, time
+from pathlib import Path
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+"""
+
+
+def write(folder: Path, body: str, name: str = "program.py") -> Path:
+    path = folder / name
+    path.write_text(HEAD + textwrap.dedent(body))
+    return path
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "lockstep", "run", *map(str, words)]
+
+
+def run(*words: object, cwd: Path | None = None, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    variables |= env
+    return subprocess.run(
+        command(*words), cwd=cwd, env=variables, input=stdin, capture_output=True, text=True, timeout=DEADLINE
+    )
+
+
+def wait_for(path: Path, count: int) -> list[Path]:
+    """The files in `path`, once there are `count` of them."""
+    deadline = time.monotonic() + DEADLINE
+    while len(found := [each for each in path.iterdir() if not each.name.endswith(".draft")]) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} came"
+        time.sleep(0.01)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.01)
+
+
+# --- what the program sees ----------------------------------------------------------------------------------
+
+
+def test_a_program_finds_what_python_would_give_it_and_its_rank(tmp_path: Path) -> None:
+    write(tmp_path, "NAME = 'a module beside it'", "beside.py")
+    program = write(
+        tmp_path,
+        """
+        import atexit, multiprocessing, threading
+        import torch, torch.distributed as dist
+        import beside
+        assert __name__ == "__main__" and sys.modules["__main__"].rank == rank
+        assert sys.argv[1:] == ["--lr", "0.1", "a b", "--", "-x"], sys.argv
+        assert Path(sys.path[0]) == Path(__file__).parent
+        assert multiprocessing.get_start_method(allow_none=True) is None
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+        assert all(name in os.environ for name in names)
+        assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+        dist.init_process_group("gloo")
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total)
+        atexit.register(print, f"at exit of {rank}")
+        threading.Timer(0.1, print, [f"thread of {rank}"]).start()
+        print(f"sum {total.item()}")
+        sys.exit(0)
+        """,
+    )
+    ended = run("-np", 2, program, "--lr", "0.1", "a b", "--", "-x")
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        wanted = [f"[{rank}] sum 1.0", f"[{rank}] thread of {rank}", f"[{rank}] at exit of {rank}"]
+        assert [line for line in ended.stdout.splitlines() if line.startswith(f"[{rank}]")] == wanted
+    assert ended.stderr.count("lockstep run: 2 workers, ") == 1
+
+
+def test_a_module_runs_and_one_worker_has_the_streams_to_itself(tmp_path: Path) -> None:
+    write(tmp_path, "print('module', sys.argv[1:], __name__, end='')", "some_module.py")
+    ended = run("-np", 1, "--quiet", "-m", "some_module", "--flag", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "module ['--flag'] __main__", "")
+
+
+def test_processes_that_the_program_spawns_find_its_functions(tmp_path: Path) -> None:
+    program = write(
+        tmp_path,
+        """
+        import multiprocessing
+        def square(x):
+            return x * x
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(square, [3]))
+        """,
+    ).read_text()
+    (tmp_path / "program.py").write_text(program.replace(HEAD, ""))
+    ended = run("-np", 2, "--quiet", tmp_path / "program.py")
+    assert sorted(ended.stdout.splitlines()) == ["[0] [9]", "[1] [9]"], ended.stderr
+
+
+@pytest.mark.parametrize("method", ["spawn"])
+def test_workers_may_begin_from_nothing(tmp_path: Path, method: str) -> None:
+    ended = run("-np", 1, "--start-method", method, write(tmp_path, "print('torch' in sys.modules, rank)"))
+    assert (ended.returncode, ended.stdout) == (0, "True 0\n"), ended.stderr
+
+
+# --- what is shown ------------------------------------------------------------------------------------------
+
+
+def test_each_rank_may_have_a_file(tmp_path: Path) -> None:
+    program = write(tmp_path, "print('out of', rank); print('err of', rank, file=sys.stderr)")
+    ended = run("-np", 2, "--output-dir", tmp_path / "logs", program)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    for rank in range(2):
+        words = (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert sorted(words) == [f"err of {rank}", f"out of {rank}"]
+
+
+def test_the_first_failure_comes_last_and_whole_with_its_exit_code(tmp_path: Path) -> None:
+    program = write(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        import lockstep
+        dist.init_process_group("shm")
+        print("before", flush=True)
+        class Failed(Exception):
+            pass
+        def work():
+            raise Failed("the reason")
+        if rank == 1:
+            work()
+        dist.barrier()
+        """,
+    )
+    ended = run("-np", 3, program)
+    assert ended.returncode == 1
+    assert sorted(ended.stdout.splitlines()) == ["[0] before", "[1] before", "[2] before"]
+    lines = ended.stderr.splitlines()
+    assert lines[1].startswith("lockstep run: error: rank 1: Failed: the reason")
+    assert lines[-1].endswith("Failed: the reason") and any("in work" in line for line in lines)
+    assert ended.stderr.count("Traceback") == 1
+    assert "runpy" not in ended.stderr and "launchers" not in ended.stderr
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+def test_the_exit_code_is_that_of_the_first_failure(tmp_path: Path, end: str, code: int) -> None:
+    ended = run("-np", 2, "--quiet", write(tmp_path, f"if rank == 1: {end}\ntime.sleep(100)"))
+    assert ended.returncode == code
+    assert "rank 1" in ended.stderr
+
+
+# --- how it ends --------------------------------------------------------------------------------------------
+
+STUBBORN = """
+    folder = Path(sys.argv[1])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    draft = folder / f"{rank}.draft"
+    draft.write_text(f"{os.getpid()} {child.pid}")
+    draft.rename(folder / f"{rank}")
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_process_survives_a_signal_to_the_launcher(tmp_path: Path, number: int, code: int) -> None:
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    program = write(tmp_path, STUBBORN)
+    with subprocess.Popen(command("-np", 2, program, folder), stderr=subprocess.DEVNULL) as launcher:
+        pids = [int(word) for path in wait_for(folder, 2) for word in path.read_text().split()]
+        assert all(map(is_alive, pids))
+        launcher.send_signal(number)
+        assert launcher.wait(DEADLINE) == code
+    wait_until_gone(pids, 10.0)
+
+
+def test_a_trainer_saves_after_ctrl_c_however_long_it_takes(tmp_path: Path) -> None:
+    program = write(
+        tmp_path,
+        """
+        from lockstep.training.signals import StopSignals
+        with StopSignals() as stop:
+            Path(sys.argv[1], f"{rank}").touch()
+            while stop.received is None:
+                time.sleep(0.01)
+            time.sleep(3)  # longer than programs get that do not ask for time
+            print("saved", flush=True)
+        """,
+    )
+    folder = tmp_path / "there"
+    folder.mkdir()
+    with subprocess.Popen(command("-np", 2, program, folder), stdout=subprocess.PIPE, text=True) as launcher:
+        wait_for(folder, 2)
+        launcher.send_signal(signal.SIGINT)
+        assert sorted(launcher.communicate(timeout=DEADLINE)[0].splitlines()) == ["[0] saved", "[1] saved"]
+        assert launcher.returncode == 130
+
+
+def test_all_ranks_are_started_afresh_when_one_fails(tmp_path: Path) -> None:
+    program = write(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if attempt == 0 and rank == 1:
+            raise RuntimeError("the first time")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print(f"attempt {attempt}: {total.item()}")
+        """,
+    )
+    ended = run("-np", 2, "--restarts", 1, program)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["[0] attempt 1: 2.0", "[1] attempt 1: 2.0"]
+    assert "started afresh after rank 1: RuntimeError: the first time" in ended.stderr
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing.py"], "script: expected a Python file that is there"),
+        (["-np", "0", "x.py"], "-np: expected a whole number from 1 to"),
+        (["-np", "2", "--debug-rank", "2", __file__], "--debug-rank: expected a rank from 0 to 1, got 2"),
+        (["--start-method", "fork", "x.py"], "--start-method: expected forkserver or spawn, got 'fork'"),
+        (["-H", "a:2", "--hostfile", "b", "x.py"], "--hostfile: expected either -H or --hostfile, got 'both'"),
+        (["-H", "a:2,b:1", "-np", "4", "x.py"], "-np: expected at most 3, the slots of a:2, b:1, got 4"),
+        (["--nnodes", "2", "x.py"], "--master-addr: expected the name or address of the first machine"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x.py"], "--node-rank: expected a number from 0"),
+        (["--hots", "a", "x.py"], "--hosts"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from lockstep.cli import main
+
+    assert main(["run", *words]) == 2
+    text = capsys.readouterr().err
+    assert said in text and len(text.splitlines()) == 1
