@@ -35,7 +35,7 @@ __all__ = [
     "offered",
 ]
 
-TRANSPORTS = ("gloo", "shm")
+TRANSPORTS = ("gloo", "shm", "mpi4py")
 PURE = "shm in Python"  # ranks from the second on do without its compiled part
 
 BOOL = (torch.bool,)

@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from . import leaks
+from . import leaks, mpi
 from .outcome import Outcome, RanksFailedError
 from .process import WorkerProcess
 from .worker import Job, fresh_store
@@ -46,6 +46,7 @@ class Pool:
         self.folder = Path(tempfile.mkdtemp(prefix="pool-"))
         self._store: Any = None
         self._workers: list[WorkerProcess] = []
+        self._mpi = mpi.MpiJob(self.folder, limit)
         self._files: set[leaks.File] = set()
         self._runs = 0
 
@@ -68,7 +69,8 @@ class Pool:
         Args:
             fn: any function, also one defined in a test; it is sent by cloudpickle.
             workers: number of ranks.
-            backend: of the default process group that each rank has when `fn` is called.
+            backend: of the default process group that each rank has when `fn` is called; with "mpi4py" the ranks are
+                processes of one `mpiexec`.
             init: False leaves that group to `fn`; MASTER_ADDR and MASTER_PORT lead to a store that is there.
             timeout: seconds after which a rank that has not ended counts as hung.
             env: variables to set on top (None: to unset), or a function that gives them for a rank.
@@ -97,7 +99,7 @@ class Pool:
         if not 1 <= workers <= self.limit:
             raise ValueError(f"workers: expected 1 to {self.limit}, got {workers}")
         call = _ship(fn, args, kwargs)
-        staff = self._staff(workers)
+        staff = self._staff(workers, backend)
         self._runs += 1
         group = (backend, f"run {self._runs}") if init else None
         store = None if init else fresh_store()
@@ -114,6 +116,7 @@ class Pool:
 
     def close(self) -> None:
         """End all workers."""
+        self._mpi.close()
         for worker in self._workers:
             worker.stop()
         self._workers.clear()
@@ -122,20 +125,30 @@ class Pool:
 
     def belongings(self) -> tuple[set[int], set[leaks.File]]:
         """The child processes and the open file descriptors that are the pool's own."""
-        return {worker.pid for worker in self._workers if not worker.gone}, self._files
+        own = {worker.pid for worker in self._workers if not worker.gone}
+        return own | self._mpi.pids, self._files | self._mpi.files
 
-    def _staff(self, count: int) -> list[WorkerProcess]:
+    def _staff(self, count: int, backend: str) -> Sequence[WorkerProcess]:
+        if backend == mpi.BACKEND:
+            return self._mpi.staff(count, self._store_port())
         self._workers = [worker for worker in self._workers if worker.is_usable()]
         if len(self._workers) < count:
-            before = leaks.descriptors()
-            self._store = self._store or fresh_store()
-            fresh = [WorkerProcess(self.folder, self._store.port) for _ in range(count - len(self._workers))]
+            port, before = self._store_port(), leaks.descriptors()
+            fresh = [WorkerProcess(self.folder, port) for _ in range(count - len(self._workers))]
             self._workers += fresh
             with _killing(fresh):
                 for worker in fresh:
                     worker.wait_until_ready()
             self._files |= leaks.descriptors() - before
         return self._workers[:count]
+
+    def _store_port(self) -> int:
+        if self._store is None:
+            before = leaks.descriptors()
+            self._store = fresh_store()
+            self._files |= leaks.descriptors() - before
+        port: int = self._store.port
+        return port
 
 
 def _gather(staff: Sequence[WorkerProcess], timeout: float, grace: float) -> list[Outcome]:

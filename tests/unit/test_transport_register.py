@@ -1,4 +1,4 @@
-"""The backend "shm" is known as soon as Lockstep and torch.distributed are both imported, in either order."""
+"""The backends are known as soon as Lockstep and torch.distributed are both imported, in either order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ class Backend:
     def register_backend(cls, name, function, extended_api=False, devices=None):
         calls.append((name, extended_api, devices))
         setattr(cls, name.upper(), name)
+def register_rendezvous_handler(scheme, handler):
+    calls.append(scheme)
 """
 KNOWN = """
 from torch.distributed import distributed_c10d as c10d
-assert c10d.calls == [("shm", True, ["cpu"])], c10d.calls
+assert c10d.calls == [("shm", True, ["cpu"]), ("mpi4py", True, ["cpu"]), "mpi4py"], c10d.calls
 assert not any(type(finder).__module__.startswith("lockstep") for finder in sys.meta_path), sys.meta_path
 """
 
@@ -111,8 +113,10 @@ import sys
 import lockstep
 assert "torch" not in sys.modules
 import torch.distributed as dist
-assert dist.Backend.SHM == "shm"
-assert dist.Backend.backend_capability["shm"] == ["cpu"]
+for name in ("shm", "mpi4py"):
+    assert getattr(dist.Backend, name.upper()) == name
+    assert dist.Backend.backend_capability[name] == ["cpu"]
+assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
 dist.init_process_group("shm", store=dist.HashStore(), rank=0, world_size=1)
 dist.barrier()
 dist.destroy_process_group()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .. import environment, rendezvous
 from ..errors import ConfigError
 from ..topology import World
+from ..transports.c10d import Store
 from .communicator import Communicator
 from .place import world_of
 
@@ -88,7 +89,7 @@ def _join(world: World, device: torch.device, carrier: str, timeout: timedelta |
     return dist.group.WORLD
 
 
-def _store_over_mpi(world: World, timeout: timedelta | None) -> dist.Store:
+def _store_over_mpi(world: World, timeout: timedelta | None) -> Store:
     from ..transports.mpi.meeting import make_store  # mpi4py is optional
 
     return make_store(world) if timeout is None else make_store(world, timeout)

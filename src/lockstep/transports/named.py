@@ -20,13 +20,14 @@ class NamedGroup(dist.ProcessGroup):
     """A process group that is its own backend."""
 
     store: Store
+    backend = "shm"
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
     _name = _description = ""
     _batch: list[ShmWork] | None = None
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name
         """The name that `init_process_group` knows."""
-        return "shm"
+        return self.backend
 
     def getGroupName(self) -> str:  # noqa: N802 - c10d's name
         """The name under which torch finds the group again."""
@@ -58,7 +59,8 @@ class NamedGroup(dist.ProcessGroup):
             config = dist.BackendConfig(dist.Backend(dist.get_backend_config(self)))
         except (RuntimeError, ValueError):  # not among c10d's groups, or no longer
             return [torch.device("cpu")]
-        return [torch.device(kind) for kind, name in config.get_device_backend_map().items() if _is_here(kind, name)]
+        kinds = config.get_device_backend_map()
+        return [torch.device(kind) for kind, name in kinds.items() if _is_here(kind, name, self.backend)]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
@@ -76,6 +78,6 @@ class NamedGroup(dist.ProcessGroup):
         return work
 
 
-def _is_here(kind: str, name: str) -> bool:
-    """Whether the backend `name` carries what is on devices of this kind."""
-    return kind == "cpu" or (name != "shm" and getattr(torch, kind).is_available())
+def _is_here(kind: str, name: str, own: str) -> bool:
+    """Whether the backend `name` carries what is on devices of this kind; a group's `own` carries the CPU's only."""
+    return kind == "cpu" or (name != own and getattr(torch, kind).is_available())

@@ -15,7 +15,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 def register() -> None:
-    """Let `init_process_group` and `new_group` know the backend "shm", now or when torch is imported."""
+    """Let `init_process_group` and `new_group` know "shm" and "mpi4py", now or when torch is imported."""
     if hasattr(sys.modules.get(_C10D), "Backend"):
         _tell(sys.modules[_C10D])
     elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
@@ -25,12 +25,27 @@ def register() -> None:
 def _tell(c10d: ModuleType) -> None:
     if hasattr(c10d, "Backend") and not hasattr(c10d.Backend, "SHM"):
         c10d.Backend.register_backend("shm", _make_shm, extended_api=True, devices=["cpu"])
+        # not "mpi": torch keeps that name for an MPI that it is built with, and never asks a plug-in for it
+        c10d.Backend.register_backend("mpi4py", _make_mpi, extended_api=True, devices=["cpu"])
+        c10d.register_rendezvous_handler("mpi4py", _meet_over_mpi)
 
 
 def _make_shm(given: Any, options: Any) -> Any:
     from .make import make_shm_group
 
     return make_shm_group(given, options)
+
+
+def _make_mpi(given: Any, options: Any) -> Any:
+    from .mpi.make import make_mpi_group
+
+    return make_mpi_group(given, options)
+
+
+def _meet_over_mpi(url: str, **options: Any) -> Any:
+    from .mpi.meeting import meet
+
+    return meet(url, **options)
 
 
 class _WhenImported(MetaPathFinder):

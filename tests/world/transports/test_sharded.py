@@ -23,7 +23,7 @@ from support.conformance import Ranks
 
 # torch's caches keep device meshes; Gloo's files are open for as long as somebody holds its group
 KEPT = pytest.mark.leaks("a device mesh outlives its job, and its group with it")
-pytestmark = pytest.mark.parametrize("transport", [pytest.param("gloo", marks=KEPT), "shm"])
+pytestmark = pytest.mark.parametrize("transport", [pytest.param("gloo", marks=KEPT), "shm", "mpi4py"])
 
 FEATURES, CLASSES, BATCH = 20, 5, 12
 

@@ -80,6 +80,7 @@ def in_turns(transport: str, folder: Path, port: int) -> None:
     for turn, backend in enumerate(("gloo", transport, "gloo", transport)):
         url = f"file://{folder}/turn{turn}"
         dist.init_process_group(backend, init_method=url, rank=(rank + turn) % size, world_size=size)
+        assert dist.get_rank() == (rank + turn) % size
         work_and_leave(turn)
 
 
@@ -156,6 +157,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.parametrize("transport", ["gloo", "shm"])  # those of MPI are started by mpiexec: see test_mpi.py
 def test_a_plain_program(transport: str, tmp_path: Path) -> None:
     """In processes of its own, with nothing but `import lockstep`; rank 0 leaves its group, rank 1 just ends."""
     arguments = [sys.executable, "-W", "error", "-c", PROGRAM, transport, str(tmp_path / "store")]

@@ -1,0 +1,1 @@
+"""Collectives and messages over MPI, through mpi4py."""

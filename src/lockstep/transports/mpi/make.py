@@ -1,0 +1,63 @@
+"""Makes a group when `init_process_group` or `new_group` asks for the backend "mpi4py"."""
+
+# torch's stubs lack some of the names of torch.distributed
+# mypy: disable-error-code="attr-defined"
+
+from __future__ import annotations
+
+import socket
+import zlib
+from typing import Any
+
+import torch.distributed as dist
+
+from ...environment import usable_cores
+from ...errors import ConfigError
+from ..c10d import PrefixStore
+from ..shm.meeting import tell_all
+from .group import MpiGroup
+from .library import load
+from .link import Link
+
+__all__ = ["make_mpi_group"]
+
+_TAGS = 32768  # MPI promises at least so many
+
+
+def make_mpi_group(given: Any, options: object) -> dist.ProcessGroup:
+    """The process group for what c10d hands to an extended backend: store, rank, size, timeout.
+
+    Raises:
+        ConfigError: mpi4py is not installed, or the ranks were not started by one `mpiexec`; for options.
+        StallError: when some ranks do not call it in time.
+    """
+    if options is not None:
+        raise ConfigError("pg_options", "none, as mpi4py has no options", type(options).__name__)
+    world, rank, size = load().COMM_WORLD, given.group_rank, given.group_size
+    # a store may outlive the groups that met in it, and c10d gives a group that is made again the same name
+    given.store = PrefixStore(str(given.store.add(f"round/{rank}", 1)), given.store)
+    host = socket.gethostname()
+    said = tell_all(given.store, "mpi4py", rank, f"{world.rank} {host}", range(size))
+    places = [int(text.split(" ", 1)[0]) for text in said]
+    if len(set(places)) < size:
+        raise ConfigError(
+            "mpi4py",
+            f"the {size} ranks of the group in one MPI job",
+            f"ranks that are number {', '.join(map(str, places))} of theirs (this one has {world.size})",
+            f"Start the program with mpiexec -n {size}, the one of the MPI that mpi4py uses.",
+        )
+    crowded = [text.split(" ", 1)[1] for text in said].count(host) > usable_cores()
+    comm = _communicator(world, places, str(given.group_id))
+    return MpiGroup(Link(comm, given.timeout.total_seconds(), crowded), given.store)
+
+
+def _communicator(world: Any, places: list[int], name: str) -> Any:
+    """One of the processes at `places` in `world`, in that order; only they take part in making it."""
+    everyone = world.Get_group()
+    members = everyone.Incl(places)
+    try:
+        # threads may make several groups at once, which the tag keeps apart
+        return world.Create_group(members, zlib.crc32(name.encode()) % _TAGS)
+    finally:
+        members.Free()
+        everyone.Free()

@@ -1,0 +1,77 @@
+"""Where the ranks of one `mpiexec` meet before there is a group: their world, and a store for torch.distributed."""
+
+# torch's stubs lack some of the names of torch.distributed
+# mypy: disable-error-code="attr-defined"
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import TransportError
+from ...topology import World
+from ..c10d import Store
+from .ending import ending
+from .library import load
+
+__all__ = ["find_world", "make_store", "meet"]
+
+_TIMEOUT = timedelta(minutes=5)  # for the store: to connect, and for what is waited for in it
+
+
+def find_world() -> World:
+    """This process's place among those that `mpiexec` has started; all of them must call it.
+
+    Raises:
+        ConfigError: mpi4py is not installed.
+    """
+    mpi = load()
+    world = mpi.COMM_WORLD
+    node = world.Split_type(mpi.COMM_TYPE_SHARED)
+    try:
+        first = node.bcast(world.rank)  # by which nodes are told apart
+        nodes = sorted(set(world.allgather(first)))
+        return World(world.rank, world.size, node.rank, node.size, nodes.index(first), len(nodes), "mpiexec")
+    finally:
+        node.Free()
+
+
+def make_store(world: World, timeout: timedelta = _TIMEOUT) -> Store:
+    """A store that rank 0 serves on a free port; all processes of `mpiexec` must call it.
+
+    From then on an exception that ends one rank's program ends the job, whatever carries its tensors.
+
+    Args:
+        world: from `find_world`.
+        timeout: limit of a wait in it.
+
+    Raises:
+        TransportError: rank 0 cannot open it, or another cannot reach it.
+    """
+    comm, store, told = load().COMM_WORLD, None, None
+    ending.guard()
+    if world.is_first:
+        host = "127.0.0.1" if world.nodes == 1 else socket.gethostname()
+        try:
+            store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+            told = (host, store.port)
+        except RuntimeError as error:
+            told = (str(error), 0)
+    host, port = comm.bcast(told)
+    if not port:
+        raise TransportError(f"mpi4py: rank 0 cannot open a store for torch.distributed: {host}")
+    try:
+        return store or dist.TCPStore(host, port, None, False, timeout)
+    except RuntimeError as error:
+        raise TransportError(f"mpi4py: rank {world.rank} cannot reach rank 0 at {host}:{port}: {error}") from error
+
+
+def meet(url: str, timeout: timedelta = _TIMEOUT, **_options: Any) -> Iterator[tuple[Store, int, int]]:
+    """What torch.distributed does for ``init_method="mpi4py://"``: store, rank and number of ranks come from MPI."""
+    world = find_world()
+    yield make_store(world, timeout), world.rank, world.world_size
+    raise RuntimeError(f"the ranks of an MPI job can meet again only by a new call with {url}")
