@@ -1,5 +1,5 @@
 # `make train` and `make test` are all that a newcomer needs; both work on a fresh clone and again at once.
-# Everything is installed into .venv, once: again only when pyproject.toml or constraints.txt has changed.
+# Everything is installed into .venv, once: again only when pyproject.toml, constraints.txt or a C file has changed.
 
 PYTHON       ?= python3
 TRAIN_FLAGS  ?= --data digits --model lenet --epochs 15 --global-batch 64 --workers auto
@@ -9,6 +9,7 @@ PIP_FLAGS    ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 LOG   := $(VENV)/install.log
+C     := $(wildcard src/lockstep/transports/shm/*.[ch])
 DEMO  := $(VENV)/.ready-demo
 TESTS := $(VENV)/.ready-test
 
@@ -56,7 +57,7 @@ distclean: clean
 	@rm -rf $(VENV)
 
 # Each file stands for an installed extra. What the tests need includes what the demonstration needs.
-$(DEMO) $(TESTS): $(VENV)/.ready-%: pyproject.toml constraints.txt | $(BIN)/python
+$(DEMO) $(TESTS): $(VENV)/.ready-%: pyproject.toml constraints.txt $(C) | $(BIN)/python
 	@echo "Installing Lockstep with extra '$*' into $(VENV); the first time this takes minutes (log: $(LOG)) ..."
 	@$(BIN)/python -m pip install -vv $(PIP_FLAGS) -c constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
 	    said=$$(grep -iE '^ *error:' $(LOG) | grep -vE '$(MISTAKEN)' | cut -c 1-200 | tail -n 5); \

@@ -254,3 +254,26 @@ def test_a_message_whose_receive_is_given_up_halfway_is_for_the_next(post: Post)
     assert into.equal(data)
     assert given_up.equal(arrived), "its caller's tensor was written to later"
     post.deliver(0, 1, message(3))
+
+
+def test_a_receive_that_nobody_has_driven_can_be_withdrawn(post: Post) -> None:
+    given_up = post.boxes[1].post(Receive(torch.zeros(3), 0, 0))
+    for _ in range(2):
+        post.boxes[1].withdraw(given_up)
+    post.deliver(0, 1, torch.arange(3.0))
+
+
+def test_a_receive_withdrawn_twice_leaves_its_message_to_one_other(post: Post) -> None:
+    tensor = torch.arange(2.0 * FRAGMENT)
+    sending = post.send(0, 1, tensor)
+    go(sending)
+    given_up = post.boxes[1].post(Receive(torch.zeros_like(tensor), 0, 0))
+    receiving = post.boxes[1].receive(given_up)
+    go(receiving)
+    receiving.close()
+    post.boxes[1].withdraw(given_up)
+    into, other = torch.zeros_like(tensor), torch.zeros(1)
+    drive(sending, post.receive(1, 0, into))
+    assert into.equal(tensor)
+    drive(post.send(0, 1, torch.ones(1)), post.receive(1, 0, other))
+    assert other.item() == 1

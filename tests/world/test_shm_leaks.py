@@ -78,17 +78,20 @@ def test_many_groups_one_after_the_other_leave_nothing(pool: Pool, tmp_path: Pat
 
     def rounds() -> list[dict[str, int]]:
         counts, patience = [], progress._DROWSY_S
-        progress._DROWSY_S = 0.0
+        progress._DROWSY_S = 60.0
         gc.collect()
         gc.disable()
         for turn in range(20):
             dist.init_process_group("shm", **place(turn))
             exercise()
+            group = dist.group.WORLD  # as a model may keep it
             dist.destroy_process_group()
-            for thread in threading.enumerate():  # the one that carries on with operations ends when it has none
+            for thread in threading.enumerate():  # the one that carries on with operations ends with the last group
                 if thread.name == "lockstep-shm":
-                    thread.join()
+                    thread.join(LINGER)
+                    assert not thread.is_alive()
             counts.append(held())
+            del group
         gc.enable()
         progress._DROWSY_S = patience
         return counts
@@ -104,16 +107,21 @@ def test_many_groups_one_after_the_other_leave_nothing(pool: Pool, tmp_path: Pat
 
 
 def rest() -> int:
-    """Leave a group while the thread that carried on with its operations rests; what is mapped a little later."""
+    """Leave a group while the thread that carried on with its operations rests; what is mapped more a little later."""
+    before = held()["shared mappings"]
     patience, progress._DROWSY_S = progress._DROWSY_S, 60.0
     gc.disable()
     try:
-        exercise()
-        dist.destroy_process_group()
+        group = dist.new_group()
+        work = dist.all_reduce(torch.ones(100_000), group=group, async_op=True)
+        assert work is not None
+        work.get_future().wait()
+        dist.destroy_process_group(group)
+        del group, work
         deadline = time.monotonic() + LINGER
-        while held()["shared mappings"] and time.monotonic() < deadline:
+        while held()["shared mappings"] > before and time.monotonic() < deadline:
             os.sched_yield()
-        return held()["shared mappings"]
+        return held()["shared mappings"] - before
     finally:
         gc.enable()
         progress._DROWSY_S = patience

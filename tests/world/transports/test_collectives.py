@@ -33,6 +33,7 @@ def perform_all(calls: list[Call]) -> None:
     assert not wrong, "\n".join([f"{len(wrong)} of {len(calls)} went wrong:", *wrong[:20]])
 
 
+@with_pure
 def test_every_dtype_is_moved(ranks: Ranks) -> None:
     run(ranks, [(name, Case(dtype=dtype, seed=seed)) for name in MOVING for seed, dtype in enumerate(MOVABLE)])
 
@@ -49,6 +50,7 @@ def test_every_shape(ranks: Ranks) -> None:
     run(ranks, [(name, Case(shape, seed=seed)) for name in OPERATIONS for seed, shape in enumerate(shapes)])
 
 
+@with_pure
 def test_every_layout(ranks: Ranks) -> None:
     shapes = [(1,), (5,), (2, 3), (2, 3, 4, 5), (3, 1, 2)]
     cases = [Case(shape, layout=layout) for layout in LAYOUTS for shape in shapes]
@@ -67,11 +69,12 @@ def test_every_root_of_four(ranks: Ranks) -> None:
 
 @with_pure
 def test_sizes_around_those_of_caches_and_chunks(ranks: Ranks) -> None:
-    counts = [2**power + by for power in (14, 17) for by in (-1, 0, 1)]
+    counts = [2**power + by for power in (13, 14, 16, 17) for by in (-1, 0, 1)]
     run(ranks, [(name, Case((count,))) for name in WITH_VALUES for count in (*counts, 2**19 + 1)])
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "reduce_scatter_tensor", "ring"])
+@with_pure
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "reduce_scatter_tensor", "all_to_all", "ring"])
 def test_tensors_larger_than_the_memory_between_ranks(ranks: Ranks, operation: str) -> None:
     run(ranks, [(operation, Case((1_500_000,))), (operation, Case((5_000_001,), torch.int8))])
 

@@ -1,318 +1,225 @@
-/* The all-reduce of shared memory in C: the same steps, ticks and sums as reducing.py, without an interpreter between
- * them. It is optional: where no compiler is found, reducing.py does the work.
- *
- * Counters are written with release and read with acquire order, so that data written before a counter is seen by
- * whoever has seen the counter, on every processor (C11 5.1.2.4; on x86-64 both are plain moves, on ARM stlr and ldar).
- */
+/* The collectives of _exchange.c as a Python type: what state.py offers in Python, and the calls of compiled.py. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdint.h>
-#include <string.h>
 #include <structmember.h>
 
-#if defined(__x86_64__) || defined(__i386__)
-#define PAUSE() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define PAUSE() __asm__ volatile("yield")
-#else
-#define PAUSE() ((void)0)
-#endif
+#include "_exchange.h"
 
-/* wider vectors where the processor has them, chosen when the module is loaded */
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__) /* musl has no ifunc */
-#define FAST __attribute__((target_clones("avx2", "default"), optimize("no-tree-loop-distribute-patterns")))
-#else
-#define FAST
-#endif
-
-enum { FLOAT32, FLOAT64, INT32, INT64, DTYPES };
-static const int64_t SIZES[DTYPES] = {4, 8, 4, 8};
-
-enum { WHOLE = 32 << 10, /* as in reducing.py */ ALIGN = 64, RELEASE_GIL = 64 << 10, MOST_RANKS = 1024 };
-
-/* What one rank knows of the exchange; reducing.py and arena.py use the same fields when they do a step. */
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
-    long long tick, low, half, free_0, free_1;
-    long long rank, size, block, chunk, halves, half_bytes;
+    Exchange x;
+    int64_t fragment;
 } State;
 
-/* An all-reduce under way. */
-typedef struct {
-    PyObject_HEAD
-    State *state;
-    char *data;
-    int64_t count, start; /* elements, and where the chunk begins */
-    long long awaited;    /* the tick that all must post before the next phase */
-    int dtype, phase, whole;
-} Task;
-
-enum { CLAIM, FILL, ADD, TAKE, NEXT };
-
-/* glibc's memcpy may choose "rep movsb", which some AMD processors run at a quarter of the speed of plain vector moves
- * when source and destination lie unluckily to each other (seen here at 64 KiB to 512 KiB). */
-FAST static void copy(char *restrict to, const char *restrict from, int64_t bytes) {
-    typedef float Vector __attribute__((vector_size(32), aligned(1), may_alias));
-    int64_t i = 0;
-    for (; i + 32 <= bytes; i += 32) *(Vector *)(to + i) = *(const Vector *)(from + i);
-    if (i < bytes) memcpy(to + i, from + i, (size_t)(bytes - i));
+static PyObject *go_on(Exchange *x, long looks) {
+    enum Outcome outcome;
+    /* one that is large, or expects the core to be wanted by others, leaves the interpreter to them */
+    if (x->weight < LARGE && looks != 0) {
+        outcome = exchange_go_on(x, looks);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        outcome = exchange_go_on(x, looks);
+        Py_END_ALLOW_THREADS
+    }
+    return PyLong_FromLong(outcome);
 }
 
-static int64_t *counter(State *s, int64_t rank) { return (int64_t *)((char *)s->memory.buf + rank * s->block); }
-
-static char *slot(State *s, int64_t rank) {
-    return (char *)s->memory.buf + s->halves + s->half * s->half_bytes + rank * s->chunk;
-}
-
-static void post(State *s) {
-    s->tick += 1;
-    __atomic_store_n(counter(s, s->rank), (int64_t)s->tick, __ATOMIC_RELEASE);
-}
-
-static int all_reached(State *s, long long tick) {
-    if (s->low >= tick) return 1;
-    for (int64_t r = 0; r < s->size; r++)
-        if (r != s->rank && __atomic_load_n(counter(s, r), __ATOMIC_ACQUIRE) < tick) return 0;
-    s->low = tick < s->tick ? tick : s->tick;
+/* Reads `count` parts from a tuple of addresses and sizes; one pair may stand for parts of equal size in a row. */
+static int read_parts(PyObject *numbers, Part *parts, int64_t count) {
+    Py_ssize_t given = PyTuple_Check(numbers) ? PyTuple_GET_SIZE(numbers) / 2 : -1;
+    if (count == 0) return 1;
+    for (int64_t i = 0; i < given && i < count; i++) {
+        parts[i].at = PyLong_AsVoidPtr(PyTuple_GET_ITEM(numbers, 2 * i));
+        parts[i].bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, 2 * i + 1));
+        if (PyErr_Occurred()) return 0;
+        if (parts[i].bytes < 0 || (parts[i].bytes > 0 && parts[i].at == NULL)) given = -1;
+    }
+    if (given == count) return 1;
+    if (given != 1 || parts[0].bytes % count != 0) {
+        PyErr_SetString(PyExc_ValueError, "begin: not the parts that the collective needs");
+        return 0;
+    }
+    int64_t each = parts[0].bytes / count;
+    for (int64_t i = 0; i < count; i++) parts[i] = (Part){parts[0].at + i * each, each};
     return 1;
 }
 
-/* out = ((in[0] + in[1]) + in[2]) + ..., in rank order; out may be one of them */
-#define DEFINE_SUM(NAME, TYPE)                                                                      \
-    FAST static void NAME(char *out_, char *const *in, int64_t ranks, int64_t n) {                       \
-        typedef TYPE Loose __attribute__((aligned(1), may_alias)); /* data may begin anywhere */    \
-        Loose *out = (Loose *)out_;                                                                 \
-        if (ranks == 2) {                                                                           \
-            const Loose *a = (const Loose *)in[0], *b = (const Loose *)in[1];                       \
-            for (int64_t i = 0; i < n; i++) out[i] = (TYPE)(a[i] + b[i]);                           \
-            return;                                                                                 \
-        }                                                                                           \
-        enum { BLOCK = 512 };                                                                       \
-        TYPE sum[BLOCK];                                                                            \
-        for (int64_t begin = 0; begin < n; begin += BLOCK) {                                        \
-            int64_t m = n - begin < BLOCK ? n - begin : BLOCK;                                      \
-            memcpy(sum, (const Loose *)in[0] + begin, (size_t)m * sizeof(TYPE));                    \
-            for (int64_t r = 1; r < ranks; r++) {                                                   \
-                const Loose *part = (const Loose *)in[r] + begin;                                   \
-                for (int64_t i = 0; i < m; i++) sum[i] = (TYPE)(sum[i] + part[i]);                  \
-            }                                                                                       \
-            memcpy(out + begin, sum, (size_t)m * sizeof(TYPE));                                     \
-        }                                                                                           \
+static PyObject *state_begin(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    Exchange *x = &((State *)self)->x;
+    if (n != 6 || x->memory == NULL) {
+        PyErr_SetString(PyExc_TypeError, "begin(kind, root, dtype, looks, inputs, outputs), with some memory");
+        return NULL;
     }
-
-/* integers wrap around, which C leaves undefined for signed ones */
-DEFINE_SUM(sum_float32, float)
-DEFINE_SUM(sum_float64, double)
-DEFINE_SUM(sum_int32, uint32_t)
-DEFINE_SUM(sum_int64, uint64_t)
-
-typedef void (*Sum)(char *, char *const *, int64_t, int64_t);
-static const Sum SUMS[DTYPES] = {sum_float32, sum_float64, sum_int32, sum_int64};
-
-static int64_t chunk_count(const Task *t) {
-    int64_t most = t->state->chunk / SIZES[t->dtype], left = t->count - t->start;
-    return left < most ? left : most;
+    long kind = PyLong_AsLong(args[0]), root = PyLong_AsLong(args[1]);
+    long dtype = PyLong_AsLong(args[2]), looks = PyLong_AsLong(args[3]);
+    if (PyErr_Occurred()) return NULL;
+    if (kind < 0 || kind >= KINDS || root < 0 || root >= x->size || dtype < 0 || dtype >= DTYPES) {
+        PyErr_SetString(PyExc_ValueError, "begin: no such collective, root or dtype");
+        return NULL;
+    }
+    exchange_choose(x, (int)kind, root);
+    if (!read_parts(args[4], x->in, x->gives) || !read_parts(args[5], x->out, x->gets)) return NULL;
+    x->dtype = (int)dtype;
+    exchange_begin(x);
+    return go_on(x, looks);
 }
 
-static void slice_of(const Task *t, int64_t n, int64_t *begin, int64_t *end) {
-    int64_t ranks = t->state->size, step = ALIGN / SIZES[t->dtype];
-    int64_t per = (n + ranks - 1) / ranks;
-    per = (per + step - 1) / step * step;
-    *begin = t->state->rank * per < n ? t->state->rank * per : n;
-    *end = *begin + per < n ? *begin + per : n;
+static PyObject *state_advance(PyObject *self, PyObject *looks_) {
+    long looks = PyLong_AsLong(looks_);
+    if (looks == -1 && PyErr_Occurred()) return NULL;
+    return go_on(&((State *)self)->x, looks);
 }
 
-static void fill(Task *t) {
-    State *s = t->state;
-    int64_t n = chunk_count(t), size = SIZES[t->dtype], begin, end;
-    char *mine = slot(s, s->rank), *data = t->data + t->start * size;
-    if (t->whole) {
-        copy(mine, data, n * size);
+static PyObject *state_copy(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    if (n != 3) {
+        PyErr_SetString(PyExc_TypeError, "copy(to, from, bytes)");
+        return NULL;
+    }
+    char *to = PyLong_AsVoidPtr(args[0]), *from = PyLong_AsVoidPtr(args[1]);
+    long long bytes = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred()) return NULL;
+    if (bytes < LARGE) {
+        if (bytes > 0) exchange_copy(to, from, bytes);
     } else {
-        slice_of(t, n, &begin, &end); /* nobody else reads this rank's own slice */
-        copy(mine, data, begin * size);
-        copy(mine + end * size, data + end * size, (n - end) * size);
+        Py_BEGIN_ALLOW_THREADS
+        exchange_copy(to, from, bytes);
+        Py_END_ALLOW_THREADS
     }
-    post(s);
+    Py_RETURN_NONE;
 }
 
-static void add(Task *t) {
-    State *s = t->state;
-    int64_t n = chunk_count(t), size = SIZES[t->dtype], begin = 0, end = n;
-    char *parts[MOST_RANKS], *data = t->data + t->start * size;
-    if (!t->whole) slice_of(t, n, &begin, &end);
-    for (int64_t r = 0; r < s->size; r++)
-        parts[r] = (r == s->rank && !t->whole ? data : slot(s, r)) + begin * size;
-    SUMS[t->dtype](data + begin * size, parts, s->size, end - begin);
-    if (t->whole) return;
-    copy(slot(s, s->size) + begin * size, data + begin * size, (end - begin) * size);
-    post(s);
-}
-
-static void take(Task *t) {
-    State *s = t->state;
-    int64_t n = chunk_count(t), size = SIZES[t->dtype], begin, end;
-    char *result = slot(s, s->size), *data = t->data + t->start * size;
-    slice_of(t, n, &begin, &end);
-    copy(data, result, begin * size);
-    copy(data + end * size, result + end * size, (n - end) * size);
-}
-
-/* As far as it goes without waiting; whether the whole is done. */
-static int go_on(Task *t) {
-    State *s = t->state;
-    for (;;) {
-        if (!all_reached(s, t->awaited)) return 0;
-        switch (t->phase) {
-        case CLAIM: {
-            s->half ^= 1;
-            long long *free_at = s->half ? &s->free_1 : &s->free_0;
-            t->awaited = *free_at;
-            *free_at = s->tick + (t->whole ? 1 : 2) + 1;
-            t->phase = FILL;
-            break;
-        }
-        case FILL:
-            fill(t);
-            t->awaited = s->tick;
-            t->phase = ADD;
-            break;
-        case ADD:
-            add(t);
-            t->awaited = s->tick;
-            t->phase = t->whole ? NEXT : TAKE;
-            break;
-        case TAKE:
-            take(t);
-            t->phase = NEXT;
-            break;
-        default:
-            t->start += chunk_count(t);
-            if (t->start >= t->count) return 1;
-            t->phase = CLAIM;
-        }
+static int read_numbers(PyObject *const *args, Py_ssize_t n, Py_ssize_t count, long long *numbers) {
+    if (n != count) {
+        PyErr_Format(PyExc_TypeError, "%zd numbers expected", count);
+        return 0;
     }
+    for (Py_ssize_t i = 0; i < count; i++) numbers[i] = PyLong_AsLongLong(args[i]);
+    return !PyErr_Occurred();
 }
 
-static int spin_on(Task *t, long spins) {
-    for (long i = 0; i <= spins; i++) {
-        long long tick = t->state->tick;
-        if (go_on(t)) return 1;
-        if (t->state->tick != tick) i = 0; /* a new wait */
-        PAUSE();
-    }
-    return 0;
+/* The ring that begins so far into the memory; NULL with an error set if it does not fit. */
+static char *ring_at(State *s, long long offset, long long done, long long bytes) {
+    if (s->x.memory != NULL && offset >= 0 && offset + ring_bytes(s->fragment) <= s->x.halves && offset % 8 == 0 &&
+        done >= 0 && bytes >= 0 && bytes <= s->fragment)
+        return s->x.memory + offset;
+    PyErr_SetString(PyExc_ValueError, "no such ring, or more than a fragment");
+    return NULL;
 }
 
-static int run(Task *t, long spins) {
-    int ended;
-    if (t->count * SIZES[t->dtype] < RELEASE_GIL) return spin_on(t, spins);
+static PyObject *state_put(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    State *s = (State *)self;
+    long long a[7];
+    if (!read_numbers(args, n, 7, a)) return NULL;
+    char *ring = ring_at(s, a[0], a[1], a[6]);
+    if (ring == NULL) return NULL;
+    Piece piece = {a[2], a[3], a[4], a[6], (char *)(intptr_t)a[5]};
+    int put;
+    if (piece.bytes < LARGE) return PyBool_FromLong(ring_put(ring, s->fragment, a[1], &piece));
     Py_BEGIN_ALLOW_THREADS
-    ended = spin_on(t, spins);
+    put = ring_put(ring, s->fragment, a[1], &piece);
     Py_END_ALLOW_THREADS
-    return ended;
+    return PyBool_FromLong(put);
 }
 
-static void task_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    Py_XDECREF(((Task *)self)->state);
-    PyObject_Free(self);
-    Py_DECREF(type);
+static PyObject *state_take(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    State *s = (State *)self;
+    long long a[5];
+    if (!read_numbers(args, n, 5, a)) return NULL;
+    char *ring = ring_at(s, a[0], a[1], a[4] <= s->fragment ? a[4] : 0);
+    if (ring == NULL) return NULL;
+    Piece piece = {a[2], a[4], 0, a[4], (char *)(intptr_t)a[3]};
+    return PyBool_FromLong(ring_take(ring, s->fragment, a[1], &piece));
 }
 
-static PyObject *task_advance(PyObject *self, PyObject *spins_) {
-    long spins = PyLong_AsLong(spins_);
-    if (spins == -1 && PyErr_Occurred()) return NULL;
-    return PyBool_FromLong(run((Task *)self, spins));
+static PyObject *state_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    long long a[3];
+    if (!read_numbers(args, n, 3, a)) return NULL;
+    const char *ring = ring_at((State *)self, a[0], a[1], 0);
+    if (ring == NULL) return NULL;
+    int there;
+    Py_BEGIN_ALLOW_THREADS
+    there = ring_await(ring, a[1], (long)a[2]);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(there);
 }
 
-static PyMethodDef task_methods[] = {
-    {"advance", task_advance, METH_O, "Go on, with that many looks at the counters; whether it is done."},
-    {NULL, NULL, 0, NULL},
-};
-static PyMemberDef task_members[] = {
-    {"awaited", T_LONGLONG, offsetof(Task, awaited), READONLY, "The tick that all ranks must post first."},
-    {NULL, 0, 0, 0, NULL},
-};
-static PyType_Slot task_slots[] = {
-    {Py_tp_dealloc, task_dealloc},
-    {Py_tp_methods, task_methods},
-    {Py_tp_members, task_members},
-    {Py_tp_doc, "An all-reduce under way."},
-    {0, NULL},
-};
-static PyType_Spec task_spec = {
-    "lockstep.transports.shm._native.Task", sizeof(Task), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, task_slots,
-};
-static PyTypeObject *task_type;
+static int fits(const Exchange *x, int64_t bytes) {
+    return x->size >= 1 && x->size <= MOST_RANKS && x->rank >= 0 && x->rank < x->size &&
+           x->chunk >= 2 * (x->size + 1) * ALIGN && (x->signs + 2) * 8 <= x->block && x->size * x->block <= x->halves &&
+           x->halves + 2 * x->half_bytes <= bytes && x->half_bytes >= (x->size + 1) * x->chunk;
+}
 
 static int state_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     State *s = (State *)self;
-    static char *names[] = {"memory", "rank", "size", "block", "chunk", "halves", "half_bytes", NULL};
+    Exchange *x = &s->x;
+    static char *names[] = {"memory", "rank",   "size",       "block",    "signs",
+                            "chunk",  "halves", "half_bytes", "fragment", NULL};
     PyObject *memory;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLLLLL", names, &memory, &s->rank, &s->size, &s->block, &s->chunk,
-                                     &s->halves, &s->half_bytes))
+    long long rank, size, block, signs, chunk, halves, half_bytes, fragment;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLLLLLLL", names, &memory, &rank, &size, &block, &signs, &chunk,
+                                     &halves, &half_bytes, &fragment))
         return -1;
-    if (s->memory.buf != NULL) {
+    if (x->memory != NULL) {
         PyErr_SetString(PyExc_ValueError, "it has its memory already");
         return -1;
     }
+    *x = (Exchange){.rank = rank, .size = size, .block = block, .signs = signs, .chunk = chunk, .halves = halves,
+                    .half_bytes = half_bytes, .is_empty = 1};
     if (PyObject_GetBuffer(memory, &s->memory, PyBUF_WRITABLE) < 0) return -1;
-    if (s->size < 1 || s->size > MOST_RANKS || s->rank < 0 || s->rank >= s->size || s->chunk < ALIGN ||
-        s->halves + 2 * s->half_bytes > s->memory.len || s->half_bytes < (s->size + 1) * s->chunk) {
+    if (!fits(x, s->memory.len)) {
         PyErr_SetString(PyExc_ValueError, "the layout does not fit the memory");
         return -1;
     }
+    x->in = PyMem_Calloc((size_t)size, sizeof(Part));
+    x->out = PyMem_Calloc((size_t)size, sizeof(Part));
+    if (x->in == NULL || x->out == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    x->memory = s->memory.buf;
+    s->fragment = fragment;
     return 0;
 }
 
 static void state_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
-    PyBuffer_Release(&((State *)self)->memory);
+    State *s = (State *)self;
+    PyMem_Free(s->x.in);
+    PyMem_Free(s->x.out);
+    PyBuffer_Release(&s->memory);
     PyObject_Free(self);
     Py_DECREF(type);
 }
 
-static PyObject *state_all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    State *s = (State *)self;
-    if (n != 4) {
-        PyErr_SetString(PyExc_TypeError, "all_reduce(address, count, dtype, spins)");
-        return NULL;
-    }
-    if (s->memory.buf == NULL) {
-        PyErr_SetString(PyExc_ValueError, "all_reduce: there is no memory");
-        return NULL;
-    }
-    void *data = PyLong_AsVoidPtr(args[0]);
-    long long count = PyLong_AsLongLong(args[1]);
-    long dtype = PyLong_AsLong(args[2]), spins = PyLong_AsLong(args[3]);
-    if (PyErr_Occurred()) return NULL;
-    if (dtype < 0 || dtype >= DTYPES || count < 1 || data == NULL) {
-        PyErr_SetString(PyExc_ValueError, "all_reduce: no such dtype, or nothing to reduce");
-        return NULL;
-    }
-    int64_t bytes = count * SIZES[dtype];
-    Task local = {.state = s, .data = data, .count = count, .dtype = (int)dtype, .phase = CLAIM, .awaited = 0};
-    local.whole = bytes * (s->size - 1) <= WHOLE && bytes <= s->chunk;
-    if (run(&local, spins)) Py_RETURN_NONE;
-    Task *task = PyObject_New(Task, task_type);
-    if (task == NULL) return NULL;
-    Py_ssize_t head = offsetof(Task, state);
-    memcpy((char *)task + head, (char *)&local + head, sizeof(Task) - (size_t)head);
-    Py_INCREF(s);
-    return (PyObject *)task;
-}
-
 static PyMethodDef state_methods[] = {
-    {"all_reduce", (PyCFunction)(void (*)(void))state_all_reduce, METH_FASTCALL,
-     "Sum `count` elements at `address` over all ranks, in place; None when done, or the Task that is left."},
+    {"begin", (PyCFunction)(void (*)(void))state_begin, METH_FASTCALL,
+     "begin(kind, root, dtype, looks, inputs, outputs): begin a collective; how far it has come."},
+    {"advance", state_advance, METH_O, "Go on with so many looks at the counters; how far it has come."},
+    {"copy", (PyCFunction)(void (*)(void))state_copy, METH_FASTCALL, "copy(to, from, bytes)"},
+    {"put", (PyCFunction)(void (*)(void))state_put, METH_FASTCALL,
+     "put(ring, done, tag, total, offset, address, bytes): write a fragment; whether there was room."},
+    {"take", (PyCFunction)(void (*)(void))state_take, METH_FASTCALL,
+     "take(ring, done, tag, address, bytes): read a whole message from one fragment; whether it was there."},
+    {"wait", (PyCFunction)(void (*)(void))state_wait, METH_FASTCALL,
+     "wait(ring, done, looks): wait a moment for a fragment; whether there is one."},
     {NULL, NULL, 0, NULL},
 };
-#define MEMBER(NAME) {#NAME, T_LONGLONG, offsetof(State, NAME), 0, NULL}
+
+#define MEMBER(NAME, FIELD, FLAGS) {NAME, T_LONGLONG, offsetof(State, x) + offsetof(Exchange, FIELD), FLAGS, NULL}
 static PyMemberDef state_members[] = {
-    MEMBER(tick), MEMBER(low), MEMBER(half), MEMBER(free_0), MEMBER(free_1), {NULL, 0, 0, 0, NULL},
+    MEMBER("tick", tick, 0),
+    MEMBER("low", low, 0),
+    MEMBER("half", half, 0),
+    MEMBER("free_0", free_at[0], 0),
+    MEMBER("free_1", free_at[1], 0),
+    MEMBER("awaited", awaited, READONLY),
+    MEMBER("whom", whom, READONLY),
+    MEMBER("odd", odd, READONLY),
+    MEMBER("told", told, READONLY),
+    MEMBER("expected", expected, READONLY),
+    {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot state_slots[] = {
     {Py_tp_new, PyType_GenericNew},
@@ -328,15 +235,14 @@ static PyType_Spec state_spec = {
 };
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_native", "The all-reduce of shared memory, compiled.", -1, NULL, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_native", "The collectives of shared memory, compiled.", -1, NULL, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *m = PyModule_Create(&module);
     if (m == NULL) return NULL;
     PyObject *state = PyType_FromSpec(&state_spec);
-    task_type = (PyTypeObject *)PyType_FromSpec(&task_spec);
-    if (state == NULL || task_type == NULL || PyModule_AddObject(m, "State", state) < 0) {
+    if (state == NULL || PyModule_AddObject(m, "State", state) < 0) {
         Py_DECREF(m);
         return NULL;
     }

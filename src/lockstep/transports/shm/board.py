@@ -7,20 +7,21 @@ from collections.abc import Iterable, Sequence
 
 from ...errors import RankLostError, StallError, TransportError
 from .fence import fence
-from .layout import BLOCK, Layout
+from .layout import BLOCK, SIGNS, Layout
 from .peers import Peers
 from .segment import Segment
+from .signs import difference
 from .state import make_state
 from .waiting import Steps
 
 __all__ = ["Board"]
 
 # words of a control block: counter, state, process; of a rank that has failed, the length of its last words, what kind
-# of error they are of, and how many ranks it names, which follow
-_TICK, _STATE, _PID, _LENGTH, _KIND, _COUNT, _RANKS = range(7)
+# of error they are of, and how many ranks it names, which follow after the signs of two halves
+_TICK, _STATE, _PID, _LENGTH, _KIND, _COUNT = range(SIGNS)
+_RANKS, _MOST_RANKS = SIGNS + 2, 10
 _WORDS = BLOCK // 8
-_TEXT = 128  # bytes into a control block; what follows holds a failed rank's last words
-_MOST_RANKS = _TEXT // 8 - _RANKS
+_TEXT = (_RANKS + _MOST_RANKS) * 8  # bytes into a control block; what follows holds a failed rank's last words
 _ACTIVE, _LEFT, _FAILED = 1, 2, 3
 _OTHER, _LOST, _STALLED = 0, 1, 2
 
@@ -63,6 +64,20 @@ class Board:
         fence()
         self._words[self._mine] = tick
         return tick
+
+    def sign(self, word: int) -> None:
+        """Say which collective this rank writes to the half that it has claimed; see signs.py."""
+        self._words[self._mine + SIGNS + self.state.half] = word
+
+    def agree(self, rank: int, expected: int) -> None:
+        """Raise TransportError unless `rank`, which has posted, has written to this half for the same collective."""
+        told = self._words[rank * _WORDS + SIGNS + self.state.half]
+        if rank != self.rank and told != expected:
+            raise self.difference(rank, told, expected)
+
+    def difference(self, rank: int, told: int, expected: int) -> TransportError:
+        """The error when `rank` takes part in something else."""
+        return difference(self.rank, rank, told, expected, self._names)
 
     def all_reached(self, tick: int) -> bool:
         """Whether every rank has posted `tick`."""
@@ -147,8 +162,10 @@ class Board:
         text = reason.encode()[: BLOCK - _TEXT]
         start = self.rank * BLOCK + _TEXT
         self._segment.raw[start : start + len(text)] = text
-        for word, value in enumerate((len(text), kind, len(ranks), *ranks), self._mine + _LENGTH):
+        for word, value in enumerate((len(text), kind, len(ranks)), self._mine + _LENGTH):
             self._words[word] = value
+        for word, name in enumerate(ranks, self._mine + _RANKS):
+            self._words[word] = name
         fence()
         self._words[self._mine + _STATE] = _FAILED
 
@@ -177,7 +194,7 @@ class Board:
         """What `rank` has given up with."""
         fence()
         block, start = rank * _WORDS, rank * BLOCK + _TEXT
-        length, kind, count = self._words[block + _LENGTH : block + _RANKS]
+        length, kind, count = self._words[block + _LENGTH : block + SIGNS]
         ranks = tuple(self._words[block + _RANKS : block + _RANKS + count])
         words = bytes(self._segment.raw[start : start + length]).decode(errors="replace")
         text = f"shm: rank {self._names[rank]} gave up: {words}"

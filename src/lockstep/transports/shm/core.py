@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -16,13 +17,15 @@ from ..c10d import Store
 from .arena import Arena
 from .arguments import is_plain
 from .board import Board
+from .compiled import begin
 from .engine import Lane
 from .layout import Layout
 from .mailbox import Mailbox, Receive
 from .meeting import tell_all
-from .reducing import begin_compiled
+from .progress import progress
 from .segment import share
-from .waiting import COMPILED_SPINS, Steps
+from .signs import KINDS
+from .waiting import COMPILED_LOOKS, Steps
 from .work import ShmWork
 
 __all__ = ["Core", "limit_of"]
@@ -62,14 +65,16 @@ class Core:
         tell_all(store, "open", rank, "", self._names)
         board.meet()
         self._crowded, self._broken = layout.ranks > usable_cores(), ""
+        arena = Arena(segment, layout, board, 0 if self._crowded else COMPILED_LOOKS)
         self._parts: _Parts | None = _Parts(
             board,
-            Arena(segment, layout, board),
+            arena,
             Mailbox(segment, layout, board),
             Lane(board.check, _breaking(self), self._crowded),
             [Lane(board.check, None, self._crowded) for _ in range(layout.ranks)],
         )
         self.on_end: Callable[[], None] = _nothing  # called when the group has failed here, or is left
+        progress.join(self)
 
     @property
     def arena(self) -> Arena:
@@ -93,13 +98,24 @@ class Core:
             return lane.start(what, steps, timeout or self.timeout, result)
         return lane.run(what, lambda: steps, lambda: timeout or self.timeout)
 
-    def run_sum(self, tensor: torch.Tensor, code: int, opts: Any) -> ShmWork:
-        """Sum a contiguous, not empty `tensor` over all ranks in place, at once, with the compiled part."""
-        parts, spins = self._whole(), 0 if self._crowded else COMPILED_SPINS
+    def run_compiled(
+        self,
+        kind: int,
+        opts: Any,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        kept: object,
+        root: int = 0,
+        code: int = 0,
+    ) -> ShmWork:
+        """Carry out a collective at once, with the compiled part; see `begin`."""
+        parts = self._whole()
+        arena = parts.arena
         return parts.collectives.run(
-            "all_reduce",
-            lambda: begin_compiled(parts.arena, tensor, code, spins),
+            KINDS[kind],
+            lambda: begin(arena, kind, root, code, inputs, outputs, arena.looks, kept),
             lambda: limit_of(opts) or self.timeout,
+            has_spun=True,
         )
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> ShmWork:
@@ -115,13 +131,27 @@ class Core:
         """Receive a message from `source`, or from any rank, into `tensor` beside the caller."""
         parts = self._whole()
         receive = parts.mailbox.post(Receive(tensor, source, tag))
-        what = "recv from any rank" if source is None else f"recv from rank {self._names[source]}"
-        lane = Lane(parts.board.check, None, self._crowded)
-        parts.receives.add(lane)
-        work = lane.start(what, parts.mailbox.receive(receive), None, [tensor], self.timeout)
-        # it must not take a message after its caller has stopped waiting
-        work.give_up = None if work.is_completed() else lane.stop
+        if receive.caught:
+            work = ShmWork([tensor])
+        else:
+            work = self._await(parts, receive)
         work.sender = receive.sender
+        return work
+
+    def _await(self, parts: _Parts, receive: Receive) -> ShmWork:
+        mailbox, source = parts.mailbox, receive.source
+        what = "recv from any rank" if source is None else f"recv from rank {self._names[source]}"
+        linger = partial(mailbox.linger, receive, parts.arena.looks) if parts.arena.compiled else None
+        lane = Lane(parts.board.check, None, self._crowded, linger)
+        parts.receives.add(lane)
+        work = lane.start(what, mailbox.receive(receive), None, [receive.tensor], self.timeout)
+
+        def give_up(error: BaseException) -> None:
+            lane.stop(error)
+            mailbox.withdraw(receive)
+
+        # it must not take a message after its caller has stopped waiting
+        work.give_up = None if work.is_completed() else give_up
         return work
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
@@ -141,6 +171,7 @@ class Core:
         self.on_end()
         for lane in (parts.collectives, *parts.sends, *parts.receives):
             lane.stop(TransportError(f"shm: {self._broken}"))
+        progress.leave(self)
 
     def _whole(self) -> _Parts:
         if self._broken or self._parts is None:

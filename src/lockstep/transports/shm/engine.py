@@ -54,30 +54,41 @@ class Lane:
         check: looks during waits whether they are still worth it.
         fail: called with what has broken an operation halfway, after which none behind it can be right; None where
             they are independent of each other.
-        crowded: whether there are more ranks than cores.
+        crowded: whether waits had better not spin, as there are more ranks than cores.
+        linger: waits a moment instead, when somebody begins to wait for an operation.
     """
 
-    def __init__(self, check: Check, fail: Callable[[BaseException], None] | None, crowded: bool) -> None:
-        self._check, self._fail, self._crowded = check, fail, crowded
+    def __init__(
+        self,
+        check: Check,
+        fail: Callable[[BaseException], None] | None,
+        crowded: bool,
+        linger: Callable[[], None] | None = None,
+    ) -> None:
+        self._check, self._fail, self._crowded = check, fail, crowded or linger is not None
+        self._linger = linger
         self._lock = threading.Lock()
         self._owner = 0  # the thread that is in a synchronous operation
         self._queue: deque[_Operation] = deque()
         self._news: deque[Callable[[], None]] = deque()  # what tells those who asked that an operation has ended
 
-    def run(self, what: str, begin: Callable[[], Steps | None], limit: Callable[[], float]) -> ShmWork:
+    def run(
+        self, what: str, begin: Callable[[], Steps | None], limit: Callable[[], float], has_spun: bool = False
+    ) -> ShmWork:
         """Carry out an operation here and now, after whatever is queued.
 
         Args:
             what: its name, for errors.
             begin: starts it, and gives the steps that are left, or None.
             limit: seconds that it may take; asked when it has to wait.
+            has_spun: whether it has waited a moment by itself when its steps wait.
         """
         if not self._lock.acquire(blocking=False):
             self._wait_for_lock(what)
         try:
             if not self._queue:
                 self._owner = threading.get_ident()
-                self._run(what, begin, limit)
+                self._run(what, begin, limit, has_spun)
                 return done
         finally:
             self._owner = 0
@@ -92,12 +103,12 @@ class Lane:
             raise TransportError(f"shm: {what} was called while this thread is in a collective of the same group")
         self._lock.acquire()
 
-    def _run(self, what: str, begin: Callable[[], Steps | None], limit: Callable[[], float]) -> None:
+    def _run(self, what: str, begin: Callable[[], Steps | None], limit: Callable[[], float], has_spun: bool) -> None:
         waiter = None
         try:
             for awaited in begin() or ():
                 if waiter is None:
-                    waiter = Waiter(what, limit(), self._check, self._crowded)
+                    waiter = Waiter(what, limit(), self._check, self._crowded or has_spun)
                 waiter.pause(awaited)
         except BaseException as error:
             if self._fail is not None:
@@ -122,7 +133,7 @@ class Lane:
             self._wait_for_lock(what)
         try:
             self._queue.append(_Operation(what, steps, work, timeout))
-            if len(self._queue) == 1:
+            if len(self._queue) == 1 and self._linger is None:  # who lingers has looked just now
                 self._advance()
             under_way = bool(self._queue)
         finally:
@@ -174,6 +185,8 @@ class Lane:
     def _drive(self, what: str, work: ShmWork, timeout: float) -> None:
         waiter = Waiter(what, timeout, self._check, self._crowded)
         awaited: Awaited | None = None
+        if self._linger is not None:
+            self._linger()
         while not work.is_completed():
             if not self._lock.acquire(timeout=CHECK_S):  # gives the interpreter to the thread that is at work on it
                 continue

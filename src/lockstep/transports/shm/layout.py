@@ -8,6 +8,7 @@ from ...errors import ConfigError
 
 __all__ = ["Layout", "default_size", "plan"]
 
+SIGNS = 6  # the first of two words of a control block that say, for each half, which collective wrote there last
 LINE = 128  # bytes; two cache lines, because processors fetch lines in pairs
 BLOCK = 512  # bytes of control for each rank: its counter and state in the first line, its last words in the rest
 RING = 4  # fragments that a sender may be ahead of its receiver
@@ -80,7 +81,7 @@ def plan(ranks: int, size: int) -> Layout:
     Raises:
         ConfigError: when `size` is too small for that many ranks.
     """
-    least_chunk = _up((ranks + 1) * HEADER, PAGE)  # a slot holds at least a line for each rank, and a header
+    least_chunk = _up(2 * (ranks + 1) * HEADER, PAGE)  # a slot holds at least a line for each rank, and their sizes
     least = Layout(ranks, least_chunk, MIN_FRAGMENT).total
     if size < least:
         raise ConfigError(

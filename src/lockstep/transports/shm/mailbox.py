@@ -10,9 +10,9 @@ import torch
 from ...errors import TransportError
 from .arguments import is_plain
 from .board import Board
-from .fence import fence
-from .layout import HEADER, LINE, RING, Layout
+from .layout import Layout
 from .moving import flat_of, put_back
+from .ring import Ring
 from .segment import Segment
 from .waiting import Steps
 
@@ -26,11 +26,14 @@ class Receive:
         source: whom it is from; None for any rank, and then who it came from once it is complete.
         tag: which messages it takes.
         tensor: where the message goes.
+        message: what it gets, as soon as some of it is there.
+        caught: whether it got a message in one go instead.
     """
 
     def __init__(self, tensor: torch.Tensor, source: int | None, tag: int) -> None:
         self.tensor, self.source, self.tag = tensor, source, tag
         self.message: _Message | None = None
+        self.caught = False
 
     def sender(self) -> int | None:
         """Whom the message is from, or is awaited from."""
@@ -54,50 +57,6 @@ class _Message:
         return self.broken_off or self.received == self.total
 
 
-class _Ring:
-    """One direction between two ranks: a counter of fragments written, one of fragments read, and the fragments."""
-
-    def __init__(self, segment: Segment, layout: Layout, source: int, target: int) -> None:
-        begin = layout.ring(source, target)
-        self.words, self.written, self.read = segment.words, begin >> 3, (begin + LINE) >> 3
-        starts = [begin + 2 * LINE + i * (HEADER + layout.fragment) for i in range(RING)]
-        self._headers = [start >> 3 for start in starts]
-        self._payloads = [segment.bytes[start + HEADER : start + HEADER + layout.fragment] for start in starts]
-        self._done = 0  # fragments this side has written, or read
-
-    @property
-    def full(self) -> bool:
-        return self._done - self.words[self.read] >= RING
-
-    @property
-    def empty(self) -> bool:
-        return self.words[self.written] <= self._done
-
-    def put(self, tag: int, total: int, offset: int, data: torch.Tensor) -> None:
-        fence()  # the reader's counter was seen before its fragment is written over
-        index = self._done % RING
-        header = self._headers[index]
-        for word, value in enumerate((tag, total, offset, data.numel()), header):
-            self.words[word] = value
-        self._payloads[index][: data.numel()].copy_(data)
-        fence()
-        self._done += 1
-        self.words[self.written] = self._done
-
-    def head(self) -> tuple[int, int, int, torch.Tensor]:
-        """Tag and size of the whole message, and the next fragment with its place in it."""
-        fence()
-        index = self._done % RING
-        header = self._headers[index]
-        tag, total, offset, length = self.words[header : header + 4]
-        return tag, total, offset, self._payloads[index][:length]
-
-    def pop(self) -> None:
-        fence()
-        self._done += 1
-        self.words[self.read] = self._done
-
-
 class Mailbox:
     """Sends and receives of one rank in one group.
 
@@ -108,8 +67,8 @@ class Mailbox:
     def __init__(self, segment: Segment, layout: Layout, board: Board) -> None:
         self._board, self._fragment = board, layout.fragment
         self._others = [rank for rank in range(layout.ranks) if rank != board.rank]
-        self._out = {rank: _Ring(segment, layout, board.rank, rank) for rank in self._others}
-        self._in = {rank: _Ring(segment, layout, rank, board.rank) for rank in self._others}
+        self._out = {rank: Ring(segment, layout, board.state, board.rank, rank) for rank in self._others}
+        self._in = {rank: Ring(segment, layout, board.state, rank, board.rank) for rank in self._others}
         self._arriving: dict[int, _Message] = {}
         self._early: list[_Message] = []
         self._posted: list[Receive] = []
@@ -127,21 +86,18 @@ class Mailbox:
 
     def send_now(self, tensor: torch.Tensor, target: int, tag: int) -> bool:
         """Send a contiguous `tensor` if the ring has room for all of it; whether it had."""
-        ring, nbytes = self._out[target], tensor.numel() * tensor.element_size()
-        if nbytes > self._fragment or ring.full:
-            return False
-        ring.put(tag, nbytes, 0, flat_of(tensor).view(torch.uint8))
-        return True
+        return tensor.nbytes <= self._fragment and self._out[target].put(tag, tensor.nbytes, 0, tensor)
 
     def post(self, receive: Receive) -> Receive:
-        """Queue `receive`; of several that fit a message, the one posted first gets it."""
+        """Queue `receive`, unless its message is there; of several that fit a message, the one posted first gets it."""
         with self._lock:
             for message in self._early:
                 if receive.takes(message.source, message.tag):
                     receive.message = message
                     self._early.remove(message)
                     return receive
-            self._posted.append(receive)
+            if not self._catch(receive):
+                self._posted.append(receive)
         return receive
 
     def receive(self, receive: Receive) -> Steps:
@@ -153,13 +109,15 @@ class Mailbox:
         try:
             while receive.message is None or not receive.message.ended:
                 with self._lock:
+                    if receive.caught or self._catch(receive):
+                        return
                     moved = [self._drain(source) for source in self._sources(receive)]
                 if any(moved):
                     yield None
                 else:
                     yield lambda: self._silent(receive)
         finally:
-            self._withdraw(receive)
+            self.withdraw(receive)
         message, wanted = receive.message, receive.tensor.numel() * receive.tensor.element_size()
         receive.source = message.source
         if message.broken_off:
@@ -172,15 +130,36 @@ class Mailbox:
         if message.data.data_ptr() != receive.tensor.data_ptr():
             put_back(message.data.view(receive.tensor.dtype), receive.tensor)
 
-    def _withdraw(self, receive: Receive) -> None:
+    def linger(self, receive: Receive, looks: int) -> None:
+        """Wait a moment for what comes from the source of `receive`, if it names one; see `Ring.wait`."""
+        if receive.source is not None:
+            self._in[receive.source].wait(looks)
+
+    def _catch(self, receive: Receive) -> bool:
+        """Take the message for `receive` out of its ring in one go, if it lies there whole; whether it did."""
+        source, tag = receive.source, receive.tag
+        if source is None or receive.message is not None or source in self._arriving or not is_plain(receive.tensor):
+            return False
+        for posted in self._posted:
+            if posted is receive:
+                break
+            if posted.takes(source, tag):
+                return False
+        receive.caught = self._in[source].take(tag, receive.tensor)
+        if receive.caught and receive in self._posted:
+            self._posted.remove(receive)
+        return receive.caught
+
+    def withdraw(self, receive: Receive) -> None:
         """Let the message, where `receive` has not got all of it, be for the next that fits."""
         with self._lock:
             message = receive.message
-            if message is None:
+            if receive in self._posted:
                 self._posted.remove(receive)
-            elif not message.ended:
+            elif message is not None and not message.ended:
                 message.data = message.data.clone()  # the tensor is its caller's again
                 self._offer(message)
+                receive.message = None
 
     def _sources(self, receive: Receive) -> Sequence[int]:
         """Whom what is still to come may come from."""
@@ -208,7 +187,7 @@ class Mailbox:
             message.broken_off = True  # its sender has given it up halfway
         if message is None or message.broken_off:
             message = self._arriving[source] = self._begin(source, tag, total)
-        message.data[message.received : message.received + data.numel()].copy_(data)
+        ring.copy(message.data[message.received : message.received + data.numel()], data)
         ring.pop()
         message.received += data.numel()
         if message.ended:

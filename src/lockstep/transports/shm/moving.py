@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from . import signs
 from .arena import Arena
+from .compiled import carry_out
 from .layout import HEADER
 from .waiting import Steps
 
 __all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "flat_of", "gather", "put_back", "scatter"]
+
+Tensors = Sequence[torch.Tensor]
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,120 +40,162 @@ def barrier(arena: Arena) -> Steps:
 
 def broadcast(arena: Arena, tensor: torch.Tensor, root: int) -> Steps:
     """Copy rank `root`'s `tensor` into everyone's, in place. The root goes on as soon as its data is in the arena."""
-    board, rank = arena.board, arena.rank
     flat = flat_of(tensor)
-    for chunk in _chunks(flat, arena.chunk // flat.element_size()):
-        yield from arena.claim(1, ends_reading=True)
+    if arena.compiled:
+        yield from carry_out(arena, signs.BROADCAST, [flat], [flat], root)
+    else:
+        yield from _broadcast(arena, flat, root)
+    if arena.rank != root:
+        put_back(flat, tensor)
+
+
+def gather(arena: Arena, outputs: Tensors, tensor: torch.Tensor, root: int) -> Steps:
+    """Copy rank i's `tensor` into `outputs[i]` of rank `root`; all tensors have the same number of elements."""
+    flat, flats = flat_of(tensor), [flat_of(output) for output in outputs]
+    if arena.compiled:
+        yield from carry_out(arena, signs.GATHER, [flat], flats, root)
+    else:
+        yield from _gather(arena, flats, flat, root)
+    _put_all_back(flats, outputs)
+
+
+def scatter(arena: Arena, tensor: torch.Tensor, inputs: Tensors, root: int) -> Steps:
+    """Copy `inputs[i]` of rank `root` into rank i's `tensor`; all tensors have the same number of elements."""
+    flat, flats = flat_of(tensor), [flat_of(part) for part in inputs]
+    if arena.compiled:
+        yield from carry_out(arena, signs.SCATTER, flats, [flat], root)
+    else:
+        yield from _scatter(arena, flat, flats, root)
+    put_back(flat, tensor)
+
+
+def all_gather(arena: Arena, outputs: Tensors, tensor: torch.Tensor) -> Steps:
+    """Copy rank i's `tensor` into everyone's `outputs[i]`; sizes may differ between ranks."""
+    flat, flats = flat_of(tensor), [flat_of(output) for output in outputs]
+    if arena.compiled:
+        yield from carry_out(arena, signs.ALL_GATHER, [flat], flats)
+    else:
+        yield from _all_gather(arena, flats, flat)
+    _put_all_back(flats, outputs)
+
+
+def all_to_all(arena: Arena, outputs: Tensors, inputs: Tensors) -> Steps:
+    """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; sizes may differ everywhere."""
+    sources, targets = [flat_of(part) for part in inputs], [flat_of(output) for output in outputs]
+    if arena.compiled:
+        yield from carry_out(arena, signs.ALL_TO_ALL, sources, targets)
+    else:
+        yield from _all_to_all(arena, [_bytes(flat) for flat in targets], [_bytes(flat) for flat in sources])
+    _put_all_back(targets, outputs)
+
+
+# The same without the compiled part; all tensors are flat.
+
+
+def _broadcast(arena: Arena, flat: torch.Tensor, root: int) -> Steps:
+    board, rank = arena.board, arena.rank
+    length = arena.chunk // flat.element_size()
+    for start in range(0, flat.numel(), length):
+        chunk = flat[start : start + length]
+        yield from arena.claim(signs.BROADCAST, flat.nbytes, 1, ends_reading=True, writes=rank == root)
         slot = arena.slots((chunk.numel(),), chunk.dtype)[root]
         if rank == root:
             slot.copy_(chunk)
         else:
             yield from board.until(root, board.state.tick + 1)
+            arena.agree(root, flat.nbytes)
             chunk.copy_(slot)
         board.post()
-    if rank != root:
-        put_back(flat, tensor)
 
 
-def gather(arena: Arena, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Steps:
-    """Copy rank i's `tensor` into `outputs[i]` of rank `root`; all tensors have the same number of elements."""
-    board, flat = arena.board, flat_of(tensor)
+def _gather(arena: Arena, outputs: Tensors, flat: torch.Tensor, root: int) -> Steps:
+    board = arena.board
     length = arena.chunk // flat.element_size()
-    flats = [flat_of(output) for output in outputs]
     for start in range(0, flat.numel(), length):
         chunk = flat[start : start + length]
-        yield from arena.claim(1, ends_reading=True)
+        yield from arena.claim(signs.GATHER, flat.nbytes, 1, ends_reading=True, writes=arena.rank != root)
         slots = arena.slots((chunk.numel(),), chunk.dtype)
         if arena.rank == root:
-            for source, out in enumerate(flats):
+            for source, out in enumerate(outputs):
                 if source != root:
                     yield from board.until(source, board.state.tick + 1)
+                    arena.agree(source, flat.nbytes)
                 out[start : start + length].copy_(chunk if source == root else slots[source])
         else:
             slots[arena.rank].copy_(chunk)
         board.post()
-    for out, output in zip(flats, outputs, strict=True):
-        put_back(out, output)
 
 
-def scatter(arena: Arena, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Steps:
-    """Copy `inputs[i]` of rank `root` into rank i's `tensor`; all tensors have the same number of elements."""
-    board, flat = arena.board, flat_of(tensor)
+def _scatter(arena: Arena, flat: torch.Tensor, inputs: Tensors, root: int) -> Steps:
+    board = arena.board
     length = arena.chunk // flat.element_size()
-    flats = [flat_of(part) for part in inputs]
     for start in range(0, flat.numel(), length):
         chunk = flat[start : start + length]
-        yield from arena.claim(1, ends_reading=True)
+        yield from arena.claim(signs.SCATTER, flat.nbytes, 1, ends_reading=True, writes=arena.rank == root)
         slots = arena.slots((chunk.numel(),), chunk.dtype)
         if arena.rank == root:
-            for target, part in enumerate(flats):
-                (chunk if target == root else slots[target]).copy_(part[start : start + length])
+            for target, part in enumerate(inputs):
+                if target != root:
+                    slots[target].copy_(part[start : start + length])
+            chunk.copy_(inputs[root][start : start + length])  # last, as it may be one of the inputs
         else:
             yield from board.until(root, board.state.tick + 1)
+            arena.agree(root, flat.nbytes)
             chunk.copy_(slots[arena.rank])
         board.post()
-    put_back(flat, tensor)
 
 
-def all_gather(arena: Arena, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
-    """Copy rank i's `tensor` into everyone's `outputs[i]`; sizes may differ between ranks."""
+def _all_gather(arena: Arena, outputs: Tensors, mine: torch.Tensor) -> Steps:
     board, rank = arena.board, arena.rank
-    mine, flats = flat_of(tensor), [flat_of(output) for output in outputs]
     length = arena.chunk // mine.element_size()
-    for start in range(0, max(flat.numel() for flat in flats), length):
-        yield from arena.claim(1, ends_reading=False)
+    for start in range(0, max(flat.numel() for flat in outputs), length):
+        yield from arena.claim(signs.ALL_GATHER, mine.nbytes, 1, ends_reading=False)
         chunk = mine[start : start + length]
         arena.slots((chunk.numel(),), chunk.dtype)[rank].copy_(chunk)
         tick = board.post()
         yield from board.until_all(tick)
-        for source, flat in enumerate(flats):
+        for source, flat in enumerate(outputs):
+            arena.agree(source, flat.nbytes)
             out = flat[start : start + length]
             out.copy_(chunk if source == rank else arena.slots((out.numel(),), out.dtype)[source])
-    for flat, output in zip(flats, outputs, strict=True):
-        put_back(flat, output)
 
 
-def all_to_all(arena: Arena, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
-    """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; sizes may differ everywhere.
+def _all_to_all(arena: Arena, outputs: Tensors, inputs: Tensors) -> Steps:
+    """Of bytes. A slot begins with the most that its rank sends to anyone, and then what it sends to each.
 
-    No rank knows the sizes of all, so each says in its slot's header how many chunks it needs, and the first chunk
-    tells everyone the most.
+    No rank knows the sizes of all: the first chunk tells everyone how many there are.
     """
-    board, rank = arena.board, arena.rank
-    sources, targets = [_bytes(flat_of(part)) for part in inputs], [flat_of(output) for output in outputs]
-    room = (arena.chunk - HEADER) // arena.size // HEADER * HEADER
-    rounds = needed = max(1, *(-(-part.numel() // room) for part in sources))
-    done = 0
-    while done < rounds:
-        yield from arena.claim(1, ends_reading=False)
-        headers, start = arena.slots((1,), torch.int64), done * room
-        headers[rank].fill_(needed)
-        for target, part in enumerate(sources):
+    board, rank, size = arena.board, arena.rank, arena.size
+    sizes = [part.numel() for part in inputs]
+    begin = -(-(size + 1) * 8 // HEADER) * HEADER
+    room = (arena.chunk - begin) // size // HEADER * HEADER
+    start, most = 0, max(sizes)
+    while start == 0 or start < most:
+        yield from arena.claim(signs.ALL_TO_ALL, 0, 1, ends_reading=False)
+        arena.write_sizes([max(sizes), *sizes])
+        for target, part in enumerate(inputs):
             piece = part[start : start + room]
             if target != rank and piece.numel():
-                _piece(arena, rank, target, room, piece.numel()).copy_(piece)
+                arena.slots((piece.numel(),), torch.uint8, begin + target * room)[rank].copy_(piece)
         tick = board.post()
         yield from board.until_all(tick)
-        if done == 0:
-            rounds = max(int(header) for header in headers[:-1])
-        for source, flat in enumerate(targets):
-            out = _bytes(flat)[start : start + room]
-            if source != rank and out.numel():
-                out.copy_(_piece(arena, source, rank, room, out.numel()))
-        done += 1
-    targets[rank].copy_(flat_of(inputs[rank]))
-    for flat, output in zip(targets, outputs, strict=True):
-        put_back(flat, output)
+        for source, out in enumerate(outputs):
+            arena.agree(source, 0)
+            told = arena.read_sizes(source, size + 1)
+            most = max(most, told[0])
+            if told[1 + rank] != out.numel():
+                raise arena.difference(source, told[1 + rank], out.numel())
+            piece = out[start : start + room]
+            if source != rank and piece.numel():
+                piece.copy_(arena.slots((piece.numel(),), torch.uint8, begin + rank * room)[source])
+        start += room
+    outputs[rank].copy_(inputs[rank])
 
 
-def _piece(arena: Arena, source: int, target: int, room: int, nbytes: int) -> torch.Tensor:
-    return arena.slots((nbytes,), torch.uint8, HEADER + target * room)[source]
+def _put_all_back(flats: Tensors, tensors: Tensors) -> None:
+    for flat, tensor in zip(flats, tensors, strict=True):
+        put_back(flat, tensor)
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
-
-
-def _chunks(flat: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
-    for start in range(0, flat.numel(), length):
-        yield flat[start : start + length]

@@ -7,13 +7,14 @@ import os
 import threading
 import time
 from typing import Protocol
+from weakref import WeakSet
 
 __all__ = ["Progress", "progress"]
 
 _SHORTEST_NAP_S = 50e-6
 _LONGEST_NAP_S = 1e-3
 _GLANCE_S = 2e-3  # how soon it finds what it was not woken for
-_DROWSY_S = 0.5  # how long it glances after the last operation, before it ends
+_DROWSY_S = 0.5  # how long it glances after the last operation, before it ends; while there are groups
 
 
 class Advancing(Protocol):
@@ -43,8 +44,21 @@ class Progress:
     def __init__(self) -> None:
         self._wake = threading.Condition()
         self._active: dict[Advancing, None] = {}  # in the order of their coming
+        self._groups: WeakSet[object] = WeakSet()
         self._thread: threading.Thread | None = None
         self._stopping = False
+
+    def join(self, group: object) -> None:
+        """Expect operations of `group` until it leaves."""
+        with self._wake:
+            self._groups.add(group)
+
+    def leave(self, group: object) -> None:
+        """Expect none of `group` any more; when there is no other, the thread ends."""
+        with self._wake:
+            self._groups.discard(group)
+            if not self._groups:
+                self._wake.notify()
 
     def add(self, lane: Advancing, at_once: bool) -> None:
         """Carry on with `lane` until nothing is left in it.
@@ -93,10 +107,13 @@ class Progress:
             del lanes  # so that a group that is destroyed while the thread rests is gone
 
     def _rest(self) -> None:
-        """Wait for work, looking up now and then; without any for a while the thread ends, until `add` starts it."""
+        """Wait for work, looking up now and then.
+
+        Without any for a while, or when there are no groups, the thread ends, until `add` starts it.
+        """
         since = time.monotonic()
         while not self._active and not self._stopping:
-            if time.monotonic() - since > _DROWSY_S:
+            if not self._groups or time.monotonic() - since > _DROWSY_S:
                 self._thread = None
                 return
             self._wake.wait(_GLANCE_S)

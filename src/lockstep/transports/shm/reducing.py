@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from . import signs
 from .arena import Arena
+from .compiled import carry_out
 from .fold import Fold
 from .moving import flat_of, put_back
-from .waiting import COMPILED_SPINS, Steps
+from .waiting import Steps
 
-__all__ = ["all_reduce", "begin_compiled", "reduce", "reduce_scatter"]
+__all__ = ["all_reduce", "reduce", "reduce_scatter"]
 
 _WHOLE = 32 << 10  # up to this many bytes over all ranks each adds everything itself, which needs one tick, not two
-_LARGE = 64 << 10  # as in _native.c
 _ALIGN = 64  # bytes; slices begin on a cache line, so that no two ranks write into one
 
 
@@ -31,9 +31,7 @@ def all_reduce(arena: Arena, tensor: torch.Tensor, fold: Fold, code: int = -1) -
     """
     if code >= 0 and tensor.numel():
         flat = flat_of(tensor)
-        rest = begin_compiled(arena, flat, code, 0)
-        if rest is not None:
-            yield from rest
+        yield from carry_out(arena, signs.ALL_REDUCE, [flat], [flat], 0, code)
         put_back(flat, tensor)
         return
     nbytes = tensor.numel() * tensor.element_size()
@@ -43,39 +41,26 @@ def all_reduce(arena: Arena, tensor: torch.Tensor, fold: Fold, code: int = -1) -
     flat = flat_of(tensor)
     length = arena.chunk // flat.element_size()
     for start in range(0, flat.numel(), length):
-        yield from _all_reduce_sliced(arena, flat[start : start + length], fold)
+        yield from _all_reduce_sliced(arena, flat[start : start + length], flat.nbytes, fold)
     put_back(flat, tensor)
-
-
-def begin_compiled(arena: Arena, tensor: torch.Tensor, code: int, spins: int) -> Steps | None:
-    """Begin to sum a contiguous, not empty `tensor` in place; the steps that are left, or None when it is done."""
-    task = arena.state.all_reduce(tensor.data_ptr(), tensor.numel(), code, spins)
-    return None if task is None else _go_on(arena, tensor, task)
-
-
-def _go_on(arena: Arena, tensor: torch.Tensor, task: Any) -> Steps:
-    # a large one leaves the interpreter to others while it looks
-    spins = COMPILED_SPINS // 3 if tensor.nbytes >= _LARGE else 0
-    while not task.advance(spins):
-        yield from arena.board.until_all(task.awaited)
-    tensor.data_ptr()  # named last, so that its memory, which the task writes to, has lived until now
 
 
 def _all_reduce_whole(arena: Arena, tensor: torch.Tensor, fold: Fold) -> Steps:
     board = arena.board
-    yield from arena.claim(1, ends_reading=False)
+    yield from arena.claim(signs.ALL_REDUCE, tensor.nbytes, 1, ends_reading=False)
     slots = arena.slots(tensor.shape, tensor.dtype)
     slots[arena.rank].copy_(tensor)
     tick = board.post()
     if not board.all_reached(tick):
         yield from board.until_all(tick)
+    arena.agree_all(tensor.nbytes)
     fold(slots[:-1], tensor)
 
 
-def _all_reduce_sliced(arena: Arena, flat: torch.Tensor, fold: Fold) -> Steps:
+def _all_reduce_sliced(arena: Arena, flat: torch.Tensor, nbytes: int, fold: Fold) -> Steps:
     """Each rank reduces its own slice; what only it reads of its own data never goes through shared memory."""
     board, rank = arena.board, arena.rank
-    yield from arena.claim(2, ends_reading=False)
+    yield from arena.claim(signs.ALL_REDUCE, nbytes, 2, ends_reading=False)
     slots = arena.slots((flat.numel(),), flat.dtype)
     begin, end = _bounds(flat, arena.size, rank)
     mine, result = slots[rank], slots[-1]
@@ -84,6 +69,7 @@ def _all_reduce_sliced(arena: Arena, flat: torch.Tensor, fold: Fold) -> Steps:
             mine[a:b].copy_(flat[a:b])
     tick = board.post()
     yield from board.until_all(tick)
+    arena.agree_all(nbytes)
     if begin < end:
         own = flat[begin:end]
         fold([own if i == rank else slots[i][begin:end] for i in range(arena.size)], own)
@@ -95,23 +81,27 @@ def _all_reduce_sliced(arena: Arena, flat: torch.Tensor, fold: Fold) -> Steps:
             flat[a:b].copy_(result[a:b])
 
 
-def reduce(arena: Arena, tensor: torch.Tensor, root: int, fold: Fold) -> Steps:
+def reduce(arena: Arena, tensor: torch.Tensor, root: int, fold: Fold, code: int = -1) -> Steps:
     """Reduce `tensor` over all ranks into rank `root`'s, in place; the others' tensors stay as they are."""
     flat = flat_of(tensor)
-    length = arena.chunk // flat.element_size()
-    for start in range(0, flat.numel(), length):
-        yield from _reduce_chunk(arena, flat[start : start + length], root, fold)
+    if code >= 0:
+        yield from carry_out(arena, signs.REDUCE, [flat], [flat], root, code)
+    else:
+        length = arena.chunk // flat.element_size()
+        for start in range(0, flat.numel(), length):
+            yield from _reduce_chunk(arena, flat[start : start + length], flat.nbytes, root, fold)
     if arena.rank == root:
         put_back(flat, tensor)
 
 
-def _reduce_chunk(arena: Arena, flat: torch.Tensor, root: int, fold: Fold) -> Steps:
+def _reduce_chunk(arena: Arena, flat: torch.Tensor, nbytes: int, root: int, fold: Fold) -> Steps:
     board = arena.board
-    yield from arena.claim(3, ends_reading=True)
+    yield from arena.claim(signs.REDUCE, nbytes, 3, ends_reading=True)
     slots = arena.slots((flat.numel(),), flat.dtype)
     slots[arena.rank].copy_(flat)
     tick = board.post()
     yield from board.until_all(tick)
+    arena.agree_all(nbytes)
     begin, end = _bounds(flat, arena.size, arena.rank)
     if begin < end:
         fold([slot[begin:end] for slot in slots[:-1]], slots[-1][begin:end])
@@ -122,28 +112,38 @@ def _reduce_chunk(arena: Arena, flat: torch.Tensor, root: int, fold: Fold) -> St
     board.post()
 
 
-def reduce_scatter(arena: Arena, output: torch.Tensor, inputs: Sequence[torch.Tensor], fold: Fold) -> Steps:
+def reduce_scatter(
+    arena: Arena, output: torch.Tensor, inputs: Sequence[torch.Tensor], fold: Fold, code: int = -1
+) -> Steps:
     """Reduce `inputs[i]` over all ranks into rank i's `output`; sizes may differ between i, not between ranks."""
     result, parts = flat_of(output), [flat_of(part) for part in inputs]
-    length = max(1, arena.chunk // arena.size // _ALIGN * _ALIGN // result.element_size())
-    most = max(part.numel() for part in parts)
-    for start in range(0, most, length):
-        chunk = [part[start : start + length] for part in parts]
-        yield from _reduce_scatter_chunk(arena, result[start : start + length], chunk, length, fold)
+    if code >= 0:
+        yield from carry_out(arena, signs.REDUCE_SCATTER, parts, [result], 0, code)
+    else:
+        yield from _reduce_scatter(arena, result, parts, fold)
     put_back(result, output)
 
 
+def _reduce_scatter(arena: Arena, result: torch.Tensor, parts: Sequence[torch.Tensor], fold: Fold) -> Steps:
+    length = arena.chunk // arena.size // _ALIGN * _ALIGN // result.element_size()
+    nbytes = sum(part.nbytes for part in parts)
+    for start in range(0, max(part.numel() for part in parts), length):
+        yield from arena.claim(signs.REDUCE_SCATTER, nbytes, 1, ends_reading=False)
+        chunk = [part[start : start + length] for part in parts]
+        yield from _reduce_scatter_chunk(arena, result[start : start + length], chunk, length, nbytes, fold)
+
+
 def _reduce_scatter_chunk(
-    arena: Arena, out: torch.Tensor, parts: Sequence[torch.Tensor], stride: int, fold: Fold
+    arena: Arena, out: torch.Tensor, parts: Sequence[torch.Tensor], stride: int, nbytes: int, fold: Fold
 ) -> Steps:
     board, rank = arena.board, arena.rank
-    yield from arena.claim(1, ends_reading=False)
     slots = arena.slots((stride * arena.size,), out.dtype)
     for target, part in enumerate(parts):
         if target != rank and part.numel():
             slots[rank][target * stride : target * stride + part.numel()].copy_(part)
     tick = board.post()
     yield from board.until_all(tick)
+    arena.agree_all(nbytes)
     if out.numel():
         begin, end = rank * stride, rank * stride + out.numel()
         fold([parts[rank] if i == rank else slots[i][begin:end] for i in range(arena.size)], out)

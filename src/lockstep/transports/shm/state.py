@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from .layout import BLOCK, Layout
+from .layout import BLOCK, SIGNS, Layout
 from .segment import Segment
 
 _native: ModuleType | None
@@ -19,14 +19,14 @@ except ImportError:  # no compiler was found when the package was installed
     _native = None
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
-_MOST_RANKS = 1024  # as in _native.c
+_MOST_RANKS = 1024  # as in _exchange.h
 _SUM = hash(ReduceOp.SUM)
 
 __all__ = ["State", "compiled_code", "make_state"]
 
 
 class State:
-    """The Python form; the compiled one has the same attributes.
+    """The Python form; the compiled one has the same attributes, and the methods that compiled.py calls.
 
     Attributes:
         tick: the last tick that this rank has posted.
@@ -41,13 +41,23 @@ class State:
         self.tick = self.low = self.half = self.free_0 = self.free_1 = 0
 
 
-def compiled_code(state: Any, op: Any, dtype: torch.dtype) -> int:
-    """The compiled part's number for a sum of `dtype`; -1 where it does not do `op`, or `state` is in Python."""
-    return _CODES.get(dtype, -1) if hash(op) == _SUM and type(state) is not State else -1
+def compiled_code(op: Any, dtype: torch.dtype) -> int:
+    """The compiled part's number for the reduction `op` of `dtype`; -1 where it does not do it."""
+    return _CODES.get(dtype, -1) if hash(op) == _SUM else -1
 
 
 def make_state(segment: Segment, layout: Layout, rank: int) -> Any:
     """The compiled state, or the Python form where there is none, or too many ranks for it."""
     if _native is None or layout.ranks > _MOST_RANKS:
         return State()
-    return _native.State(segment.raw, rank, layout.ranks, BLOCK, layout.chunk, layout.halves, layout.half_bytes)
+    return _native.State(
+        segment.raw,
+        rank,
+        layout.ranks,
+        BLOCK,
+        SIGNS,
+        layout.chunk,
+        layout.halves,
+        layout.half_bytes,
+        layout.fragment,
+    )

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable
 
-__all__ = ["CHECK_S", "COMPILED_SPINS", "SPINS", "Awaited", "Check", "Steps", "Waiter"]
+__all__ = ["CHECK_S", "COMPILED_LOOKS", "SPINS", "Awaited", "Check", "Steps", "Waiter"]
 
 # Tells which ranks are awaited; asked only when a wait takes long. What it gives looks when it is iterated over, as a
 # generator does: a check finds out who has ended, and only then who has not come, since a rank may come and then end.
@@ -22,7 +22,7 @@ Check = Callable[[str, Iterable[int], float, float], None]
 
 CHECK_S = 0.05  # seconds between two looks for dead ranks and at the clock
 SPINS = 300  # looks before the first system call; some 100 µs, more than a small collective takes in Python
-COMPILED_SPINS = 3000  # the same for the compiled part, whose looks are shorter
+COMPILED_LOOKS = 1500  # the same for the compiled part, some 40 µs; then it begins to offer its core to others
 _YIELD_S = 200e-6  # then the core is offered to others, for this long
 _LONGEST_NAP_S = 1e-3
 
