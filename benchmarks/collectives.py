@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -119,14 +119,27 @@ def contestants(jobs: dict[str, Controlled], operation: str, nbytes: int, smalle
     return found
 
 
-def measure(found: dict[str, Contestant], rounds: int, turn_s: float) -> Rounds:
-    """Seconds of one call, for each contestant and round."""
-    for contestant in found.values():
-        contestant.warm_up(turn_s)
-    seconds: Rounds = {name: [] for name in found}
+Cases = dict[tuple[str, int], dict[str, Contestant]]
+"""Operation and bytes → who takes turns."""
+
+
+def measure(cases: Cases, rounds: int, turn_s: float, note: Callable[[str], None]) -> dict[tuple[str, int], Rounds]:
+    """Seconds of one call, for each case, contestant and round.
+
+    A round visits every case: where two virtual cores lie to each other is a matter of the host, and changes what it
+    costs them to share memory by a factor of up to seven for seconds or minutes. So a phase of that kind falls into a
+    few rounds of all cases, and into no case as a whole.
+    """
+    for (operation, nbytes), found in cases.items():
+        note(f"first calls: {operation}, {size_text(nbytes)}")
+        for contestant in found.values():
+            contestant.warm_up(turn_s)
+    seconds: dict[tuple[str, int], Rounds] = {case: {name: [] for name in found} for case, found in cases.items()}
     for number in range(rounds):
-        for name in list(found) if number % 2 else reversed(list(found)):
-            seconds[name].append(found[name].turn(turn_s))
+        for case, found in cases.items():
+            note(f"round {number + 1} of {rounds}: {case[0]}, {size_text(case[1])}")
+            for name in list(found) if number % 2 else reversed(list(found)):
+                seconds[case][name].append(found[name].turn(turn_s))
     return seconds
 
 
@@ -158,14 +171,19 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for ranks in args.ranks:
         with running(args.sides, ranks, max(args.sizes)) as jobs:
-            for operation in args.operation:
-                for nbytes in args.sizes:
-                    text = f"{ranks} ranks, {operation}, {size_text(nbytes)}"
-                    print(f"\r{text:<40}", end="", file=sys.stderr, flush=True)
-                    taking_turns = contestants(jobs, operation, nbytes, nbytes == min(args.sizes))
-                    rows.append(summarise(ranks, operation, nbytes, measure(taking_turns, args.rounds, args.turn)))
+            cases = {
+                (operation, nbytes): contestants(jobs, operation, nbytes, nbytes == min(args.sizes))
+                for operation in args.operation
+                for nbytes in args.sizes
+            }
+            found = measure(cases, args.rounds, args.turn, lambda text, ranks=ranks: _note(f"{ranks} ranks, {text}"))
+            rows += [summarise(ranks, *case, seconds) for case, seconds in found.items()]
     print(file=sys.stderr)
     return rows
+
+
+def _note(text: str) -> None:
+    print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
 
 
 def find_mpiexec() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from .transports.register import register
@@ -74,6 +73,8 @@ register()  # init_process_group("shm") works from here on
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version  # a third of the time that the rest takes
+
         try:
             return version("lockstep-train")
         except PackageNotFoundError:  # used from a source folder that is not installed

@@ -89,20 +89,15 @@ def machines(count: int, folder: Path) -> Iterator[Machines]:
         path = _write_client(folder, key, addresses)
         namespaces = dict(zip(names, made.names, strict=True))
         found = Machines(namespaces, addresses, made.address, path, key)
-        servers = []
         try:
-            for name in names:
-                command = [*found.inside(name), _SERVER, "-D", "-e", "-f", str(folder / "sshd_config")]
-                with (folder / f"{name}.log").open("wb") as log:
-                    servers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log))
+            for name in names:  # each goes into the background, and is no child of the tests
+                subprocess.run([*found.inside(name), _SERVER, "-f", str(folder / "sshd_config")], check=True)
             for address in addresses.values():
                 _wait_for(address)
             yield found
         finally:
             for name in names:
                 _end_all(found, name)
-            for server in servers:
-                server.wait()
 
 
 def _write_keys(folder: Path) -> Path:
@@ -117,9 +112,7 @@ def _write_keys(folder: Path) -> Path:
 def _write_client(folder: Path, key: Path, addresses: dict[str, str]) -> str:
     host_key = (folder / "host.pub").read_text()
     (folder / "known_hosts").write_text("".join(f"{address} {host_key}" for address in addresses.values()))
-    known = "".join(
-        f"Host {name}\n  HostName {address}\n  IdentityFile {key}\n" for name, address in addresses.items()
-    )
+    known = "".join(f"Host {name}\n  HostName {address}\n  IdentityFile {key}\n" for name, address in addresses.items())
     (folder / "ssh_config").write_text(known + "Host *" + _CLIENT_CONFIG.format(folder=folder).replace("\n", "\n  "))
     program = folder / "bin" / "ssh"  # ssh itself looks for its configuration in the home of passwd alone
     program.parent.mkdir()

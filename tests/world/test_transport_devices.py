@@ -78,7 +78,7 @@ def test_a_backend_that_cannot_stand_beside_shm_is_refused(pool: Pool) -> None:
         start("cpu:shm,meta:nowhere")
         ended = attempt(lambda: dist.all_reduce(meta()))
         assert ended.kind == "ConfigError"
-        assert "nccl, gloo or a plain plug-in beside shm" in ended.text
+        assert "nccl, gloo or a plain plug-in beside the one for the CPU" in ended.text
         check_cpu()
 
     pool.run(body, init=False)

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .. import __version__
 from ..environment import debugging
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
 from . import doctor, run, train
@@ -72,11 +71,21 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"lockstep {__version__}", help="show the version")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="lockstep")
     for name, module in _COMMANDS.items():
         module.add_to(commands, name)
     return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for, which takes longer than all else that the command loads."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from .. import __version__
+
+        print(f"lockstep {__version__}")
+        parser.exit()
 
 
 def _unknown(raised: Exception) -> LockstepError:

@@ -13,7 +13,7 @@ from ..hosts import Host
 from .choices import Choices
 from .network import is_this_machine
 
-__all__ = ["commands_for", "shares"]
+__all__ = ["commands_for", "shares", "ssh_words"]
 
 # variables that belong to the program rather than to the machine
 _OWN = ("PYTHONPATH", "PYTHONUNBUFFERED", "LOCKSTEP_", "TORCH", "NCCL_", "GLOO_", "OMP_NUM_THREADS")
@@ -86,9 +86,14 @@ def _ssh(choices: Choices) -> list[str]:
     # it must not ask: its standard input is the line to the launcher; and a broken line must be noticed
     limit = max(1, min(15, int(choices.start_timeout)))
     settings = ("BatchMode=yes", f"ConnectTimeout={limit}", "ServerAliveInterval=5", "ServerAliveCountMax=2")
-    words = ["ssh", "-T", *(word for setting in settings for word in ("-o", setting))]
-    words += ["-p", str(choices.ssh_port)] if choices.ssh_port is not None else []
-    return words + (["-i", choices.identity] if choices.identity is not None else [])
+    first, *others = ssh_words(choices)
+    return [first, "-T", *(word for setting in settings for word in ("-o", setting)), *others]
+
+
+def ssh_words(choices: Choices) -> list[str]:
+    """ssh with the options that the user has chosen."""
+    port = ["-p", str(choices.ssh_port)] if choices.ssh_port is not None else []
+    return ["ssh", *port, *(["-i", choices.identity] if choices.identity is not None else [])]
 
 
 def _variables(choices: Choices, variables: Mapping[str, str]) -> dict[str, str]:

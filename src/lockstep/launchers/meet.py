@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, LockstepError
 from .choices import Choices
+from .part import check_debug_rank
 from .roll_call import Description, compare
-from .start import check_debug_rank
 
 if TYPE_CHECKING:
     from .meeting import Meeting
@@ -104,7 +104,9 @@ def _look_up(address: str, port: int) -> None:
         socket.getaddrinfo(address, port)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError("master_addr", "a name that can be looked up here, or an address", address, f"{reason}.") from None
+        raise ConfigError(
+            "master_addr", "a name that can be looked up here, or an address", address, f"{reason}."
+        ) from None
 
 
 def _await(address: str, port: int, seconds: float) -> None:

@@ -117,9 +117,9 @@ class Meeting(RendezvousHandler):
         with suppress(Exception):  # the first node is gone, and the store with it
             if own is not None:
                 self.announce(own)
-            self.store.add("ended", 1)
+            self._end()
             if self._count("failures"):
-                self._wait_for_all("ended", seconds)
+                self.wait_for([f"ended/{node}" for node in range(self.nodes)], seconds)
             return Failure.first(self.failures())
         return own
 
@@ -158,7 +158,7 @@ class Meeting(RendezvousHandler):
         return True
 
     def _serve_workers(self) -> TCPStore:
-        """The store for this round's workers: another one each time, as they would find what the last ones have left."""
+        """The store for this round's workers: another each time, as they would find what the last have left in it."""
         if self.round > 0:
             self._workers_store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         return self._workers_store
@@ -173,8 +173,12 @@ class Meeting(RendezvousHandler):
                 raise LockstepError("the other hosts are not waited for any more")
             here = self._count(f"round/{self.round}/nodes")
 
+    def _end(self) -> None:
+        self.store.compare_set(f"ended/{self.node}", "", "yes")
+
     def _leave(self) -> None:
         with suppress(Exception):  # the first node is gone, and the store with it
+            self._end()  # an interrupted node has not said so
             self.store.add("left", 1)
             if self.node == 0:  # the store must outlive the others' last question
                 self._wait_for_all("left", _LEAVE_S)

@@ -19,10 +19,10 @@ from .choices import Choices
 from .failure import Failure
 from .meet import call_the_roll, meet, serve
 from .network import address_towards, interface_of
+from .part import default_workers, prepare, run_part
 from .roll_call import describe_here
 from .screen import Screen
 from .script import Script
-from .start import default_workers, prepare, run_part
 from .supervision import FAILURE_GRACE
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ class Pulse:
         self.is_cut = False
         self._why = ""
         self._answered = time.monotonic()
-        self._address, self._node, self._nodes = address, node, nodes
-        self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=SILENCE_S))
+        self._address, self._port, self._node, self._nodes = address, port, node, nodes
+        self._store: TCPStore
         self._heard: dict[int, tuple[int, float]] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep pulse", daemon=True)
@@ -57,6 +57,8 @@ class Pulse:
 
     def _run(self) -> None:
         try:
+            limit = timedelta(seconds=SILENCE_S)
+            self._store = TCPStore(self._address, self._port, is_master=False, timeout=limit)
             self._store.set(f"name/{self._node}", socket.gethostname())
             words = 0
             while not self._stopping.wait(_PERIOD_S):
@@ -72,14 +74,19 @@ class Pulse:
         if int(self._store.add("failures", 0)):
             return "another host's workers have failed"
         others = [node for node in range(self._nodes) if node != self._node] if self._node == 0 else []
-        silent = [self._store.get(f"name/{node}").decode() for node in others if self._is_silent(node)]
+        silent = [self._name(node) for node in others if self._is_silent(node)]
         return f"nothing was heard of {', '.join(silent)} for {SILENCE_S:.0f} s" if silent else ""
+
+    def _name(self, node: int) -> str:
+        key = f"name/{node}"
+        return self._store.get(key).decode() if self._store.check([key]) else f"node {node}"
 
     def _is_silent(self, node: int) -> bool:
         now, key = time.monotonic(), f"alive/{node}"
-        if not self._store.check([key]):  # not there yet: the first meeting has its own time limit
-            return False
-        words = int(self._store.get(key))
+        spoken = self._store.check([key])
+        if not spoken and int(self._store.add("round/0/nodes", 0)) < self._nodes:
+            return False  # it may not be there yet: the first meeting has its own time limit
+        words = int(self._store.get(key)) if spoken else 0
         if self._heard.get(node, (-1, 0.0))[0] != words:
             self._heard[node] = (words, now)
         return now - self._heard[node][1] > SILENCE_S

@@ -19,15 +19,15 @@ from .. import environment
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..hosts import Host
 from .choices import Choices
-from .command import commands_for, shares
+from .command import commands_for, shares, ssh_words
 from .failure import Failure
 from .interruption import collected_signals
 from .lines import Lines, Piece
 from .node import MARK
 from .options import PATIENCE
+from .part import check_debug_rank
 from .roll_call import Description, compare
 from .screen import Screen
-from .start import check_debug_rank
 from .supervision import FAILURE_GRACE
 
 __all__ = ["run_on_hosts"]
@@ -169,7 +169,7 @@ class _Launch:
         if not self._choices.quiet:
             names = ", ".join(f"{part.host.name} {part.host.slots}" for part in self._parts)
             total = sum(part.host.slots for part in self._parts)
-            self._screen.tell(f"lockstep run: {total} workers on {len(self._parts)} hosts ({names})")
+            self._screen.tell(f"lockstep run: {total} worker{'s'[: total != 1]} on {names}")
         for part in self._parts:
             part.say(f"go {address} {found[0].port} {time.time_ns()}")
 
@@ -243,7 +243,7 @@ class _Launch:
     def _unreachable(self, part: _Part) -> LockstepError:
         words = " ".join(" ".join(part.words[-4:]).split()) or f"exit code {part.process.returncode}"
         if part.process.returncode == 255:
-            hint = f"`{shlex.join(['ssh', part.host.login, 'true'])}` must work without a question."
+            hint = f"`{shlex.join([*ssh_words(self._choices), part.host.login, 'true'])}` must work without a question."
             return ConfigError("hosts", f"a machine that ssh reaches ({part.host.name})", words, hint)
         hint = f"Lockstep must be installed there for {self._choices.remote_python or sys.executable}."
         return ConfigError("hosts", f"a machine on which a launcher can be started ({part.host.name})", words, hint)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from .. import environment
-from ..errors import ConfigError, LockstepError
+from ..errors import LockstepError
 from .choices import Choices
-from .fork_server import start_fork_server
-from .options import PATIENCE, Options
+from .part import check_debug_rank, default_workers, prepare, run_part
 from .screen import Screen
 from .script import Script
-
-if TYPE_CHECKING:
-    from .meeting import Meeting
 
 __all__ = ["start"]
 
@@ -30,8 +21,7 @@ def start(choices: Choices) -> None:
         InterruptedRunError, KeyboardInterrupt: after a signal.
         LockstepError: when workers cannot be started.
     """
-    if environment.is_launched():
-        raise LockstepError("`lockstep run` starts workers, and this process is a worker already (RANK is set)")
+    choices = _with_place(choices)
     script = Script(choices.program[0], choices.program[1:], choices.module)
     if choices.hosts:
         from . import remote
@@ -46,6 +36,19 @@ def start(choices: Choices) -> None:
         run_here(script, choices)
 
 
+def _with_place(choices: Choices) -> Choices:
+    """`choices` with this launcher's place among those that Slurm has started; no other launcher starts launchers."""
+    world = environment.find_world()
+    if world.source == "slurm" and not choices.as_host:
+        from .slurm_step import as_step
+
+        return as_step(choices, world, environment.variables())
+    if environment.is_launched() and not choices.as_host:
+        what = f"this process is a worker already ({world.source}, rank {world.rank} of {world.world_size})"
+        raise LockstepError(f"`lockstep run` starts workers, and {what}")
+    return choices
+
+
 def run_here(script: Script, choices: Choices) -> None:
     """Run the program on this machine alone."""
     workers = choices.workers or default_workers()
@@ -55,46 +58,3 @@ def run_here(script: Script, choices: Choices) -> None:
 
     screen = Screen((1, 2), colours=environment.wants_colours(), prefixes=not choices.no_prefix)
     run_part(script, choices, workers, screen, meeting.one_machine())
-
-
-def prepare(choices: Choices, workers: int) -> None:
-    """Make ready what workers are forked from, while this process goes on."""
-    threads = choices.threads or max(1, environment.usable_cores() // workers)
-    # torch and its libraries read these when they are loaded, in the fork server too
-    environment.preset({"OMP_NUM_THREADS": str(threads), "LOCKSTEP_RUN_ID": f"run-{os.getpid()}-{time.time_ns()}"})
-    if choices.start_method == "forkserver":
-        start_fork_server(choices.preload)
-
-
-def run_part(script: Script, choices: Choices, workers: int, screen: Screen, meeting: Meeting) -> None:
-    """Run this machine's workers."""
-    from . import program
-
-    threads = choices.threads or max(1, environment.usable_cores() // workers)
-    if not choices.quiet:
-        screen.tell(_greeting(workers, threads, choices))
-    options = Options(
-        workers, threads, choices.grace, PATIENCE, choices.restarts, choices.start_method, choices.debug_rank
-    )
-    folder = Path(choices.output_dir) if choices.output_dir is not None else None
-    alone = workers == 1 and meeting.nodes == 1
-    program.run_program(script, options, program.Output(screen, folder, direct=alone), meeting)
-
-
-def default_workers() -> int:
-    """One for each GPU; one where there is none."""
-    import torch
-
-    return max(1, torch.cuda.device_count())
-
-
-def _greeting(workers: int, threads: int, choices: Choices) -> str:
-    of = f"{threads} thread{'s'[: threads != 1]}" + (" each" if workers > 1 else "")
-    text = f"lockstep run: {workers} worker{'s'[: workers != 1]}, {of} ({environment.usable_cores()} cores)"
-    return text + (f", output in {choices.output_dir}/rank-*.log" if choices.output_dir is not None else "")
-
-
-def check_debug_rank(choices: Choices, ranks: int) -> None:
-    """Raise ConfigError for a rank that there is not."""
-    if choices.debug_rank is not None and choices.debug_rank >= ranks:
-        raise ConfigError("debug_rank", f"a rank from 0 to {ranks - 1}", choices.debug_rank)

@@ -72,12 +72,13 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
     if device.type not in made:
         config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
         name = config.get_device_backend_map().get(device.type)
-        if name in (None, "shm"):
+        own = getattr(group, "backend", "shm")
+        if name in (None, own):
             raise ConfigError(
                 "tensor",
-                "one on the CPU, which is what shm carries",
+                f"one on the CPU, which is what {own} carries",
                 str(device),
-                f'Make the group with "cpu:shm,{device.type}:..." to name a backend for it.',
+                f'Make the group with "cpu:{own},{device.type}:..." to name a backend for it.',
             )
         made[device.type] = _make(group, str(name), device)
     return made[device.type]
@@ -96,5 +97,5 @@ def _make(group: Any, name: str, device: torch.device) -> dist.ProcessGroup:
     elif plugin is not None and not plugin.extended_api:
         backend = plugin.creator_fn(store, *place, group.timeout)
     else:
-        raise ConfigError("backend", "nccl, gloo or a plain plug-in beside shm", name)
+        raise ConfigError("backend", "nccl, gloo or a plain plug-in beside the one for the CPU", name)
     return as_group(backend, store, device.type)

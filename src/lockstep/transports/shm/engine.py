@@ -100,7 +100,7 @@ class Lane:
     def _wait_for_lock(self, what: str) -> None:
         """Let another thread end its step, or its synchronous operation."""
         if self._owner == threading.get_ident():  # in a signal handler, or a finaliser that the collector runs
-            raise TransportError(f"shm: {what} was called while this thread is in a collective of the same group")
+            raise TransportError(f"{what} was called while this thread is in a collective of the same group")
         self._lock.acquire()
 
     def _run(self, what: str, begin: Callable[[], Steps | None], limit: Callable[[], float], has_spun: bool) -> None:

@@ -32,7 +32,7 @@ def tell_all(store: Store, topic: str, rank: int, text: str, names: Sequence[int
         if not late:
             raise
         who = f"rank{'s'[: len(late) != 1]} {', '.join(map(str, late))}"
-        raise StallError(f"shm: making the group ({topic}): {who} did not arrive: {error}", late) from error
+        raise StallError(f"making the group ({topic}): {who} did not arrive: {error}", late) from error
 
 
 def _is_there(store: Store, key: str) -> bool:

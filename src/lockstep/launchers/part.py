@@ -1,0 +1,64 @@
+"""One machine's workers, from what the user has chosen: what is made ready for them, and their run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import environment
+from ..errors import ConfigError
+from .choices import Choices
+from .fork_server import start_fork_server
+from .options import PATIENCE, Options
+from .screen import Screen
+from .script import Script
+
+if TYPE_CHECKING:
+    from .meeting import Meeting
+
+__all__ = ["check_debug_rank", "default_workers", "prepare", "run_part"]
+
+
+def prepare(choices: Choices, workers: int) -> None:
+    """Make ready what workers are forked from, while this process goes on."""
+    threads = choices.threads or max(1, environment.usable_cores() // workers)
+    # torch and its libraries read these when they are loaded, in the fork server too
+    environment.preset({"OMP_NUM_THREADS": str(threads), "LOCKSTEP_RUN_ID": f"run-{os.getpid()}-{time.time_ns()}"})
+    if choices.start_method == "forkserver":
+        start_fork_server(choices.preload)
+
+
+def run_part(script: Script, choices: Choices, workers: int, screen: Screen, meeting: Meeting) -> None:
+    """Run this machine's workers."""
+    from . import program
+
+    threads = choices.threads or max(1, environment.usable_cores() // workers)
+    if not choices.quiet:
+        screen.tell(_greeting(workers, threads, choices))
+    options = Options(
+        workers, threads, choices.grace, PATIENCE, choices.restarts, choices.start_method, choices.debug_rank
+    )
+    folder = Path(choices.output_dir) if choices.output_dir is not None else None
+    alone = workers == 1 and meeting.nodes == 1
+    program.run_program(script, options, program.Output(screen, folder, direct=alone), meeting)
+
+
+def default_workers() -> int:
+    """One for each GPU; one where there is none."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _greeting(workers: int, threads: int, choices: Choices) -> str:
+    of = f"{threads} thread{'s'[: threads != 1]}" + (" each" if workers > 1 else "")
+    text = f"lockstep run: {workers} worker{'s'[: workers != 1]}, {of} ({environment.usable_cores()} cores)"
+    return text + (f", output in {choices.output_dir}/rank-*.log" if choices.output_dir is not None else "")
+
+
+def check_debug_rank(choices: Choices, ranks: int) -> None:
+    """Raise ConfigError for a rank that there is not."""
+    if choices.debug_rank is not None and choices.debug_rank >= ranks:
+        raise ConfigError("debug_rank", f"a rank from 0 to {ranks - 1}", choices.debug_rank)
