@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -265,3 +267,53 @@ def test_bad_input_is_one_line_that_names_it(words: list[str], said: str, capsys
     assert main(["run", *words]) == 2
     text = capsys.readouterr().err
     assert said in text and len(text.splitlines()) == 1
+
+
+# --- a debugger in one rank ---------------------------------------------------------------------------------
+
+
+def test_one_rank_may_have_the_terminal_while_the_others_wait(tmp_path: Path) -> None:
+    program = write(
+        tmp_path,
+        """
+        from datetime import timedelta
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+        total = torch.tensor([float(rank)])
+        if rank == 1:
+            breakpoint()
+        dist.all_reduce(total)
+        print("sum", total.item())
+        """,
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, command("-np", 2, "--debug-rank", 1, program))
+    try:
+        seen = read_until(terminal, "(Pdb) ")
+        time.sleep(3)  # longer than the program lets a collective wait
+        os.write(terminal, b"total[0] = 41\nc\n")
+        seen += read_until(terminal, "")
+    finally:
+        os.close(terminal)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 0, seen
+    assert "\r\nsum 41.0" in seen and "] \x1b[0m" not in seen  # the rank at the terminal has no mark
+    assert "sum 41.0" in seen.partition("[0]")[2]
+
+
+def read_until(terminal: int, text: str) -> str:
+    """What is shown up to `text`, or to the end where it is empty."""
+    seen = b""
+    deadline = time.monotonic() + DEADLINE
+    while not text or text.encode() not in seen:
+        assert time.monotonic() < deadline, seen
+        try:
+            data = os.read(terminal, 1 << 16) if select.select([terminal], [], [], 0.1)[0] else None
+        except OSError:  # what a terminal gives when its last program has ended
+            data = b""
+        if data == b"":
+            assert not text, seen
+            break
+        seen += data or b""
+    return seen.decode(errors="replace")

@@ -28,7 +28,7 @@ from .folder import Folder, Report
 from .streams import Streams
 from .sweep import sweep
 
-__all__ = ["Setup", "main"]
+__all__ = ["Setup", "main", "refuse_bad_fork"]
 
 # A worker that failed because a peer died waits this long to be ended with the others, so that the launcher sees
 # the peer's death first. It looks five times a second.
@@ -85,6 +85,7 @@ def main(task: Callable[[], object], setup: Setup, local_rank: str) -> object:
             _fail(report, setup)
         value = None  # sys.exit(0) is a way to return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nor to be cleared up by a handler of the program's
     _flush()
     setup.folder.finish(rank)
     return value
@@ -94,10 +95,20 @@ def _settle(setup: Setup, local_rank: int) -> None:
     _take_signals()
     threading.Thread(target=_end_with_launcher, args=(setup,), name="launcher watch", daemon=True).start()
     setup.streams.enter(local_rank)
+    refuse_bad_fork()
     for text in (sys.stdout, sys.stderr):
         if isinstance(text, io.TextIOWrapper):
             text.reconfigure(line_buffering=True)
     torch.set_num_threads(setup.threads)
+
+
+def refuse_bad_fork() -> None:
+    """Raise LockstepError where CUDA was in use in the process that this one was forked from."""
+    if getattr(torch.cuda, "_is_in_bad_fork", bool)():
+        raise LockstepError(
+            "a module that --preload names uses CUDA as soon as it is loaded, and a process in which CUDA is in use "
+            "cannot be forked. Leave the module out, or use --start-method spawn."
+        )
 
 
 def _take_signals() -> None:
