@@ -67,6 +67,7 @@ def add_to(commands: Any, name: str) -> None:
 
 _NOT_CHOSEN = ("run", "known", "whole_tracebacks", "sources")
 
+
 def _option(*flags: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return flags, settings
 
@@ -75,7 +76,8 @@ _OPTIONS = {
     "workers": [
         _option("-np", "-n", "--num-proc", dest="workers", metavar="N", help="how many ranks (default: one for each "
                 "GPU, one without GPUs; with -H, one for each slot; with --nnodes, on each machine)"),
-        _option("--threads", metavar="N", help="threads of PyTorch in each rank (default: cores / ranks)"),
+        _option("--threads", metavar="N", help="threads of PyTorch in each rank (default: OMP_NUM_THREADS, "
+                "or cores / ranks)"),
         _option("--restarts", metavar="N", help="start all ranks afresh when one fails, up to N times (default: 0)"),
         _option("--start-method", metavar="M", help="forkserver: ranks are forked from a process that has PyTorch "
                 "loaded, which is quick (default); spawn: they begin from nothing"),

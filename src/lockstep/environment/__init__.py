@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..topology import World
 from .cores import usable_cores
 from .launchers import find_launcher, read_world
-from .workers import ask_for_time, attempt, debug_rank, preset, run_id, variables_for_workers, wants_colours
+from .workers import ask_for_time, attempt, debug_rank, preset, run_id, threads, variables_for_workers, wants_colours
 
 __all__ = [
     "ask_for_time",
@@ -22,6 +22,7 @@ __all__ = [
     "preset",
     "run_id",
     "shm_size",
+    "threads",
     "transport",
     "under_launcher",
     "usable_cores",

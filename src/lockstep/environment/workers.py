@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ask_for_time", "attempt", "debug_rank", "preset", "run_id", "variables_for_workers", "wants_colours"]
+__all__ = [
+    "ask_for_time",
+    "attempt",
+    "debug_rank",
+    "preset",
+    "run_id",
+    "threads",
+    "variables_for_workers",
+    "wants_colours",
+]
 
 
 def attempt() -> int:
@@ -27,6 +36,12 @@ def debug_rank() -> int | None:
     """The rank that has the terminal, so that the others must wait for it however long it takes."""
     text = os.environ.get("LOCKSTEP_DEBUG_RANK", "")
     return int(text) if text else None
+
+
+def threads() -> int:
+    """The number of threads that OMP_NUM_THREADS asks for; 0 without one."""
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdecimal() else 0
 
 
 def run_id() -> str:

@@ -95,8 +95,8 @@ def _is_count(value: object, most: float = math.inf) -> bool:
 def _check_process() -> None:
     if environment.is_launched():
         raise LockstepError(
-            f"launch() starts workers, and this process is a worker already ({environment.find_world().source} has "
-            "started it). Call it in the program that is started first, or call the function itself here."
+            "launch() starts workers, and this process is a worker already (a launcher's variables, such as RANK, are "
+            "set). Call it in the program that is started first, or call the function itself here."
         )
     for descriptor, name in enumerate(("standard input", "standard output", "standard error")):
         try:

@@ -23,7 +23,7 @@ __all__ = ["check_debug_rank", "default_workers", "prepare", "run_part"]
 
 def prepare(choices: Choices, workers: int) -> None:
     """Make ready what workers are forked from, while this process goes on."""
-    threads = choices.threads or max(1, environment.usable_cores() // workers)
+    threads = _threads(choices, workers)
     # torch and its libraries read these when they are loaded, in the fork server too
     environment.preset({"OMP_NUM_THREADS": str(threads), "LOCKSTEP_RUN_ID": f"run-{os.getpid()}-{time.time_ns()}"})
     if choices.start_method == "forkserver":
@@ -34,7 +34,7 @@ def run_part(script: Script, choices: Choices, workers: int, screen: Screen, mee
     """Run this machine's workers."""
     from . import program
 
-    threads = choices.threads or max(1, environment.usable_cores() // workers)
+    threads = _threads(choices, workers)
     if not choices.quiet:
         screen.tell(_greeting(workers, threads, choices))
     options = Options(
@@ -50,6 +50,11 @@ def default_workers() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
+
+
+def _threads(choices: Choices, workers: int) -> int:
+    """As the user says, with the option or for all programs of this shell; or so that no two threads share a core."""
+    return choices.threads or environment.threads() or max(1, environment.usable_cores() // workers)
 
 
 def _greeting(workers: int, threads: int, choices: Choices) -> str:
