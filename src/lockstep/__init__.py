@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 from .transports.register import register
 
 if TYPE_CHECKING:
-    from . import data, models
+    from . import data, models, replicas
     from .communicator import Communicator, init, wait_all
     from .data.loader import Batch, Loader
+    from .data_parallel import DataParallel
     from .errors import LockstepError
     from .fingerprints import fingerprint
+    from .hybrid import export, hybridize
     from .launchers import launch
+    from .randomness import seed_shard
+    from .reductions.ordered import OrderedReducer
     from .topology import World
     from .training import callbacks
     from .training.evaluate import evaluate
@@ -26,8 +30,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Communicator",
+    "DataParallel",
     "Loader",
     "LockstepError",
+    "OrderedReducer",
     "ShmOptions",
     "TrainStep",
     "Trainer",
@@ -35,12 +41,16 @@ __all__ = [
     "callbacks",
     "data",
     "evaluate",
+    "export",
     "fingerprint",
+    "hybridize",
     "init",
     "launch",
     "make_schedule",
     "models",
     "prepare_model",
+    "replicas",
+    "seed_shard",
     "wait_all",
 ]
 
@@ -50,8 +60,10 @@ __all__ = [
 _HOMES = {
     "Batch": "data.loader:Batch",
     "Communicator": "communicator:Communicator",
+    "DataParallel": "data_parallel:DataParallel",
     "Loader": "data.loader:Loader",
     "LockstepError": "errors:LockstepError",
+    "OrderedReducer": "reductions.ordered:OrderedReducer",
     "ShmOptions": "transports.shm.options:ShmOptions",
     "TrainStep": "training.step:TrainStep",
     "Trainer": "training.trainer:Trainer",
@@ -59,12 +71,16 @@ _HOMES = {
     "callbacks": "training.callbacks",
     "data": "data",
     "evaluate": "training.evaluate:evaluate",
+    "export": "hybrid:export",
     "fingerprint": "fingerprints:fingerprint",
+    "hybridize": "hybrid:hybridize",
     "init": "communicator:init",
     "launch": "launchers:launch",
     "make_schedule": "training.schedules:make_schedule",
     "models": "models",
     "prepare_model": "training.prepare:prepare_model",
+    "replicas": "replicas",
+    "seed_shard": "randomness:seed_shard",
     "wait_all": "communicator:wait_all",
 }
 

@@ -51,7 +51,11 @@ TYPED: dict[str, tuple[str, Any]] = {
     "log": ("tensorboard", "tensorboard"),
     "loader_workers": ("2", 2),
     "quiet": ("", True),
+    "allow_different": ("", True),
 }
+
+# those that contradict some of the others
+WITH_SHARDS = {"shards": ("12", 12), "threads": ("3", 3)}
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +83,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_every_option_is_tried_here() -> None:
-    assert set(TYPED) == {option.name for option in fields(TrainOptions)} - {"resume"}
-    assert all(getattr(TrainOptions(), name) != value for name, (_, value) in TYPED.items())
+    every = {**TYPED, **WITH_SHARDS}
+    assert set(every) == {option.name for option in fields(TrainOptions)} - {"resume"}
+    assert all(getattr(TrainOptions(), name) != value for name, (_, value) in every.items())
 
 
 def test_flags_become_options(started: list[Any]) -> None:
@@ -89,6 +94,15 @@ def test_flags_become_options(started: list[Any]) -> None:
     ((workers, options),) = started
     assert workers == 3
     assert {name: getattr(options, name) for name in TYPED} == {name: value for name, (_, value) in TYPED.items()}
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [("--shards 12 --threads 3", (12, 3)), ("--shards", (8, None)), ("--shards --keep 2", (8, None))],
+)
+def test_shards_with_a_number_and_without(started: list[Any], typed: str, expected: tuple[int, int | None]) -> None:
+    assert main(["train", "--workers", "1", "--quiet", *typed.split()]) == 0
+    assert (started[0].shards, started[0].threads) == expected
 
 
 def test_keys_of_a_file_become_options(started: list[Any], empty_folder: Path) -> None:
@@ -113,7 +127,7 @@ def test_defaults(started: list[Any]) -> None:
     [
         (
             "trian",
-            "lockstep: error: command: expected one of .*train, got 'trian'. Did you mean train?",
+            "lockstep: error: command: expected one of .*train.*, got 'trian'. Did you mean train?",
         ),
         ("--versoin", "lockstep: error: command: expected .*got --versoin. Did you mean --version?"),
         ("--quiet train", "lockstep: error: command: expected .*got --quiet"),

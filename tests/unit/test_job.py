@@ -63,6 +63,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("precision", "bf16", "precision"),
         ("accumulate", 4, "accumulate"),
         ("clip_norm", 1.5, "clip_norm"),
+        ("shards", 4, "shards"),
+        ("threads", 2, "threads"),
+        ("allow_different", True, "allow_different"),
     ],
 )
 def test_options_of_the_trainer(made: Any, option: str, value: Any, argument: str) -> None:
@@ -82,7 +85,9 @@ def test_the_rest_of_the_trainer(made: Any) -> None:
 def test_options_of_the_model(made: Any, option: str, argument: str) -> None:
     for value in (False, True):
         asked = made(**{option: value}).prepared
-        assert asked == {"sync_batchnorm": False, "channels_last": False, "compile_model": False, argument: value}
+        none = dict.fromkeys(("sync_batchnorm", "channels_last", "compile_model", "fixed_shapes"), False)
+        assert asked == {**none, argument: value}
+    assert made(shards=4).prepared["fixed_shapes"]
 
 
 def test_the_seed_makes_the_weights(made: Any) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError, DataError, MismatchError
-from lockstep.strategies import buffers, consistency, distributed
+from lockstep.strategies import buffers, consistency
 from lockstep.strategies.distributed import Distributed
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.training.evaluate import evaluate
@@ -292,19 +292,19 @@ def test_a_model_may_have_such_buffers(pool: Pool) -> None:
 def prepare_after_a_bad_broadcast() -> str:
     comm = lockstep.init("cpu")
     model = nn.Linear(3, 3)
-    good = distributed.broadcast_all
+    good = consistency.broadcast_all
 
     def damaged(tensors: Any, comm: Any) -> None:
         good(tensors, comm)
         if comm.rank == 1:
             model.bias.data[2] += 1e-6
 
-    distributed.broadcast_all = damaged
+    consistency.broadcast_all = damaged
     try:
         with pytest.raises(MismatchError) as caught:
             Distributed(comm).prepare(model)
     finally:
-        distributed.broadcast_all = good
+        consistency.broadcast_all = good
     return str(caught.value)
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from ..environment import debugging
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
-from . import doctor, run, train
+from . import doctor, run, train, verify
 from .gather import as_typed
 from .parser import Parser
 
 __all__ = ["main"]
 
-_COMMANDS = {"train": train, "run": run, "doctor": doctor}
+_COMMANDS = {"train": train, "run": run, "verify": verify, "doctor": doctor}
 _FLAGS = ("-h", "--help", "--version")
 
 _EXAMPLES = """

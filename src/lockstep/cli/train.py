@@ -14,7 +14,7 @@ from ..training.options import GROUPS, TrainOptions
 from .gather import as_flag, resolve
 from .parser import Help
 
-__all__ = ["add_to", "choose_workers", "run_command"]
+__all__ = ["add_option", "add_to", "choose_workers", "run_command"]
 
 _DESCRIPTION = """\
 Train a model on one worker or many. Their number is a matter of speed: a step
@@ -34,6 +34,8 @@ examples:
   lockstep train --data fashion-mnist --workers 2
   lockstep train --model resnet18 --data cifar10 --precision bf16 --epochs 30
   lockstep train --model mynet:Net --data mydata:load --optimizer adamw
+      the same bits at any number of workers:
+  lockstep train --shards 8 --workers 2
       a larger batch, its learning rate scaled to it:
   lockstep train --global-batch 1024 --base-batch 256 --warmup-epochs 2
       go on where the last run was stopped; or from any run, in a new folder:
@@ -64,7 +66,7 @@ def add_to(commands: Any, name: str) -> None:
     )
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for option in fields(TrainOptions):
-        _add_option(groups[option.metadata["group"]], option)
+        add_option(groups[option.metadata["group"]], option)
     files = groups[GROUPS[4]]
     text = "YAML or TOML file with options, e.g. a line `epochs: 20`; flags win over it"
     files.add_argument("--config", metavar="FILE", help=text)
@@ -72,7 +74,8 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_defaults(run=run_command, known=[flag for action in parser._actions for flag in action.option_strings])
 
 
-def _add_option(group: Any, option: Any) -> None:
+def add_option(group: Any, option: Any) -> None:
+    """Add a field of `TrainOptions` to a parser, or a group of its options."""
     flag, text = as_flag(option.name), option.metadata["help"]
     if isinstance(option.default, bool):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
@@ -80,7 +83,9 @@ def _add_option(group: Any, option: Any) -> None:
     choices = option.metadata["choices"]
     if option.default is not None:
         text = f"{text} (default: {option.default})"
-    group.add_argument(flag, metavar=option.metadata["metavar"] or "|".join(choices), help=text)
+    bare = option.metadata["bare"]
+    optional: dict[str, Any] = {} if bare is None else {"nargs": "?", "const": bare}
+    group.add_argument(flag, **optional, metavar=option.metadata["metavar"] or "|".join(choices), help=text)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -117,7 +122,7 @@ def choose_workers(options: TrainOptions) -> int:
     else:
         # Fewer than some 32 samples keep a core busy for less time than it takes to exchange the gradients.
         available = min(environment.usable_cores(), max(1, options.global_batch // 32))
-    return max(1, min(available, options.global_batch))
+    return max(1, min(available, options.global_batch, options.shards or available))
 
 
 def _run_here(options: TrainOptions) -> dict[str, Any]:

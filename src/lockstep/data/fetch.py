@@ -21,8 +21,9 @@ __all__ = ["Collate", "Fetcher", "Request", "to_device"]
 
 Collate = Callable[[list[Any]], Any]
 
-Request = tuple[int, list[int]]
-"""(the key of the epoch's random draws, the indices of the samples that form a batch)."""
+Request = tuple[int, list[int] | tuple[list[int], ...]]
+"""(the key of the epoch's random draws, the indices of the samples that form a batch); or those of several, which then
+come in one list, each collated by itself, with None for one of no samples."""
 
 
 class _Batches(Dataset[Any]):
@@ -44,6 +45,11 @@ class _Batches(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         key, indices = request
+        if isinstance(indices, tuple):
+            return [self._batch(key, part) if part else None for part in indices]
+        return self._batch(key, indices)
+
+    def _batch(self, key: int, indices: list[int]) -> Any:
         if self.in_tensors:
             return [tensor[indices] for tensor in self.dataset.tensors]
         if self.by_batch:

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from .. import communicator
 from ..errors import CheckpointError, ConfigError
+from ..shard_count import shard_count
 from ..shards import bounds, mix, step_range, steps_per_epoch
 from .fetch import Collate, Fetcher, to_device
 from .nested import narrow
@@ -35,6 +36,8 @@ class Batch:
         global_size: samples in the global batch.
         epoch: the epoch that this batch belongs to.
         step: its number in that epoch, from 0.
+        shards: into how many shards the global batch is cut, see `Loader`; `data` is then a list with what has been
+            collated for each of this worker's shards, and None for one without samples.
     """
 
     data: Any
@@ -43,6 +46,7 @@ class Batch:
     global_size: int
     epoch: int
     step: int
+    shards: int | None = None
 
 
 class Loader:
@@ -68,9 +72,11 @@ class Loader:
             for each worker; at least `num_workers`, and twice that when None. On a GPU one more is on its way there.
         comm: the workers; those of `lockstep.init()` when None.
         collate: makes one batch of a list of samples; `torch.utils.data.default_collate` when None.
+        shards: cut each global batch into so many ordered shards, of which each worker gets a contiguous run, each
+            collated by itself: what comes out does not depend on the number of workers. True is 8.
 
     Raises:
-        ConfigError: for values that cannot be used, among them fewer samples than workers.
+        ConfigError: for values that cannot be used, among them fewer samples or shards than workers.
     """
 
     def __init__(
@@ -85,8 +91,10 @@ class Loader:
         prefetch: int | None = None,
         comm: communicator.Communicator | None = None,
         collate: Collate | None = None,
+        shards: int | None = None,
     ) -> None:
         self.comm = comm or communicator.init()
+        self.shards = None if shards is None else shard_count(shards, self.comm.size)
         self.dataset, self.samples = dataset, _length(dataset)
         self.global_batch, self.seed, self.shuffle, self.drop_last = global_batch, seed, shuffle, drop_last
         self._check(num_workers)
@@ -140,7 +148,8 @@ class Loader:
         parts = [(step, *self._part(order, step)) for step in range(first, len(self))]
         key = mix((self.seed, _SAMPLES, epoch))
         # A part without samples still needs their shapes: any one sample is fetched, and cut away again.
-        requests = ((key, indices.tolist() or [int(order[0])]) for _, indices, _ in parts)
+        spare = [int(order[0])]
+        requests = ((key, self._cut(indices, whole) or indices.tolist() or spare) for _, indices, whole in parts)
         arriving = to_device(self._fetcher.fetch(requests), self.comm.device)
         for step, indices, whole in parts:
             data = next(arriving, _ENDED)
@@ -148,14 +157,31 @@ class Loader:
                 raise _taken_over(epoch)
             # Before the batch is handed out: whoever saves after using it saves the position behind it.
             self._epoch, self._step = epoch, step + 1
-            part = data if len(indices) else narrow(data, 0, 0)
-            yield Batch(part, indices, len(indices), whole, epoch, step)
+            part = data if len(indices) or self.shards else narrow(data, 0, 0)
+            yield Batch(part, indices, len(indices), whole, epoch, step, self.shards)
         self._epoch, self._step = epoch + 1, 0
 
     def _part(self, order: torch.Tensor, step: int) -> tuple[torch.Tensor, int]:
         start, stop = step_range(self.samples, self.global_batch, step)
-        low, high = bounds(stop - start, self.comm.size, self.comm.rank)
+        if self.shards:
+            cuts = self._bounds(stop - start)
+            low, high = cuts[0][0], cuts[-1][1]
+        else:
+            low, high = bounds(stop - start, self.comm.size, self.comm.rank)
         return order[start + low : start + high], stop - start
+
+    def _bounds(self, whole: int) -> list[tuple[int, int]]:
+        """Which of a global batch's samples are those of each of this worker's shards."""
+        assert self.shards is not None
+        run = range(*bounds(self.shards, self.comm.size, self.comm.rank))
+        return [bounds(whole, self.shards, shard) for shard in run]
+
+    def _cut(self, indices: torch.Tensor, whole: int) -> tuple[list[int], ...]:
+        """This worker's `indices` of a global batch, shard by shard; () where there are no shards."""
+        if not self.shards:
+            return ()
+        samples, cuts = indices.tolist(), self._bounds(whole)
+        return tuple(samples[low - cuts[0][0] : high - cuts[0][0]] for low, high in cuts)
 
     @property
     def position(self) -> tuple[int, int]:

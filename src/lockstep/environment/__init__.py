@@ -9,18 +9,21 @@ from collections.abc import Mapping
 from ..errors import ConfigError
 from ..topology import World
 from .cores import usable_cores
+from .cublas import cublas_workspace, set_cublas_workspace
 from .launchers import find_launcher, read_world
 from .workers import ask_for_time, attempt, debug_rank, preset, run_id, threads, variables_for_workers, wants_colours
 
 __all__ = [
     "ask_for_time",
     "attempt",
+    "cublas_workspace",
     "debug_rank",
     "debugging",
     "find_world",
     "is_launched",
     "preset",
     "run_id",
+    "set_cublas_workspace",
     "shm_size",
     "threads",
     "transport",

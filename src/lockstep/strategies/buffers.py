@@ -24,14 +24,15 @@ class MovingBuffers:
     Args:
         model: on the worker's device, with the same buffers on every worker.
         comm: the workers.
+        at_once: take up what begins to move in the very step, also where that makes the host wait for a device.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+    def __init__(self, model: nn.Module, comm: Communicator, at_once: bool = False) -> None:
         layers = [m for m in model.modules() if not (isinstance(m, _NormBase) and m.track_running_stats)]
         self._places = [(layer, name) for layer in layers for name in layer._buffers]
         self._moving = [False] * len(self._places)
         self._marks: list[Mark] | None = None
-        self._comm, self._steps = comm, 0
+        self._comm, self._steps, self._at_once = comm, 0, at_once
 
     def __len__(self) -> int:
         return len(self._places)
@@ -58,9 +59,9 @@ class MovingBuffers:
         """Give every worker rank 0's moving buffers, after those that moved here and elsewhere have been agreed on.
 
         To look at `news` would make the host wait for a device at every step; there it is done at steps 0, 1, 2, 4, 8
-        and so on only. What begins to move in between is taken up at the next of them.
+        and so on only, unless `at_once`. What begins to move in between is taken up at the next of them.
         """
-        due = news.device.type == "cpu" or self._steps & (self._steps - 1) <= 0
+        due = self._at_once or news.device.type == "cpu" or self._steps & (self._steps - 1) <= 0
         self._steps += 1
         if due and not all(self._moving) and float(news) > 0:
             seen = self._comm.allreduce(torch.tensor(moved, dtype=torch.float32, device=news.device))

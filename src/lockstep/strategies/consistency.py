@@ -12,7 +12,7 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import MismatchError
 
-__all__ = ["broadcast_all", "check_same_layout", "check_same_values"]
+__all__ = ["broadcast_all", "check_same_layout", "check_same_values", "make_same"]
 
 # Bytes sent at once: large enough to hide what a message costs, small beside a model.
 _BUCKET = 16 << 20
@@ -80,6 +80,18 @@ def check_same_values(model: nn.Module, comm: Communicator) -> None:
 def _digest(tensor: torch.Tensor) -> bytes:
     raw = _bytes(tensor.detach().cpu())
     return hashlib.sha256(raw.numpy().data).digest()
+
+
+def make_same(model: nn.Module, comm: Communicator) -> None:
+    """Give every worker rank 0's values of `model`, and see that all are the same then.
+
+    Raises:
+        MismatchError: on every worker, naming the first difference.
+    """
+    if comm.size > 1:
+        check_same_layout(model, comm)
+        broadcast_all([*model.parameters(), *model.buffers()], comm)
+        check_same_values(model, comm)
 
 
 def broadcast_all(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:

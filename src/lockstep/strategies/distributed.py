@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..communicator import Communicator
 from .buffers import MovingBuffers
-from .consistency import broadcast_all, check_same_layout, check_same_values
+from .consistency import broadcast_all, make_same
 from .reaching import ReachingAll
 from .statistics import RunningStatistics
 
@@ -37,6 +37,8 @@ class Distributed:
         comm: the workers.
     """
 
+    shards: int | None = None  # a step is cut by the number of workers alone
+
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self._ddp: DistributedDataParallel | None = None
@@ -51,10 +53,8 @@ class Distributed:
             MismatchError: when the models differ in their parameters or buffers.
         """
         self._model = model.to(self.comm.device)
+        make_same(model, self.comm)
         if self.comm.size > 1:
-            check_same_layout(model, self.comm)
-            broadcast_all([*model.parameters(), *model.buffers()], self.comm)
-            check_same_values(model, self.comm)
             self._statistics = RunningStatistics(model, self.comm.world.is_first)
             self._buffers = MovingBuffers(model, self.comm)
 
@@ -71,6 +71,10 @@ class Distributed:
             gradient_as_bucket_view=True,
         )
         return self._ddp
+
+    def determined(self) -> AbstractContextManager[object]:
+        """Around a step: nothing is fixed but by the user."""
+        return nullcontext()
 
     def reducing(self, now: bool) -> AbstractContextManager[object]:
         """Around one of several passes of a step: whether its gradients are reduced now, or added up until later."""

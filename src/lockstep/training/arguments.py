@@ -8,11 +8,28 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import TypedDict
 
+from ..communicator import init
 from ..errors import ConfigError
+from ..strategies.distributed import Distributed
+from ..strategies.invariant import Invariant
+from .losses import Forward
 from .schedules import Schedule
 
-__all__ = ["check_step", "learning_rate_factor", "parameters_of"]
+__all__ = ["StepOptions", "check_step", "choose", "learning_rate_factor", "parameters_of"]
+
+
+class StepOptions(TypedDict, total=False):
+    """What a `Trainer` hands on to its `TrainStep`; see there."""
+
+    precision: str
+    accumulate: int
+    clip_norm: float | None
+    schedule: Schedule | None
+    forward: Forward | None
+    shards: int | None
+    threads: int | None
 
 
 def check_step(model: Any, optimizer: Any, accumulate: Any, clip_norm: Any, schedule: Any) -> None:
@@ -33,6 +50,25 @@ def check_step(model: Any, optimizer: Any, accumulate: Any, clip_norm: Any, sche
     if schedule is not None and not callable(schedule):
         hint = "Make one of a name with lockstep.training.schedules.make_schedule(name, total_steps)."
         raise ConfigError("schedule", "a function from the step's number to a learning-rate factor", schedule, hint)
+
+
+def choose(
+    strategy: Distributed | Invariant | None, shards: int | None, threads: int | None, accumulate: int
+) -> Distributed | Invariant:
+    """The strategy that the arguments of `TrainStep` ask for.
+
+    Raises:
+        ConfigError: when they contradict each other.
+    """
+    if shards is None and threads is not None:
+        hint = "torch.set_num_threads() sets them for the whole process."
+        raise ConfigError("threads", "none without shards", threads, hint)
+    if shards is not None and not isinstance(strategy, Invariant):
+        strategy = Invariant(init() if strategy is None else strategy.comm, shards, threads)
+    if isinstance(strategy, Invariant) and accumulate > 1:
+        hint = "Each shard is a pass of its own; more shards need less memory."
+        raise ConfigError("accumulate", "1 with shards", accumulate, hint)
+    return strategy or Distributed(init())
 
 
 def _is_number(value: Any) -> bool:

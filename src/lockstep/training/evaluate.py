@@ -12,6 +12,7 @@ from torch import nn
 
 from ..data.loader import Loader
 from ..errors import ConfigError, DataError
+from ..shards import bounds
 from .losses import Forward, LossFn, LossSum, classification, default_forward
 from .precision import Precision
 
@@ -113,21 +114,38 @@ def evaluate(
     device = loader.comm.device
     precision = precision or Precision("fp32", device)
     run, loss = forward or default_forward, LossSum(loss_fn, device)
-    # by row the loss and the metrics; what they add up to, and what that is a sum over
+    # by part of each batch; by row the loss and the metrics; what they add up to, and what that is a sum over
     totals = torch.zeros(
-        1 + len(metrics), 2, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64
+        loader.shards or 1,
+        1 + len(metrics),
+        2,
+        device=device,
+        dtype=torch.float32 if device.type == "mps" else torch.float64,
     )
     with evaluating(model):
-        for batch in loader.epoch(0):
-            if batch.size == 0:
-                continue
+        for part, data, size in _parts(loader):
             with precision.autocast():
-                output, target = run(model, batch.data)
-                _add(totals[0], *loss(output, target, batch.size))
+                output, target = run(model, data)
+                _add(totals[part, 0], *loss(output, target, size))
             for row, metric in enumerate(metrics.values(), start=1):
                 value = metric(output, target)
-                _add(totals[row], *(value if isinstance(value, tuple) else (value, batch.size)))
-    return _means(["loss", *metrics], loader.comm.allreduce(totals).tolist())
+                _add(totals[part, row], *(value if isinstance(value, tuple) else (value, size)))
+    # A shard's rows are zero but on one worker, so that this sum is exact; the next one has one order on all.
+    return _means(["loss", *metrics], loader.comm.allreduce(totals).sum(0).tolist())
+
+
+def _parts(loader: Loader) -> Iterator[tuple[int, Any, int]]:
+    """(its number, its data, its samples) of each part of a batch that is this worker's and not empty."""
+    for batch in loader.epoch(0):
+        if not loader.shards:
+            if batch.size:
+                yield 0, batch.data, batch.size
+            continue
+        run = range(*bounds(loader.shards, loader.comm.size, loader.comm.rank))
+        for shard, data in zip(run, batch.data, strict=True):
+            low, high = bounds(batch.global_size, loader.shards, shard)
+            if high > low:
+                yield shard, data, high - low
 
 
 def _add(total: torch.Tensor, value: torch.Tensor, count: torch.Tensor | int) -> None:

@@ -65,6 +65,7 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
         sync_batchnorm=options.sync_batchnorm,
         channels_last=options.channels_last,
         compile_model=options.compile,
+        fixed_shapes=options.shards is not None,
     )
     return Trainer(
         model,
@@ -77,6 +78,9 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
         callbacks=callbacks,
         strategy=options.strategy,
         num_workers=options.loader_workers,
+        allow_different=options.allow_different,
+        shards=options.shards,
+        threads=options.threads,
         precision=options.precision,
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,

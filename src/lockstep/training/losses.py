@@ -217,8 +217,8 @@ def _too_few(error: ValueError, size: int) -> ConfigError:
         "global_batch",
         "at least two values for each channel of every batch norm, in each worker's part of each batch",
         f"a part of {size} (torch: {error})",
-        "Use a global batch that leaves no such rest, drop_last=True of Loader, fewer workers or passes, or "
-        "sync_batchnorm.",
+        "Use a global batch that leaves no such rest, drop_last=True of Loader, fewer workers, passes "
+        "or shards, or sync_batchnorm.",
     )
 
 

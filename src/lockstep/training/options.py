@@ -10,6 +10,7 @@ from ..data import DATA
 from ..errors import ConfigError, unknown_name
 from ..models import MODELS
 from ..registry import Registry
+from ..shard_count import DEFAULT_SHARDS, shard_count
 from ..strategies import STRATEGIES
 from .formats import PRECISIONS
 from .schedules import SCHEDULES
@@ -18,12 +19,16 @@ __all__ = ["GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_text"]
 
 GROUPS = ("what to train", "workers", "the step", "the run", "files and display")
 LOGS = ("csv", "tensorboard")
-_PLACES = ("out", "resume")
+_OF_ONE_CALL = ("out", "resume", "allow_different")
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
-def _option(default: Any, group: str, text: str, metavar: str = "", choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"group": group, "help": text, "metavar": metavar, "choices": choices})
+def _option(
+    default: Any, group: str, text: str, metavar: str = "", choices: tuple[str, ...] = (), bare: str | None = None
+) -> Any:
+    """`bare` is what the flag alone means, without a value."""
+    told = {"group": group, "help": text, "metavar": metavar, "choices": choices, "bare": bare}
+    return field(default=default, metadata=told)
 
 
 def _names(known: Registry) -> str:
@@ -60,6 +65,19 @@ class TrainOptions:
     )
     sync_batchnorm: bool = _option(
         False, GROUPS[1], "batch norm with the statistics of the global batch, not of each worker's part"
+    )
+
+    shards: int | None = _option(
+        None,
+        GROUPS[1],
+        "give the same bits at any number of workers: cut each step into so many shards, each with a pass of its own "
+        f"(without a number: {DEFAULT_SHARDS})",
+        "V",
+        bare=str(DEFAULT_SHARDS),
+    )
+    threads: int | None = _option(None, GROUPS[1], "with shards: threads within an operation on the CPU (1)", "N")
+    allow_different: bool = _option(
+        False, GROUPS[1], "with shards: go on from a checkpoint on another machine or torch, with other bits"
     )
 
     global_batch: int = _option(256, GROUPS[2], "samples in one step, over all workers", "N")
@@ -115,8 +133,9 @@ class TrainOptions:
         for name, least in (("global_batch", 1), ("accumulate", 1), ("epochs", 1), ("keep", 1), ("loader_workers", 0)):
             _whole(name, getattr(self, name), least)
         _whole("seed", self.seed, 0, 2**63 - 1)  # torch takes 64 bits
-        if self.base_batch is not None:
-            _whole("base_batch", self.base_batch, 1)
+        for name in ("base_batch", "shards", "threads"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1)
         for name, above in (("lr", True), ("momentum", False), ("weight_decay", False), ("warmup_epochs", False)):
             _number(name, getattr(self, name), above)
         if self.clip_norm is not None:
@@ -125,6 +144,7 @@ class TrainOptions:
             raise ConfigError("accumulate", f"at most the {self.global_batch} samples of a step", self.accumulate)
         if self.warmup_epochs >= self.epochs:
             raise ConfigError("warmup_epochs", f"less than the {self.epochs} epochs of the run", self.warmup_epochs)
+        check_together(self)
         self._check_names()
         self._check_interval()
 
@@ -147,8 +167,23 @@ class TrainOptions:
         return [name.strip() for name in self.log.split(",") if name.strip()]
 
     def as_dict(self) -> dict[str, Any]:
-        """All options by name, for a file that `from_mapping` reads, but those that say where a run is."""
-        return {name: value for name, value in asdict(self).items() if name not in _PLACES}
+        """All options by name, for a file that `from_mapping` reads, but those that another call shall give itself."""
+        return {name: value for name, value in asdict(self).items() if name not in _OF_ONE_CALL}
+
+
+def check_together(options: TrainOptions) -> None:
+    """See that no option contradicts `shards`."""
+    if options.shards is None:
+        if options.threads is not None:
+            raise ConfigError("threads", "none without shards", options.threads)
+        return
+    if options.workers != "auto":
+        shard_count(options.shards, int(options.workers))
+    if options.accumulate > 1:
+        raise ConfigError("accumulate", "1 with shards", options.accumulate, "Each shard is a pass of its own.")
+    if options.sync_batchnorm:
+        hint = "Batch norm has the statistics of each shard."
+        raise ConfigError("sync_batchnorm", "false with shards, which are computed one after another", True, hint)
 
 
 def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -21,6 +23,7 @@ def prepare_model(
     sync_batchnorm: bool = False,
     channels_last: bool = False,
     compile_model: bool = False,
+    fixed_shapes: bool = False,
 ) -> nn.Module:
     """`model` on the worker's device, changed in place as asked; its parameters stay the same objects.
 
@@ -30,6 +33,8 @@ def prepare_model(
         sync_batchnorm: batch norm with the statistics of the global batch.
         channels_last: convolutions with channels in the innermost dimension; 4-d inputs are converted.
         compile_model: run it through `torch.compile`. Names in the state dict do not change.
+        fixed_shapes: compile once for each shape of inputs, so that what is run for a shape does not depend on the
+            shapes that came before it; for training with shards.
     """
     model = model.to(comm.device)
     if sync_batchnorm:
@@ -38,11 +43,11 @@ def prepare_model(
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.register_forward_pre_hook(_to_channels_last)
     if compile_model:
-        _compile_in_place(model)
+        _compile_in_place(model, partial(torch.compile, dynamic=False) if fixed_shapes else torch.compile)
     return model
 
 
-def _compile_in_place(model: nn.Module) -> None:
+def _compile_in_place(model: nn.Module, compiled: Callable[[Any], Any]) -> None:
     """Compile the model's forward, and keep the model itself, with its names and its optimizer."""
     for layer in model.modules():
         if isinstance(layer, SyncBatchNorm):  # collectives cannot be traced
@@ -57,7 +62,7 @@ def _compile_in_place(model: nn.Module) -> None:
     # nn.Module.compile() does nothing for torch's own containers (seen with torch 2.13): the compiler passes over
     # frames of torch itself, so a Sequential has none that it would take. This frame is ours. As a method it follows
     # a deep copy, which would go on running the model that it was made of otherwise.
-    model.forward = MethodType(torch.compile(run), model)
+    model.forward = MethodType(compiled(run), model)
 
 
 def _to_channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

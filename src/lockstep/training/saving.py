@@ -11,7 +11,7 @@ import torch
 from ..checkpoint import Checkpoint, CheckpointStore, read
 from ..communicator import Communicator
 from ..errors import CheckpointError, ConfigError, LockstepError
-from .compatibility import check_fits
+from .compatibility import check_conditions, check_fits
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -94,11 +94,13 @@ class Saver:
         found, trainer = read(path), self._trainer
         try:
             check_fits(found.state, trainer.model, trainer.hyperparameters)
+            saved, speaks = found.state.get("conditions", {}), trainer.comm.rank == 0
+            check_conditions(saved, trainer.conditions, trainer.allow_different, speaks)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        saved, ours = found.info.get("optimizer"), type(trainer.optimizer).__name__
-        if saved != ours:
-            raise CheckpointError(f"{path}: expected a checkpoint of a run with {ours}, got one with {saved}")
+        kind, ours = found.info.get("optimizer"), type(trainer.optimizer).__name__
+        if kind != ours:
+            raise CheckpointError(f"{path}: expected a checkpoint of a run with {ours}, got one with {kind}")
         return found
 
 

@@ -10,16 +10,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..communicator import init
 from ..data.loader import Batch
 from ..data.nested import split
 from ..errors import DataError, DivergedError
+from ..randomness import seed_torch
 from ..shards import mix
 from ..strategies.distributed import Distributed
-from .arguments import check_step, learning_rate_factor, parameters_of
+from ..strategies.invariant import Invariant
+from .arguments import check_step, choose, learning_rate_factor, parameters_of
 from .losses import Forward, LossFn, LossModule, LossSum
 from .precision import Precision, clip
 from .schedules import Schedule
+from .shard_passes import ShardPasses
 
 __all__ = ["StepResult", "TrainStep"]
 
@@ -82,6 +84,10 @@ class TrainStep:
         schedule: learning-rate factor by step; None leaves the learning rate to the user.
         seed: of dropout and the like, with the step and the rank.
         forward: how data becomes output and target, see `lockstep.training.losses.Forward`.
+        shards: make the same bits at any number of workers: a global batch is cut into so many shards, each with a
+            pass of its own, see `lockstep.strategies.invariant`; True is 8. Batches are those of a `Loader` with as
+            many. Dropout is keyed by the shard then, not by the rank.
+        threads: with shards, within an operation on the CPU; 1 when None.
 
     Raises:
         ConfigError: for values that cannot be used.
@@ -94,17 +100,19 @@ class TrainStep:
         optimizer: Optimizer,
         loss_fn: LossFn,
         *,
-        strategy: Distributed | None = None,
+        strategy: Distributed | Invariant | None = None,
         precision: str = "fp32",
         accumulate: int = 1,
         clip_norm: float | None = None,
         schedule: Schedule | None = None,
         seed: int = 0,
         forward: Forward | None = None,
+        shards: int | None = None,
+        threads: int | None = None,
     ) -> None:
         check_step(model, optimizer, accumulate, clip_norm, schedule)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.strategy = strategy or Distributed(init())
+        self.strategy = choose(strategy, shards, threads, accumulate)
         self.comm = self.strategy.comm
         self.precision = Precision(precision, self.comm.device)
         self._accumulate, self._clip_norm, self._seed = accumulate, clip_norm, seed
@@ -112,6 +120,7 @@ class TrainStep:
         self.strategy.prepare(model)
         self._loss = LossModule(model, LossSum(loss_fn, self.comm.device), forward)
         self._module = self.strategy.wrap(self._loss)
+        self._shard_passes = ShardPasses(self.strategy, seed) if isinstance(self.strategy, Invariant) else None
         self._every = list(model.parameters())
         self._trained = [p.requires_grad for p in self._every]
         self._parameters: list[nn.Parameter] = []
@@ -130,9 +139,16 @@ class TrainStep:
             DataError: likewise, when the loss counts nothing in the whole global batch.
             ConfigError: when output, labels and loss do not fit, or a batch norm gets a single value.
         """
+        with self.strategy.determined():
+            return self._run(batch, stop)
+
+    def _run(self, batch: Batch, stop: bool) -> StepResult:
         lr = self._begin()
-        finish = self._passes(batch, stop)
-        loss_sum, count, stops = finish().unbind()
+        if self._shard_passes is None:
+            totals = self._passes(batch, stop)()
+        else:
+            totals = self._shard_passes.run(self._loss, self.precision, batch, self.steps_done, stop)
+        loss_sum, count, stops = totals.unbind()
         result = StepResult(self.steps_done, loss_sum / count, stops, lr, count)
         if self.comm.device.type == "cpu":
             result.check()
@@ -157,7 +173,7 @@ class TrainStep:
         if (trained := [p.requires_grad for p in self._every]) != self._trained:
             # What reduces gradients counts on the parameters that there were when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
-        _seed(mix((self._seed, _RANDOM, self.steps_done, self.comm.rank)) & 0xFFFFFFFF, self.comm.device)
+        seed_torch(mix((self._seed, _RANDOM, self.steps_done, self.comm.rank)) & 0xFFFFFFFF, self.comm.device)
         self.optimizer.zero_grad(set_to_none=True)
         if self.schedule is not None:
             factor = learning_rate_factor(self.schedule, self.steps_done)
@@ -166,6 +182,7 @@ class TrainStep:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _passes(self, batch: Batch, stop: bool) -> Callable[[], torch.Tensor]:
+        assert isinstance(self.strategy, Distributed)
         device = self.comm.device
         totals = torch.zeros(3, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
         if stop:
@@ -204,16 +221,6 @@ class TrainStep:
         """Go on from a saved step."""
         self.steps_done = int(state["steps_done"])
         self.precision.load_state_dict(state["precision"])
-
-
-def _seed(key: int, device: torch.device) -> None:
-    # torch.manual_seed() also asks every backend that is not there: 0.4 to 0.8 ms a step, 70 % of what a step costs
-    # beside its computation.
-    torch.default_generator.manual_seed(key)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(key)
-    elif device.type == "mps":
-        torch.mps.manual_seed(key)
 
 
 def _fill(parameters: list[nn.Parameter]) -> None:

@@ -74,7 +74,7 @@ class StoppableLoader:
     """
 
     def __init__(self, loader: Loader, stopping: Stopping, stop: Callable[[], NoReturn]) -> None:
-        self.comm = loader.comm
+        self.comm, self.shards = loader.comm, loader.shards
         self._loader, self._stopping, self._stop = loader, stopping, stop
 
     def epoch(self, epoch: int) -> Iterator[Batch]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import TypedDict, Unpack
+from typing_extensions import Unpack
 
 from ..checkpoint import Checkpoint
 from ..communicator import init
@@ -18,19 +18,19 @@ from ..data.loader import Loader
 from ..errors import CheckpointError, ConfigError
 from ..strategies import STRATEGIES
 from . import out_folder
+from .arguments import StepOptions
 from .callbacks import defaults
 from .callbacks.base import Callback, Row
 from .callbacks.group import CallbackGroup
-from .compatibility import check_fits
+from .compatibility import check_fits, conditions_of
 from .epoch import EpochTotals
 from .evaluate import Metric, default_metrics, evaluate
 from .hyperparameters import constructed, take_up
 from .loop import Loop
-from .losses import Forward, LossFn
+from .losses import LossFn
 from .modes import TrainingModes
 from .position import Position, check_epochs
 from .saving import Saver
-from .schedules import Schedule
 from .settling import Unsettled
 from .signals import StopSignals
 from .step import TrainStep
@@ -38,16 +38,6 @@ from .step import TrainStep
 __all__ = ["StepOptions", "Trainer"]
 
 _log = logging.getLogger(__name__)
-
-
-class StepOptions(TypedDict, total=False):
-    """What a `Trainer` hands on to its `TrainStep`; see there."""
-
-    precision: str
-    accumulate: int
-    clip_norm: float | None
-    schedule: Schedule | None
-    forward: Forward | None
 
 
 class Trainer:
@@ -73,7 +63,8 @@ class Trainer:
         strategy: "distributed"; see `lockstep.strategies`.
         metrics: of the evaluation, see `lockstep.training.evaluate.Metric`; accuracy for classification when None.
         num_workers: processes that load data ahead, for each worker.
-        step: precision, accumulate, clip_norm, schedule and forward, see `TrainStep`.
+        allow_different: with shards, go on from a checkpoint also under conditions that give other bits.
+        step: precision, accumulate, clip_norm, schedule, forward, shards and threads, see `TrainStep`.
 
     Raises:
         ConfigError: for values that cannot be used.
@@ -94,6 +85,7 @@ class Trainer:
         strategy: str = "distributed",
         metrics: Mapping[str, Metric] | None = None,
         num_workers: int = 0,
+        allow_different: bool = False,
         **step: Unpack[StepOptions],
     ) -> None:
         self.comm = init()
@@ -103,7 +95,7 @@ class Trainer:
         self.out = None if out is None else Path(out)
         made = STRATEGIES.load(strategy)(self.comm)
         self.step = TrainStep(model, optimizer, loss_fn, strategy=made, seed=seed, **step)
-        self._forward = step.get("forward")
+        self._forward, self.allow_different = step.get("forward"), allow_different
         self.hyperparameters = constructed(model, optimizer)
         chosen = defaults(self.out is not None) if callbacks is None else callbacks
         self._callbacks = CallbackGroup(chosen, self.comm.rank)
@@ -148,7 +140,7 @@ class Trainer:
             held_out = None if validate is None else opened.enter_context(self._opened(validate, shuffle=False))
             self._begin(loader, epochs, resume)
             opened.callback(self._release_folder)
-            with StopSignals() as signals:
+            with StopSignals() as signals, self.step.strategy.determined():
                 self._loop = Loop(self, self._callbacks, signals)
                 try:
                     self._loop.run(loader, held_out)
@@ -170,6 +162,8 @@ class Trainer:
         if loader.global_batch != self.global_batch:
             hint = "Give both the same number, or fit the data set itself."
             raise ConfigError("global_batch", f"{self.global_batch}, the trainer's", loader.global_batch, hint)
+        if loader.shards != self.step.strategy.shards:
+            raise ConfigError("shards", f"{self.step.strategy.shards}, the trainer's", loader.shards)
         found = None if resume is None else self.saver.find(resume)
         position = self.position if found is None else Position(found.state["loader"])
         check_epochs(epochs, position, again=self._begun and resume is None)
@@ -194,6 +188,11 @@ class Trainer:
         """Whether the epochs that were asked for are done, or there was a reason to stop before."""
         return bool(self.stop_reason) or self.position.epoch >= self.epochs
 
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What the bits of a run with shards depend on beside the program; empty for other runs."""
+        return conditions_of(self.step.strategy, self.global_batch, self.step.precision.name)
+
     def check_losses(self) -> None:
         """See that the losses of all steps so far are finite; waits for the device.
 
@@ -210,7 +209,7 @@ class Trainer:
             InterruptedRunError: after a signal while `fit` runs, naming the checkpoint.
         """
         self.step.strategy.sync_buffers()
-        with self._opened(dataset, shuffle=False) as opened:
+        with self._opened(dataset, shuffle=False) as opened, self.step.strategy.determined():
             loader = opened if self._loop is None else self._loop.stoppable(opened)
             return evaluate(
                 self.model, loader, self.loss_fn, self.metrics, precision=self.step.precision, forward=self._forward
@@ -227,6 +226,7 @@ class Trainer:
             shuffle=shuffle,
             num_workers=self._num_workers,
             comm=self.comm,
+            shards=self.step.strategy.shards,
         )
 
     def stop(self, reason: str) -> None:
@@ -266,6 +266,7 @@ class Trainer:
             "loader": self.position.state_dict(),
             "totals": self.totals.state_dict(),
             "history": self.history,
+            "conditions": self.conditions,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,89 @@
+"""One side of the benchmark of one process: a model alone, two replicas in threads or in a loop, or two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import lockstep
+from common import load_images, make_model
+from lockstep.replicas import allreduce_, replicate, scatter
+from meter import Meter, parse_as
+from ranks import TITLES, run_ranks
+from side_ddp_step import StepJob
+from side_ddp_step import train as train_ddp
+
+DEVICES = ["cpu", "cpu"]
+ALONE, LOOP, THREADS = "alone", "loop", "threads"
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(images, labels) → the loss."""
+
+
+def make_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    loss_fn = nn.CrossEntropyLoss()
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = loss_fn(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def make_threads(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    parallel = lockstep.DataParallel(model, DEVICES, loss=nn.CrossEntropyLoss())
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = parallel(images, target=labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def make_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """The tutorials' way: one replica after the other, a sum for each parameter, an update of each replica."""
+    replicas = replicate(model, DEVICES)
+    loss_fn = nn.CrossEntropyLoss(reduction="sum")
+    kind, options = type(optimizer), optimizer.defaults
+    optimizers = [kind(replica.parameters(), lr=options["lr"], momentum=options["momentum"]) for replica in replicas]
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for replica, own, (x, y) in zip(replicas, optimizers, scatter((images, labels), DEVICES), strict=True):
+            own.zero_grad()
+            losses.append(loss_fn(replica(x), y) / len(images))
+        for loss in losses:
+            loss.backward()
+        for copies in zip(*(replica.parameters() for replica in replicas), strict=True):
+            allreduce_([copy.grad for copy in copies])
+        for own in optimizers:
+            own.step()
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    return step
+
+
+MAKE = {ALONE: make_alone, LOOP: make_loop, THREADS: make_threads}
+
+
+def train(job: StepJob) -> None:
+    torch.set_num_threads(1)
+    step = MAKE[job.side](*make_model(job.model))
+    images = load_images(job.global_batch)
+    inputs, labels = images.collated_batch(range(job.global_batch))
+    meter = Meter(job, 0)
+    for _ in range(job.epochs * job.steps):
+        meter.step(step(inputs, labels))
+
+
+if __name__ == "__main__":
+    job = parse_as(StepJob)
+    run_ranks(lambda rank: train_ddp(job, rank) if job.side in TITLES else train(job), job.workers)

@@ -1,0 +1,30 @@
+"""Gluon's way to train on a list of devices: programs for MXNet run after a change of their imports.
+
+``from lockstep.doors import gluon`` and ``from lockstep.doors.gluon import autograd, init, loss as gloss, nd, nn, utils
+as gutils, cpu, gpu``. Arrays are torch tensors. See docs/replicas.md for what is there.
+"""
+
+from __future__ import annotations
+
+from . import autograd, init, loss, nd, nn, utils
+from .block import Block, HybridBlock
+from .context import Context, cpu, gpu
+from .parameter import Parameter, ParameterDict
+from .trainer import Trainer
+
+__all__ = [
+    "Block",
+    "Context",
+    "HybridBlock",
+    "Parameter",
+    "ParameterDict",
+    "Trainer",
+    "autograd",
+    "cpu",
+    "gpu",
+    "init",
+    "loss",
+    "nd",
+    "nn",
+    "utils",
+]

@@ -1,0 +1,1 @@
+"""Sums of gradients over workers, other than those of `DistributedDataParallel`."""

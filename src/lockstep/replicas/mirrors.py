@@ -1,0 +1,149 @@
+"""Copies of a model that follow it: its values, modes and running statistics."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from .copies import copy_module
+
+__all__ = ["Mirrors"]
+
+# Attributes of these types are settings, such as a dropout's share, and may be changed between steps.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Mirrors:
+    """The replicas of one model, made when first needed and kept: every pass writes the model's values into them.
+
+    On the device that the model is on, they share its parameters' memory, and nothing is copied. Their own are the
+    gradients, and the buffers, which forward passes may change.
+
+    Args:
+        module: the model; it may be moved, frozen, put into another mode or be given other layers at any time.
+        devices: of the replicas.
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        self.module, self.devices = module, list(devices)
+        self._made_of: list[object] = []
+        self._lies_at: list[object] = []
+        self._copies: list[nn.Module] = []
+        self._versions: list[int] = []
+        self._settings: list[dict[str, object]] = []
+
+    def follow(self, count: int) -> list[nn.Module]:
+        """The first `count` replicas, as the model is now."""
+        # Not as inference tensors, which no later pass could use for training.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._is_another():
+                self._copies = [copy_module(self.module, device, shared=True) for device in self.devices]
+                self._versions = []
+                self._settings = [_settings(layer) for layer in self.module.modules()]
+            self._send_values()
+            self._send_settings()
+            for replica, device in zip(self._copies[:count], self.devices, strict=False):
+                self._send_buffers(replica, device)
+        return self._copies[:count]
+
+    def _is_another(self) -> bool:
+        """Whether the model is made of other things than at the last call, or they lie elsewhere."""
+        made_of: list[object] = [
+            part for layer in self.module.modules() for part in (layer, *layer._parameters.values())
+        ]
+        lies_at: list[object] = [(p.device, p.dtype, _address(p)) for p in self.module.parameters()]
+        same = len(made_of) == len(self._made_of) and all(map(operator.is_, made_of, self._made_of))
+        same = same and lies_at == self._lies_at
+        self._made_of, self._lies_at = made_of, lies_at
+        return not same
+
+    def parameters(self, replica: int) -> list[nn.Parameter]:
+        """Those of one replica, in the order of the model's own."""
+        return list(self._copies[replica].parameters())
+
+    def _send_values(self) -> None:
+        """Copy the model's parameters to the devices on which it is not."""
+        own = list(self.module.parameters())
+        versions = [parameter._version for parameter in own]
+        for replica in self._copies:
+            for number, (source, target) in enumerate(zip(own, replica.parameters(), strict=True)):
+                target.requires_grad_(source.requires_grad)
+                if source.device == target.device and source.data_ptr() == target.data_ptr():
+                    continue
+                # One that was not changed, or changed behind autograd's back, shall not seem to have been changed: an
+                # earlier pass may still need it for its backward.
+                unchanged = bool(self._versions) and self._versions[number] == versions[number]
+                (target.data if unchanged else target).copy_(source, non_blocking=True)
+        self._versions = versions
+
+    def _send_settings(self) -> None:
+        """Set in every replica what was set in the model since the last pass, such as its mode."""
+        for number, layer in enumerate(self.module.modules()):
+            before, now = self._settings[number], _settings(layer)
+            if now != before:
+                changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
+                for replica in self._copies:
+                    vars(list(replica.modules())[number]).update(changed)
+                self._settings[number] = now
+
+    def _send_buffers(self, replica: nn.Module, device: torch.device) -> None:
+        """Give the replica the model's buffers as new tensors: an earlier pass may still need the old ones."""
+        for source, target in zip(self.module.modules(), replica.modules(), strict=True):
+            for name, buffer in source._buffers.items():
+                target._buffers[name] = None if buffer is None else buffer.detach().to(device, copy=True)
+
+    def collect(self, weights: Sequence[float]) -> None:
+        """Take over the buffers that a forward pass of the first len(weights) replicas has changed.
+
+        Running statistics become their average over the replicas by `weights`, which sum to 1; others are those of the
+        first replica.
+        """
+        copies = [list(replica.modules()) for replica in self._copies[: len(weights)]]
+        with torch.inference_mode(False), torch.no_grad():
+            for layer, *replicas in zip(self.module.modules(), *copies, strict=True):
+                for name in layer._buffers:
+                    _take_buffer(layer, name, [replica._buffers[name] for replica in replicas], weights)
+
+
+def _take_buffer(layer: nn.Module, name: str, found: Sequence[torch.Tensor | None], weights: Sequence[float]) -> None:
+    first, own = found[0], layer._buffers[name]
+    if first is None or not any(_may_be_written(other) for other in found if other is not None):
+        return
+    if isinstance(layer, _NormBase) and first.is_floating_point():
+        first = _average([other for other in found if other is not None], weights)
+    if own is None or own.shape != first.shape:
+        layer._buffers[name] = first.to(own.device if own is not None else first.device)
+    else:
+        own.copy_(first)
+
+
+def _may_be_written(buffer: torch.Tensor) -> bool:
+    """Whether a buffer that was new before a pass may have been changed by it.
+
+    Autograd counts writes, but for those of torch's batch norm to its running statistics.
+    """
+    return buffer._version > 0 or (buffer.dim() == 1 and buffer.is_floating_point())
+
+
+def _average(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """By weights that sum to 1; exact where all are equal."""
+    first = values[0]
+    total = first.clone()
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        total.add_(value.to(first.device) - first, alpha=weight)
+    return total
+
+
+def _address(parameter: nn.Parameter) -> int:
+    """0 where there is no memory yet: what uses the parameter says so better."""
+    return 0 if is_lazy(parameter) else parameter.data_ptr()
+
+
+def _settings(layer: nn.Module) -> dict[str, object]:
+    """Those attributes of a layer that are plain values."""
+    return {name: value for name, value in vars(layer).items() if type(value) in _PLAIN}

@@ -1,0 +1,226 @@
+"""The reducer for a loop of one's own: the same sums at any number of workers, with whatever parameters there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import ConfigError
+from lockstep.reductions import ordered
+from support.pool import Pool
+
+SAMPLES = 21
+
+
+def bits(tensors: list[torch.Tensor | None]) -> list[Any]:
+    return [None if t is None else (t.dtype, t.stride(), t.contiguous().view(torch.uint8).tolist()) for t in tensors]
+
+
+def several_dtypes() -> nn.ParameterList:
+    generator = torch.Generator().manual_seed(1)
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+        return nn.Parameter(torch.randn(*shape, generator=generator).to(dtype))
+
+    turned = nn.Parameter(torch.randn(5, 4, generator=generator).t())
+    return nn.ParameterList(
+        [made(4, 37), made(3), made(4, 5, dtype=torch.float64), turned, made(4, 3, dtype=torch.bfloat16), made(2)]
+    )
+
+
+def loss_of(parameters: nn.ParameterList, x: torch.Tensor, shard: int) -> torch.Tensor:
+    """Of which not every shard reaches every parameter, and none reaches the last."""
+    first, second, wide, turned, half, _ = parameters
+    loss = (x @ first).tanh().sum() + (x.double() @ wide).sin().sum() - (x @ turned).relu().sum()
+    loss = loss + (x.bfloat16() @ half).float().sum()
+    return loss + (second.sum() * x.sum() if shard % 3 == 1 else 0.0)
+
+
+def sums(shards: int, steps: int = 3, freeze: int | None = None) -> list[Any]:
+    """The gradients and the sums of each of some steps; in step `freeze` one parameter is left out."""
+    parameters = several_dtypes()
+    reducer = lockstep.OrderedReducer(parameters, shards=shards, comm=lockstep.init("cpu"))
+    found = []
+    for step in range(steps):
+        x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(step))
+        parameters[0].requires_grad_(step != freeze)
+        for shard in reducer:
+            part = x[reducer.part(SAMPLES, shard)]
+            if not len(part):
+                reducer.add(torch.zeros(2))
+                continue
+            loss = loss_of(parameters, part, shard)
+            reducer.add(torch.stack([loss.detach().float(), torch.tensor(float(len(part)))]))
+            loss.backward()
+        found.append(bits([*(p.grad for p in parameters), reducer.sums]))
+        assert reducer.sums is not None
+        assert float(reducer.sums[1]) == SAMPLES
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_any_number_of_workers(pool: Pool, workers: int, backend: str) -> None:
+    def all_of_them() -> list[Any]:
+        before, ordered._BUCKET = ordered._BUCKET, 64  # several buckets, also of this little
+        try:
+            return [
+                sums(shards, freeze=freeze) for shards, freeze in ((4, None), (6, None), (7, 1), (8, None), (30, 0))
+            ]
+        finally:
+            ordered._BUCKET = before
+
+    expected = pool.run(all_of_them, workers=1)
+    assert pool.run(all_of_them, workers=workers, backend=backend) == expected * workers
+
+
+def test_the_sum_is_the_gradient_of_the_whole() -> None:
+    model = nn.Linear(4, 3)
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    reducer = lockstep.OrderedReducer(model.parameters(), shards=5, comm=lockstep.init("cpu"))
+    for shard in reducer:
+        model(x[reducer.part(SAMPLES, shard)]).square().sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    for ours, p in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, p.grad)
+
+
+def test_a_parameter_without_gradient_has_one_of_zeros(pool: Pool) -> None:
+    def unused() -> tuple[float, bool]:
+        used, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        reducer = lockstep.OrderedReducer([used, idle], shards=4)
+        for _ in reducer:
+            used.sum().backward()
+        assert idle.grad is not None
+        return float(used.grad[0]), bool((idle.grad == 0).all()) and bool(idle.grad.signbit().all())  # type: ignore[index]
+
+    for workers in (1, 2, 3):
+        assert pool.run(unused, workers=workers) == [(4.0, True)] * workers
+
+
+def test_buckets_follow_the_order_of_rank_0s_backward_pass(pool: Pool) -> None:
+    def orders() -> list[list[int]]:
+        ps = [nn.Parameter(torch.ones(16)) for _ in range(4)]
+        before, ordered._BUCKET = ordered._BUCKET, 64
+        try:
+            reducer = lockstep.OrderedReducer(ps, shards=2)
+            found = []
+            for _ in range(2):
+                found.append([next(n for n, p in enumerate(ps) if p is b.parameters[0]) for b in reducer._buckets])
+                for _ in reducer:
+                    x = torch.ones(16)
+                    for number in (2, 0, 3, 1) if reducer.comm.rank == 0 else (0, 1, 2, 3):
+                        x = x * ps[number]
+                    x.sum().backward()
+            found.append([next(n for n, p in enumerate(ps) if p is b.parameters[0]) for b in reducer._buckets])
+            assert all(torch.equal(p.grad, torch.full((16,), 2.0)) for p in ps)  # type: ignore[arg-type]
+            return found
+        finally:
+            ordered._BUCKET = before
+
+    first, second = pool.run(orders, workers=2)
+    assert first == second
+    assert first[1] == first[2] == [1, 3, 0, 2]
+
+
+def several_backwards(parameter: nn.Parameter) -> None:
+    parameter.square().sum().backward()
+    parameter.sum().backward()
+
+
+def reentrant(parameter: nn.Parameter) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return x * parameter
+
+    x = torch.ones(2, requires_grad=True)
+    both = checkpoint(square, x, use_reentrant=True) + checkpoint(square, x, use_reentrant=True)
+    both.sum().backward()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("passes", [several_backwards, reentrant])
+def test_several_backward_passes_in_a_shard_are_refused(
+    pool: Pool, workers: int, passes: Callable[[nn.Parameter], None]
+) -> None:
+    def refused() -> None:
+        parameter = nn.Parameter(torch.ones(2))
+        reducer = lockstep.OrderedReducer([parameter], shards=2)
+        with pytest.raises(ConfigError, match="backward: expected one backward pass for each shard"):
+            for _ in reducer:
+                passes(parameter)
+
+    pool.run(refused, workers=workers)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    reducer = lockstep.OrderedReducer(table.parameters(), shards=2, comm=lockstep.init("cpu"))
+    with pytest.raises(ConfigError, match=r"sparse gradient\. Make embeddings with sparse=False"):
+        for _ in reducer:
+            table(torch.tensor([1])).sum().backward()
+
+
+def test_a_loop_that_was_left_leaves_nothing_behind(pool: Pool) -> None:
+    def left() -> list[float]:
+        parameter = nn.Parameter(torch.ones(1))
+        reducer = lockstep.OrderedReducer([parameter], shards=2)
+        kept = iter(reducer)
+        next(kept)
+        (3 * parameter).sum().backward()
+        for _ in reducer:
+            parameter.sum().backward()
+        with pytest.raises(ConfigError, match="one loop over it at a time"):
+            next(kept)
+        parameter.sum().backward()  # no hook is left that would send something
+        gradient = parameter.grad.tolist()  # type: ignore[union-attr]
+        assert not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        for _ in reducer:
+            break
+        assert not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        return gradient  # type: ignore[no-any-return]
+
+    assert pool.run(left, workers=2) == [[3.0]] * 2
+
+
+def test_numbers_come_before_the_backward_pass(pool: Pool) -> None:
+    def late() -> None:
+        parameter = nn.Parameter(torch.ones(1))
+        reducer = lockstep.OrderedReducer([parameter], shards=2)
+        with pytest.raises(ConfigError, match="numbers before the backward pass"):
+            for _ in reducer:
+                parameter.sum().backward()
+                reducer.add(torch.ones(1))
+
+    pool.run(late, workers=2)
+
+
+@pytest.mark.parametrize("shards", [0, False, 1.5, "8"])
+def test_a_number_of_shards(shards: Any) -> None:
+    with pytest.raises(ConfigError, match="shards: expected a whole number of at least 1"):
+        lockstep.OrderedReducer([], shards=shards, comm=lockstep.init("cpu"))
+
+
+def test_the_usual_number_of_shards() -> None:
+    assert lockstep.OrderedReducer([], shards=True, comm=lockstep.init("cpu")).shards == 8
+
+
+def test_memory_that_is_kept_for_the_next_step_does_not_grow(pool: Pool) -> None:
+    def kept() -> int:
+        parameter = nn.Parameter(torch.ones(2))
+        reducer = lockstep.OrderedReducer([parameter], shards=32)
+        for _ in range(4):
+            for _ in reducer:
+                parameter.sum().backward()
+        return max(len(bucket._spare) for bucket in reducer._buckets)
+
+    for workers in (1, 3):
+        assert all(1 <= sets <= 6 for sets in pool.run(kept, workers=workers))  # log2(32) + 1
