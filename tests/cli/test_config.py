@@ -105,7 +105,7 @@ def test_flags_win_over_a_config_file_and_all_is_written_down(folder: Path, name
     (folder / name).write_text(text)
     assert run("--config", name, "--lr", "0.01") == 0
     config = yaml.safe_load((folder / "done/config.yaml").read_text())
-    assert set(config) == {option.name for option in fields(TrainOptions)} - {"out", "resume"}
+    assert set(config) == {option.name for option in fields(TrainOptions)} - {"out", "resume", "allow_different"}
     expected: dict[str, Any] = {"global_batch": 100, "lr": 0.01, "workers": "1", "device": "cpu", "quiet": True}
     assert {key: config[key] for key in expected} == expected
     # and the file is itself a config file, for a run in another folder
