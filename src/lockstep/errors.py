@@ -144,10 +144,12 @@ class WorkerError(LockstepError):
         host: the machine that it ran on, "" where there is one only.
         others: what became of the others, "" where there is nothing to say.
         time: when, in nanoseconds since the epoch on the clock of its machine; 0 where that is not known.
+        in_collective: whether it was raised while the worker talked to others, as it is where one of them has left.
     """
 
     host = others = ""
     time = 0
+    in_collective = False
 
     def __init__(self, rank: int, kind: str, reason: str, worker_traceback: str = "", exit_code: int = 1) -> None:
         super().__init__(rank, kind, reason, worker_traceback, exit_code)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -786,6 +787,9 @@ STOPPED = Report(1, 9, "InterruptedRunError", "stopped", signal_number=15, check
         (Ending([failed(0, 1, kind="KeyboardInterrupt"), STOPPED], signals=[2]), InterruptedRunError),
         (Ending([failed(0, 1, kind="KeyboardInterrupt")], signals=[2]), KeyboardInterrupt),
         (Ending([failed(0, 1, kind="KeyboardInterrupt")]), WorkerError),
+        (Ending([replace(failed(0, 1), in_collective=True)], signals=[2]), KeyboardInterrupt),
+        (Ending([replace(failed(0, 1), in_collective=True), STOPPED]), InterruptedRunError),
+        (Ending([replace(failed(0, 1), in_collective=True)]), WorkerError),
         (Ending(lost=[0], codes={0: -15}, signals=[15]), InterruptedRunError),
         (Ending(lost=[0], codes={0: -15}), WorkerError),
         (Ending(lost=[0], codes={0: -9}, signals=[2]), WorkerError),

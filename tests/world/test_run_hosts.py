@@ -239,6 +239,25 @@ def test_launchers_that_are_started_by_hand_meet_and_agree_on_the_first_failure(
     wait_until_gone(hosts)
 
 
+def test_ctrl_c_on_one_host_is_what_the_others_report_when_its_workers_have_left(
+    hosts: Machines, tmp_path: Path
+) -> None:
+    program = write(tmp_path, WAIT)
+    words = ("--nnodes", 2, "--master-addr", hosts.addresses["alpha"], "-np", 1)
+    with (
+        started(hosts, *words, "--node-rank", 1, program, on="beta") as other,
+        started(hosts, *words, "--node-rank", 0, program, on="alpha") as first,
+    ):
+        for process in (first, other):
+            assert process.stdout is not None
+            assert "READY" in process.stdout.readline()
+        os.kill(first.pid, signal.SIGINT)
+        ended = [end(first), end(other)]
+    assert [code for code, _, _ in ended] == [130, 130], ended
+    assert "stopped by SIGINT on alpha" in ended[1][2].splitlines()[-1]
+    wait_until_gone(hosts)
+
+
 def test_launchers_that_slurm_starts_find_each_other(hosts: Machines, tmp_path: Path) -> None:
     program = write(tmp_path, TRAIN)
     step = {

@@ -27,6 +27,7 @@ class Report:
         signal_number: the signal on which the worker stopped in good order; 0 where it failed.
         checkpoint: what it saved before it stopped.
         packed: the exception itself as `call.pack` and Base64 make it text, where it is one of Lockstep's; else "".
+        in_collective: whether it was raised while talking to other ranks, as it is where one of them has left.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Report:
     signal_number: int = 0
     checkpoint: str | None = None
     packed: str = ""
+    in_collective: bool = False
 
     @property
     def stopped(self) -> bool:

@@ -43,6 +43,7 @@ class Job:
         first_rank: the rank of this node's first worker, once the nodes have met.
         is_over: whether the job has ended for a reason that lies with another node.
         why: that reason; "" where this node's workers had failed before.
+        has_noted: whether the other nodes have been told of a signal.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class Job:
     watch: Supervision | None = None
     is_over: bool = False
     why: str = ""
+    has_noted: bool = False
 
     def begin(self, attempt: int, first_rank: int) -> None:
         """Make ready for the workers that the agent is about to start."""
@@ -141,6 +143,9 @@ def _look(elastic: agent.Agent, job: Job) -> None:
         job.is_over, job.why = True, "" if first_failure(job.ending({})) else why
     if job.signals or job.is_over:
         elastic.make_last()
+    if job.signals and not job.has_noted:
+        job.has_noted = True
+        job.meeting.note_interruption(job.signals[0])
     watch = job.watch
     if watch is not None and not watch.check(is_over=job.is_over) and watch.is_late:
         elastic.give_up()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from threading import Event
+from threading import Event, Thread
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -22,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 _POLL_S = 0.02
 _LEAVE_S = 2.0
+_NOTE_S = 0.5
 
 
 class Meeting(RendezvousHandler):
@@ -123,6 +125,23 @@ class Meeting(RendezvousHandler):
             return Failure.first(self.failures())
         return own
 
+    def note_interruption(self, number: int) -> None:
+        """Tell all nodes that this one was sent the signal `number`, before its workers are told and leave.
+
+        Where the first node has vanished this gives up soon: nobody who wants to end a job may have to wait.
+        """
+        if self._pulse is not None:
+            note = Thread(target=self._note, args=(f"{socket.gethostname()} {number}",), daemon=True)
+            note.start()
+            note.join(_NOTE_S)
+
+    def interruption(self) -> tuple[str, int] | None:
+        """The host that was interrupted first, and the signal; None where none was."""
+        if self._pulse is None or self._pulse.is_cut or not self.store.check(["interruption"]):
+            return None
+        host, number = self.store.get("interruption").decode().split()
+        return host, int(number)
+
     def announce(self, failure: Failure) -> None:
         """Tell all nodes that this one's workers have failed for good."""
         self.store.set(f"failure/{self.node}", json.dumps(asdict(failure)))
@@ -172,6 +191,10 @@ class Meeting(RendezvousHandler):
             if self.stopping.wait(_POLL_S):
                 raise LockstepError("the other hosts are not waited for any more")
             here = self._count(f"round/{self.round}/nodes")
+
+    def _note(self, words: str) -> None:
+        with suppress(Exception):  # the first node is gone, and the store with it
+            self.store.compare_set("interruption", "", words)
 
     def _end(self) -> None:
         self.store.compare_set(f"ended/{self.node}", "", "yes")

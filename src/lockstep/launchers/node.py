@@ -85,6 +85,7 @@ def _run(script: Script, choices: Choices, workers: int, screen: Screen, meeting
         except InterruptedRunError:
             raise
         except LockstepError as raised:
+            _check_interruption(raised, meeting)
             own, error = _failure(raised, meeting), raised
         if own is not None and choices.as_host:
             _say({"failure": asdict(own)})
@@ -94,6 +95,14 @@ def _run(script: Script, choices: Choices, workers: int, screen: Screen, meeting
         raise (first if own is not None and own.rank == first.rank else replace(first, traceback="")).as_error()
     if error is not None:
         raise error
+
+
+def _check_interruption(error: LockstepError, meeting: Meeting) -> None:
+    """Raise InterruptedRunError where a worker has failed because those of an interrupted node have left."""
+    cause = error if isinstance(error, WorkerError) else error.__cause__
+    if isinstance(cause, WorkerError) and cause.in_collective and (found := meeting.interruption()):
+        host, number = found
+        raise InterruptedRunError(f"stopped by {signal.Signals(number).name} on {host}: its workers have left", number)
 
 
 def _failure(error: LockstepError, meeting: Meeting) -> Failure | None:

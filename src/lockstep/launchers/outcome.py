@@ -116,7 +116,7 @@ def ranks_as_text(ranks: Sequence[int]) -> str:
 def _reported(report: Report, ending: Ending) -> WorkerError:
     rank = ending.first_rank + report.rank
     error = WorkerError(rank, report.kind, report.reason, report.traceback, report.exit_code)
-    error.time = report.time
+    error.time, error.in_collective = report.time, report.in_collective
     return error
 
 
@@ -130,10 +130,11 @@ def _silent(rank: int, code: int) -> WorkerError:
 
 
 def _is_obedience(error: WorkerError, ending: Ending) -> bool:
+    """Whether it failed by doing as it was told, or because a peer did so before it."""
     if error.kind in ("exit", "SystemExit"):
         asked = {128 + number for number in ending.signals}
         return error.exit_code in asked or (ending.killed and error.kind == "exit")
-    return error.kind == "KeyboardInterrupt"
+    return error.kind == "KeyboardInterrupt" or error.in_collective
 
 
 def _name(number: int) -> str:

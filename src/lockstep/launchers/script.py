@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import runpy
+import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -56,4 +57,6 @@ def _finish() -> None:
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
+    if sys.exc_info()[1] is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is ending already, and its failure is still to be reported
     atexit._run_exitfuncs()

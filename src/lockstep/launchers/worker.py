@@ -40,6 +40,8 @@ COMPANY_SECONDS = 1.0
 
 PR_SET_PDEATHSIG = 1
 
+_TALKING = ("torch.distributed.", "torch.autograd.", "torch.nn.parallel.", f"{__package__.split('.')[0]}.transports.")
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -145,7 +147,14 @@ def _report(rank: int, error: BaseException, setup: Setup) -> Report:
         error.signal_number if isinstance(error, InterruptedRunError) else 0,
         error.checkpoint if isinstance(error, InterruptedRunError) else None,
         _packed(error) if isinstance(error, LockstepError) and not stopped else "",
+        _is_in_collective(error),
     )
+
+
+def _is_in_collective(error: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inner = frames[-1].f_globals.get("__name__", "") if frames else ""
+    return isinstance(error, RuntimeError) and f"{inner}.".startswith(_TALKING)
 
 
 def _packed(error: LockstepError) -> str:
