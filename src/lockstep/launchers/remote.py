@@ -33,6 +33,7 @@ from .supervision import FAILURE_GRACE
 __all__ = ["run_on_hosts"]
 
 _POLL_S = 0.1
+_READ_S = 1.0
 _LOOPBACK = "127.0.0.1"
 _BROKEN = 255  # ssh's own exit code
 _MARK = MARK.encode()
@@ -40,7 +41,13 @@ _MARK = MARK.encode()
 
 @dataclass
 class _Part:
-    """The launcher on one machine. Attributes: ready, failure, ended: what it has said; words: its last lines."""
+    """The launcher on one machine.
+
+    Attributes:
+        ready, failure, ended: what it has said.
+        words: its last lines.
+        readers: the threads that read what it writes.
+    """
 
     host: Host
     process: subprocess.Popen[bytes]
@@ -48,18 +55,28 @@ class _Part:
     failure: Failure | None = None
     ended: str = ""
     words: list[str] = field(default_factory=list)
+    readers: list[threading.Thread] = field(default_factory=list)
 
     @property
     def has_fallen(self) -> bool:
         """Whether it has ended without a word of a worker's failure, and not because of a signal."""
-        code = self.process.poll()
+        code = self.code()
         return code not in (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM) and self.failure is None
 
     @property
     def is_lost(self) -> bool:
         """Whether it, or the way to it, was cut off."""
-        code = self.process.poll()
+        code = self.code()
         return code is not None and (code == _BROKEN or code < 0) and not (self.failure or self.ended)
+
+    def code(self) -> int | None:
+        """Its exit code, once it has ended and everything that it had written is read; None before."""
+        code = self.process.poll()
+        if code is not None:
+            for thread in self.readers:
+                thread.join(_READ_S)  # what it has started may hold its pipes open for ever
+            self.readers.clear()
+        return code
 
     def say(self, text: str) -> None:
         """Send a line; one that has ended does not hear it."""
@@ -96,7 +113,6 @@ class _Launch:
         self._screen = Screen((1, 2), colours=environment.wants_colours(), prefixes=False)
         self._news: queue.Queue[None] = queue.Queue()
         self._parts: list[_Part] = []
-        self._readers: list[threading.Thread] = []
         self._signals: list[int] = []
         self._lost: list[_Part] = []
 
@@ -124,7 +140,7 @@ class _Launch:
             assert pipe is not None
             thread = threading.Thread(target=self._read, args=(part, stream, pipe), daemon=True)
             thread.start()
-            self._readers.append(thread)
+            part.readers.append(thread)
         return part
 
     def _read(self, part: _Part, stream: int, pipe: IO[bytes]) -> None:
@@ -156,7 +172,7 @@ class _Launch:
         while not all(part.ready for part in self._parts):
             self._wait()
             for part in self._parts:
-                if part.ready is None and part.process.poll() is not None:
+                if part.ready is None and part.code() is not None:
                     raise self._unreachable(part)
             if self._signals:
                 raise KeyboardInterrupt
@@ -217,8 +233,8 @@ class _Launch:
             except subprocess.TimeoutExpired:
                 part.process.kill()
                 part.process.wait()
-        for thread in self._readers:
-            thread.join(1.0)
+        for part in self._parts:
+            part.code()
         self._screen.close()
 
     def _conclude(self) -> None:
