@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -74,8 +75,20 @@ def make_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 MAKE = {ALONE: make_alone, LOOP: make_loop, THREADS: make_threads}
 
 
+def use_one_arena() -> None:
+    """Tell glibc's allocator to let all threads have their memory from one place, if there is such an allocator.
+
+    Threads other than the first have arenas of their own, which give memory back to the system whatever
+    `keep_freed_memory` has asked for: two replicas of ResNet-18 had 49,000 page faults a step where one model had none.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-8, 1)  # M_ARENA_MAX of <malloc.h>
+
+
 def train(job: StepJob) -> None:
     torch.set_num_threads(1)
+    use_one_arena()
     step = MAKE[job.side](*make_model(job.model))
     images = load_images(job.global_batch)
     inputs, labels = images.collated_batch(range(job.global_batch))

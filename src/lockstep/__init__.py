@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from .communicator import Communicator, init, wait_all
     from .data.loader import Batch, Loader
     from .data_parallel import DataParallel
-    from .errors import LockstepError
+    from .errors import DesyncError, LockstepError, RankLostError, StallError
     from .fingerprints import fingerprint
     from .hybrid import export, hybridize
     from .launchers import launch
+    from .pipelining import pipeline
     from .randomness import seed_shard
     from .reductions.ordered import OrderedReducer
     from .topology import World
@@ -31,10 +32,13 @@ __all__ = [
     "Batch",
     "Communicator",
     "DataParallel",
+    "DesyncError",
     "Loader",
     "LockstepError",
     "OrderedReducer",
+    "RankLostError",
     "ShmOptions",
+    "StallError",
     "TrainStep",
     "Trainer",
     "World",
@@ -48,6 +52,7 @@ __all__ = [
     "launch",
     "make_schedule",
     "models",
+    "pipeline",
     "prepare_model",
     "replicas",
     "seed_shard",
@@ -61,10 +66,13 @@ _HOMES = {
     "Batch": "data.loader:Batch",
     "Communicator": "communicator:Communicator",
     "DataParallel": "data_parallel:DataParallel",
+    "DesyncError": "errors:DesyncError",
     "Loader": "data.loader:Loader",
     "LockstepError": "errors:LockstepError",
     "OrderedReducer": "reductions.ordered:OrderedReducer",
+    "RankLostError": "errors:RankLostError",
     "ShmOptions": "transports.shm.options:ShmOptions",
+    "StallError": "errors:StallError",
     "TrainStep": "training.step:TrainStep",
     "Trainer": "training.trainer:Trainer",
     "World": "topology:World",
@@ -78,6 +86,7 @@ _HOMES = {
     "launch": "launchers:launch",
     "make_schedule": "training.schedules:make_schedule",
     "models": "models",
+    "pipeline": "pipelining:pipeline",
     "prepare_model": "training.prepare:prepare_model",
     "replicas": "replicas",
     "seed_shard": "randomness:seed_shard",

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .errors import ConfigError
 
-__all__ = ["fingerprint", "plain_names"]
+__all__ = ["fingerprint", "fingerprint_of", "plain_names"]
 
 T = TypeVar("T")
 
@@ -35,11 +35,20 @@ def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
     Raises:
         ConfigError: something in there is neither a plain dense tensor nor a plain value.
     """
-    digest = hashlib.sha256(b"lockstep fingerprint 1\n")
     entries = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
+    return fingerprint_of(entries, None if optimizer is None else optimizer.state_dict())
+
+
+def fingerprint_of(entries: Mapping[str, Any], optimizer: Mapping[str, Any] | None = None) -> str:
+    """The same of a model's parameters and buffers by name, and of an optimizer's state dict.
+
+    Raises:
+        ConfigError: as `fingerprint`.
+    """
+    digest = hashlib.sha256(b"lockstep fingerprint 1\n")
     _feed(digest, plain_names(entries), "model")
     if optimizer is not None:
-        _feed(digest, optimizer.state_dict()["state"], "optimizer")
+        _feed(digest, optimizer["state"], "optimizer")
     return digest.hexdigest()
 
 

@@ -6,15 +6,18 @@ import importlib
 import importlib.util
 import inspect
 import io
+import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map  # as torch.export walks through arguments
 
 from .atomic import write_bytes
 from .data.nested import map_tensors
@@ -102,13 +105,14 @@ def export(
         path: of the file, ``.pt2`` by custom; ONNX goes beside it, with the suffix ``.onnx``.
         dynamic_shapes: as of `torch.export.export`; with None the first dimension of every tensor is free where the
             model allows it.
-        onnx: whether to write ONNX, too, checked with onnxruntime; with None if the extra "onnx" is installed.
+        onnx: whether to write ONNX, too, checked with onnxruntime; with None if the extra "onnx" is installed and the
+            model has an ONNX form, else a warning says why it has none.
 
     Returns:
         The files that were written.
 
     Raises:
-        ConfigError: when the model cannot be traced, or the extra is missing.
+        ConfigError: when the model cannot be traced, or cannot be written as ONNX, or the extra is missing.
         LockstepError: when a saved program gives other outputs than the model; nothing is written then.
     """
     missing = [name for name in _ONNX if importlib.util.find_spec(name) is None]
@@ -119,20 +123,27 @@ def export(
     copied: nn.Module = replicate(getattr(model, "module", model), ["cpu"])[0].eval()
     if dynamic_shapes is None:
         named = inspect.signature(copied.forward).bind(*args).arguments  # as torch.export names them
-        dynamic_shapes = map_tensors(_free_first, dict(named))
+        dynamic_shapes = tree_map(_free_first, dict(named))
     with torch.no_grad():
         expected = copied(*args)
         program = _traced(copied, args, dynamic_shapes)
     files = {Path(path): _archive(program, args, expected)}
     if onnx or (onnx is None and not missing):
-        files[Path(path).with_suffix(".onnx")] = _onnx(program, args, expected)
+        try:
+            files[Path(path).with_suffix(".onnx")] = _onnx(program, args, expected)
+        except ConfigError as error:
+            if onnx:
+                raise
+            warnings.warn(f"export: no ONNX file was written. {error}", RuntimeWarning, stacklevel=2)
     for file, data in files.items():
         write_bytes(file, data)
     return list(files)
 
 
-def _free_first(tensor: torch.Tensor) -> Mapping[int, Any]:
-    return {0: torch.export.Dim.AUTO} if tensor.dim() else {}
+def _free_first(argument: Any) -> Mapping[int, Any] | None:
+    if not isinstance(argument, torch.Tensor):
+        return None
+    return {0: torch.export.Dim.AUTO} if argument.dim() else {}
 
 
 def _traced(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> Any:
@@ -160,10 +171,12 @@ def _archive(program: Any, args: tuple[Any, ...], expected: Any) -> bytes:
 def _onnx(program: Any, args: tuple[Any, ...], expected: Any) -> bytes:
     onnxruntime: Any = importlib.import_module("onnxruntime")
 
-    with tempfile.TemporaryDirectory(prefix="lockstep-onnx-") as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the exporter says of its own use of torch
+    with tempfile.TemporaryDirectory(prefix="lockstep-onnx-") as folder, _quiet():
         file = Path(folder) / "model.onnx"
-        torch.onnx.export(program, args, file, external_data=False, verbose=False)
+        try:
+            torch.onnx.export(program, args, file, external_data=False, verbose=False)
+        except torch.onnx.OnnxExporterError as error:
+            raise ConfigError("model", "one that has an ONNX form", _cause(error)) from error
         data = file.read_bytes()
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     tensors = [tensor for _, tensor in leaves(args)]
@@ -171,6 +184,27 @@ def _onnx(program: Any, args: tuple[Any, ...], expected: Any) -> bytes:
     found = [torch.from_numpy(array) for array in session.run(None, inputs)]
     _check_same("ONNX", found, [t for _, t in leaves(expected)])
     return data
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the exporter says of its own use of torch, and of packages that it could have used."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _cause(error: BaseException) -> str:
+    """What the innermost exception says: the outer ones repeat how to report it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return _first_lines(error)
 
 
 def _check_same(kind: str, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+from typing import Any
 
 import torch
 
 from .shards import mix
 
-__all__ = ["seed_shard", "seed_torch"]
+__all__ = ["draw_on", "drawn_so_far", "seed_shard", "seed_torch"]
 
 _LOW = 0xFFFFFFFF
 
@@ -48,3 +49,17 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device | str = "c
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(key >> 32)
+
+
+def drawn_so_far() -> tuple[Any, ...]:
+    """The states of the global generators of torch (CPU), Python and NumPy."""
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def draw_on(states: tuple[Any, ...]) -> None:
+    """Let the generators go on from what `drawn_so_far` has returned."""
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    if states[2] is not None:
+        sys.modules["numpy"].random.set_state(states[2])

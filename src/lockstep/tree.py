@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-__all__ = ["Node", "TreeSum", "is_left_fold", "nodes"]
+__all__ = ["Node", "TreeSum", "is_left_fold", "nodes", "total"]
 
 T = TypeVar("T")
 
@@ -91,6 +91,15 @@ class TreeSum(Generic[T]):
     def clear(self) -> None:
         """Begin anew."""
         self._held.clear()
+
+
+def total(leaves: Iterable[T], add: Callable[[T, T], T]) -> T:
+    """The sum over all `leaves`, at least one, in the association of `TreeSum`."""
+    values = list(leaves)
+    tree = TreeSum(len(values), add)
+    for number, value in enumerate(values):
+        tree.push((number, 1), value)
+    return tree.total()
 
 
 def is_left_fold(runs: list[list[Node]], leaves: int) -> bool:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -34,3 +35,28 @@ def test_own_loop_gives_the_same_under_torchrun(tmp_path: Path) -> None:
 
 def test_notebook(tmp_path: Path) -> None:
     assert last_accuracy(run(sys.executable, str(EXAMPLES / "notebook.py"), cwd=tmp_path)) > 90
+
+
+def test_ddp_runs_as_it_is_under_lockstep_run(tmp_path: Path) -> None:
+    lockstep_run = [sys.executable, "-m", "lockstep", "run", "-np", "2"]
+    shown = run(*lockstep_run, str(EXAMPLES / "ddp.py"), "2", cwd=tmp_path)
+    assert last_accuracy(shown) > 60
+    assert {name.split(".")[0] for name in load_weights(tmp_path / "ddp.pt")} == {"0", "2", "6"}
+    assert "lockstep" not in (EXAMPLES / "ddp.py").read_text().split('"""')[2]
+
+
+@pytest.mark.parametrize(("name", "line"), [("sharded", "epoch 2: train loss"), ("pipeline", "step 60: loss")])
+def test_model_parallel_loses_as_one_worker_does(tmp_path: Path, name: str, line: str) -> None:
+    program = str(EXAMPLES / f"{name}.py")
+    alone = run(sys.executable, program, cwd=tmp_path)
+    together = run(sys.executable, "-m", "lockstep", "run", "-np", "2", program, cwd=tmp_path)
+    assert loss_after(line, together) == pytest.approx(loss_after(line, alone), rel=1e-3)
+
+
+def loss_after(line: str, shown: str) -> float:
+    return float(shown.partition(line)[2].split()[0].strip(","))
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return found

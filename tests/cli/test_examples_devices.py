@@ -1,4 +1,4 @@
-"""The examples for one process and many devices run, and learn where there is something to learn."""
+"""The examples that are one process run, and learn where there is something to learn."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from lockstep import hybrid
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TWO = ["cpu", "cpu"]
@@ -60,7 +62,8 @@ def test_cnn_with_adam_is_saved_on_the_cpu(tmp_path: Path, capsys: pytest.Captur
     assert {value.device.type for value in model.state_dict().values()} == {"cpu"}
 
 
-def test_hybrid_against_imperative(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hybrid_against_imperative(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "_ONNX", ("no_such_package",))  # ONNX has a test of its own
     torch.compiler.reset()
     load("hybrid_against_imperative.py")["main"]("eager")
     assert "the same as the model: True" in capsys.readouterr().out
@@ -71,3 +74,29 @@ def test_gluon(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     program["train"](program["make_net"](), 2, epochs=2)
     assert accuracies(capsys.readouterr().out)[-1] > 0.6
+
+
+def test_synchronous_against_asynchronous(capsys: pytest.CaptureFixture[str]) -> None:
+    program = load("sync_async.py")
+    batch = 512 * 512 * 4 + 512 * 4
+    found = [program["train"](6, in_flight) for in_flight in (1, 3, 7)]
+    assert len({loss for loss, _ in found}) == 1
+    assert [peak <= most * batch for (_, peak), most in zip(found, (1, 3, 6), strict=True)] == [True] * 3
+    program["main"](2)
+    assert [line.split("  ")[0].strip() for line in capsys.readouterr().out.splitlines()] == [
+        "each waited for",
+        "at most 3 under way",
+        "no bound",
+    ]
+
+
+@pytest.mark.parametrize("name", ["copy_overlap.py", "cpu_and_gpu.py"])
+def test_computing_beside_something_else(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    load(name)["main"](60)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("the same: True")
+
+
+def test_large_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    load("large_batches.py")["main"](2)
+    small, same_rate, scaled, warm = accuracies(capsys.readouterr().out)
+    assert small > max(same_rate, scaled, warm) > 20

@@ -68,7 +68,6 @@ def left(folder: Path) -> set[str]:
         ("--optimizer adamm", "Did you mean adam"),
         ("--schedule cosin", "Did you mean cosine?"),
         ("--precision fp8", "--precision: expected one of"),
-        ("--strategy sharded", "--strategy: expected distributed, got 'sharded'. The strategy 'sharded' is planned"),
         ("--device cuda", "--device: expected cpu or auto"),
         ("--log csv,wandb", "--log: expected one of csv, tensorboard, got 'wandb'"),
         ("--checkpoint-every often", "--checkpoint-every: expected"),

@@ -150,3 +150,29 @@ def test_onnx_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         lockstep.export(nn.Linear(3, 2), torch.randn(4, 3), tmp_path / "model.pt2", onnx=True)
     written = lockstep.export(nn.Linear(3, 2), torch.randn(4, 3), tmp_path / "model.pt2")
     assert [file.name for file in written] == ["model.pt2"]
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+
+def test_arguments_that_are_no_tensors(tmp_path: Path) -> None:
+    lockstep.export(Scaled(), (torch.randn(4, 3), 2.0), tmp_path / "model.pt2", onnx=False)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    assert program(torch.ones(2, 3), 2.0).tolist() == [[2.0] * 3] * 2
+
+
+class Bessel(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.special.bessel_j0(x)
+
+
+@needs_onnx
+@pytest.mark.leaks("the exporter's progress bar is a thread")
+def test_a_model_without_an_onnx_form(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"one that has an ONNX form, got .*bessel"):
+        lockstep.export(Bessel(), torch.randn(4, 3), tmp_path / "model.pt2", onnx=True)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.warns(RuntimeWarning, match=r"no ONNX file was written\. .*bessel"):
+        assert lockstep.export(Bessel(), torch.randn(4, 3), tmp_path / "model.pt2") == [tmp_path / "model.pt2"]

@@ -62,7 +62,7 @@ def test_the_state_is_that_of_the_checkpoint() -> None:
     then, now = constructed(model, old), constructed(model, new)
     model(torch.ones(1, 2)).sum().backward()
     old.step()
-    changes = take_up(new, old.state_dict(), then, now)
+    changes = take_up(new.load_state_dict, old.state_dict(), then, now)
     assert changes == ["lr 0.1 → 0.2", "betas (0.9, 0.999) → (0.5, 0.6)"]
     for ours, theirs in zip(new.state.values(), old.state.values(), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

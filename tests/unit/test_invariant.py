@@ -17,7 +17,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
 from lockstep.randomness import seed_shard
 from lockstep.strategies.conditions import Conditions, differences
-from lockstep.strategies.promise import BREAKING, check_modules
+from lockstep.strategies.promise import BREAKING, check_meeting, check_modules
 from lockstep.strategies.shard_buffers import ShardBuffers
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.topology import World
@@ -72,6 +72,16 @@ def test_the_workspace_of_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
+def test_each_shape_is_compiled_for_itself() -> None:
+    import torch._dynamo.config as compiler
+
+    names = ("automatic_dynamic_shapes", "recompile_limit", "fail_on_recompile_limit_hit")
+    before = [getattr(compiler, name) for name in names]
+    with Conditions(CPU).fixed():
+        assert [getattr(compiler, name) for name in names] == [False, 256, True]
+    assert [getattr(compiler, name) for name in names] == before != [False, 256, True]
+
+
 def test_conditions_name_what_bits_depend_on() -> None:
     found = Conditions(CPU, threads=3).describe()
     assert found["threads"] == 3
@@ -94,8 +104,8 @@ def test_a_number_of_threads(threads: Any) -> None:
 @pytest.mark.parametrize(
     ("layer", "device", "reason"),
     [
-        (SyncBatchNorm(3), "cpu", "needs all samples of a step at once"),
-        (nn.SyncBatchNorm(3), "cpu", "needs all samples of a step at once"),
+        (SyncBatchNorm(3), "cuda", "need a thread each"),
+        (nn.SyncBatchNorm(3), "cpu", "reached at the same moment"),
         (nn.Embedding(3, 2, sparse=True), "cpu", "gradients are sparse"),
         (nn.EmbeddingBag(3, 2, max_norm=1.0), "cpu", "changes its weights"),
         (nn.LSTM(3, 2, num_layers=2, dropout=0.1), "cuda", "a random state of its own"),
@@ -115,6 +125,17 @@ def test_layers_that_are_not() -> None:
     layers = [nn.BatchNorm2d(3), nn.Embedding(3, 2), nn.LSTM(3, 2, num_layers=2, dropout=0.1), nn.Dropout()]
     check_modules(nn.Sequential(*layers), CPU)
     assert len({kind.name for kind in BREAKING}) == len(BREAKING)
+
+
+def test_what_cannot_be_together_with_synchronised_batch_norm() -> None:
+    check_meeting(nn.Sequential(SyncBatchNorm(3), nn.InstanceNorm1d(3)))
+    with pytest.raises(ConfigError, match=r"no other running statistics.* got InstanceNorm1d at 1"):
+        check_meeting(nn.Sequential(SyncBatchNorm(3), nn.InstanceNorm1d(3, track_running_stats=True)))
+    compiled = nn.Sequential(SyncBatchNorm(3))
+    compiled.compile(backend="eager")
+    for model in (compiled, torch.compile(nn.Sequential(SyncBatchNorm(3)), backend="eager")):
+        with pytest.raises(ConfigError, match="one that is not compiled, with sync_batchnorm and shards"):
+            check_meeting(model)  # type: ignore[arg-type]
 
 
 # --- buffers -------------------------------------------------------------------------------------------------
@@ -210,7 +231,10 @@ def test_arguments_that_contradict_shards() -> None:
         ({"shards": 0}, "shards: expected a whole number of at least 1, got 0"),
         ({"shards": 2, "workers": "3"}, "shards: expected at least one for each of 3 workers, got 2"),
         ({"shards": 2, "accumulate": 2}, "accumulate: expected 1 with shards"),
-        ({"shards": 2, "sync_batchnorm": True}, "sync_batchnorm: expected false with shards"),
+        (
+            {"shards": 2, "sync_batchnorm": True, "compile": True},
+            "compile: expected false with shards and sync_batchnorm",
+        ),
         ({"threads": 2}, "threads: expected none without shards"),
         ({"shards": 2, "threads": 0}, "threads: expected a whole number"),
     ],
@@ -222,5 +246,6 @@ def test_options_that_contradict_shards(options: dict[str, Any], message: str) -
 
 def test_the_document_has_the_same_table_of_layers() -> None:
     page = (Path(__file__).parents[2] / "docs" / "invariance.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| Layer")]
+    section = page.partition("## Layers that are refused")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| Layer")]
     assert rows == [f"| {kind.name} | {kind.reason} | {kind.instead} |" for kind in BREAKING]

@@ -149,7 +149,7 @@ def as_off_the_cpu(trainer: Trainer, poisoned: int) -> None:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     # any device but the CPU; the results are kept where they are
-    monkeypatch.setattr("lockstep.training.trainer.Unsettled", lambda _: Unsettled(torch.device("meta")))
+    monkeypatch.setattr("lockstep.training.trainer.Unsettled", lambda _, *rest: Unsettled(torch.device("meta"), *rest))
 
 
 def poisoned_run(out: Path | None, poisoned: int, callbacks: list[Callback], steps: list[int]) -> str:

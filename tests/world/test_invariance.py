@@ -1,7 +1,11 @@
-"""With shards, training gives the same bits at any number of workers, and each ingredient of it is needed."""
+"""With shards, training gives the same bits at any number of workers."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.data.loader import Batch, Loader
-from lockstep.errors import ConfigError
 from lockstep.fingerprints import fingerprint
 from lockstep.training.callbacks import Callback
-from lockstep.training.step import StepResult, TrainStep
+from lockstep.training.step import StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.sharded import Augmented, adamw, busy, momentum, named, pictures, run, runs
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "same_bits.py"
 COLOURED = pictures(9, (3, 32, 32))
 
 
@@ -107,115 +111,64 @@ def test_another_number_of_shards_gives_other_bits(pool: Pool, alone: Any) -> No
 
 
 def test_augmentation_in_loader_processes(alone: Any) -> None:
-    assert run(busy, data=Augmented(), num_workers=1) == alone[len(KNOWN)]
+    assert run(busy, data=Augmented(), num_workers=2) == alone[len(KNOWN)]
 
 
-# --- what it is made of --------------------------------------------------------------------------------------
+class Tied(nn.Module):
+    """A transformer over words, whose table of words is its last layer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.layers(self.table(x)).mean(1))
 
 
-def without_key_of_dropout() -> None:
-    import lockstep.training.shard_passes as passes
-
-    passes.seed_shard = lambda *_: None  # type: ignore[assignment]
-
-
-def without_key_of_augmentation() -> None:
-    import lockstep.data.fetch as fetch
-
-    fetch.seed_draws = lambda *_: None
+def sentences() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randint(0, 50, (37, 8), generator=generator)
+    return TensorDataset(words[:, 1:].clone(), words[:, 0].clone())
 
 
-def left_fold() -> None:
-    from lockstep.tree import TreeSum
-
-    def push(self: Any, node: Any, value: Any) -> None:
-        if self._held:
-            value = self._add(self._held.pop()[1], value)
-        self._held.append(((0, 64), value))
-
-    TreeSum.push = push  # type: ignore[method-assign]
+def test_a_transformer_with_tied_weights_and_fewer_samples_than_shards(pool: Pool) -> None:
+    options = {"make": Tied, "data": sentences(), "shards": 8, "global_batch": 16, "optimizer": adamw, "clip_norm": 0.1}
+    assert pool.run(trained, [options], workers=3) == pool.run(trained, [options], workers=1) * 3
 
 
-def mean_of_means() -> None:
-    from lockstep.training.shard_passes import ShardPasses
+def compiled() -> Any:
+    """Shards of 3, 2 and, at the end of the epoch, 1 sample: workers meet these shapes in different orders."""
 
-    parts_before, forward_before = ShardPasses._parts, ShardPasses._forward
+    def made() -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 33), nn.LayerNorm(33), nn.GELU(), nn.Linear(33, 10))
+        model.compile()  # as a user would, with torch's own rules for shapes
+        return model
 
-    def parts(self: ShardPasses, batch: Batch) -> Any:
-        self.size = batch.size * self._strategy.comm.size  # type: ignore[attr-defined]
-        ShardPasses._forward = staticmethod(  # type: ignore[method-assign]
-            lambda loss, precision, part, _, own: forward_before(loss, precision, part, self.size, own)  # type: ignore[attr-defined]
-        )
-        return parts_before(self, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own imports are deprecated
+        import torch._inductor.config as inductor
 
-    ShardPasses._parts = parts  # type: ignore[method-assign]
-
-
-def statistics_of_rank_0() -> None:
-    from lockstep.strategies.shard_buffers import ShardBuffers
-
-    ShardBuffers.take = lambda *_: None  # type: ignore[method-assign]
+        inductor.compile_threads = 1  # no processes that the pool would find left behind
+        return run(made, shards=4, global_batch=9)
 
 
-def whatever_order_the_transport_has() -> None:
-    from lockstep.reductions.exchange import Places
-
-    Places.is_plain_sum = lambda *_: True  # type: ignore[method-assign]
+def test_a_compiled_model(pool: Pool) -> None:
+    assert pool.run(compiled, workers=4) == pool.run(compiled, workers=1) * 4
 
 
-def buffers_as_the_last_shard_left_them() -> None:
-    from lockstep.strategies.shard_buffers import ShardBuffers
+def test_the_example_prints_the_same_fingerprint(pool: Pool) -> None:
+    def printed() -> str:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(str(EXAMPLE))
+        return said.getvalue().splitlines()[-1] if said.getvalue() else ""
 
-    ShardBuffers.restore = lambda _: None  # type: ignore[method-assign]
-
-
-def disturbed(change: Any, **arguments: Any) -> tuple[str, list[float]]:
-    """`run` in a process in which one thing has been taken out; it is put back afterwards."""
-    import lockstep.data.fetch as fetch
-    import lockstep.reductions.exchange as exchange
-    import lockstep.strategies.shard_buffers as buffers
-    import lockstep.training.shard_passes as passes
-    import lockstep.tree as tree
-
-    places = [passes, passes.ShardPasses, fetch, tree.TreeSum, exchange.Places, buffers.ShardBuffers]
-    before = [dict(vars(place)) for place in places]
-    try:
-        change()
-        return run(**arguments)
-    finally:
-        for place, attributes in zip(places, before, strict=True):
-            for name, value in attributes.items():
-                if not name.startswith("__") and vars(place)[name] is not value:
-                    setattr(place, name, value)
-
-
-@pytest.mark.parametrize(
-    ("change", "workers", "options"),
-    [
-        (without_key_of_dropout, 2, {}),
-        (without_key_of_augmentation, 2, {"data": Augmented()}),
-        (left_fold, 2, {"make": named("lenet")}),
-        (mean_of_means, 3, {"make": named("lenet")}),
-        (statistics_of_rank_0, 2, {}),
-        (buffers_as_the_last_shard_left_them, 2, {}),
-        (whatever_order_the_transport_has, 3, {"make": named("lenet"), "shards": 3}),
-        (lambda: None, 2, {"make": named("lenet"), "shards": None}),  # one pass for each rank
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_without_one_ingredient_the_bits_differ(pool: Pool, change: Any, workers: int, options: dict[str, Any]) -> None:
-    arguments = {"make": busy, "data": pictures(), **options}
-    one, several = (pool.run(disturbed, change, workers=size, **arguments)[0][0] for size in (1, workers))
-    assert one != several
-
-
-def test_another_number_of_threads_gives_other_bits() -> None:
-    def wide() -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 4000), nn.LayerNorm(4000), nn.Linear(4000, 10))
-
-    one = run(wide, clip_norm=0.01, steps=1)
-    assert run(wide, clip_norm=0.01, steps=1, threads=2) != one
-    assert torch.get_num_threads() == 1
+    last = [pool.run(printed, workers=workers)[0].split(maxsplit=1) for workers in (1, 2, 3)]
+    assert [size for _, size in last] == ["with 1 worker", "with 2 workers", "with 3 workers"]
+    assert len({fingerprint for fingerprint, _ in last}) == 1
 
 
 # --- a run that goes on --------------------------------------------------------------------------------------
@@ -257,46 +210,3 @@ def test_a_run_that_goes_on_with_other_numbers_of_workers(pool: Pool, tmp_path: 
     pool.run(fit, tmp_path, 5, resume="latest", workers=2)
     found = pool.run(fit, tmp_path, resume="latest", workers=3)
     assert found == [straight] * 3  # its evaluations as well, to the last bit
-
-
-# --- refusals ------------------------------------------------------------------------------------------------
-
-
-def test_more_workers_than_shards(pool: Pool) -> None:
-    def refused() -> str:
-        with pytest.raises(ConfigError) as caught:
-            TrainStep(nn.Linear(1, 1), momentum(nn.Linear(1, 1).parameters()), F.mse_loss, shards=2)
-        with pytest.raises(ConfigError, match="shards: expected at least one for each of 3 workers, got 2"):
-            Loader(pictures(), 12, shards=2)
-        return str(caught.value)
-
-    assert pool.run(refused, workers=3)[2].startswith("shards: expected at least one for each of 3 workers, got 2")
-
-
-def test_a_batch_that_is_cut_by_workers(pool: Pool) -> None:
-    def refused() -> None:
-        model = named("lenet")()
-        step = TrainStep(model, momentum(model.parameters()), F.cross_entropy, shards=8)
-        with pytest.raises(ConfigError, match="batch: expected one in 8 shards, got one in none"):
-            step(next(Loader(pictures(), 12).epoch(0)))
-        with pytest.raises(ConfigError, match="batch: expected one in 8 shards, got one in 4"):
-            step(next(Loader(pictures(), 12, shards=4).epoch(0)))
-
-    pool.run(refused, workers=2)
-
-
-def test_workers_under_other_conditions(pool: Pool) -> None:
-    def refused() -> None:
-        model = named("lenet")()
-        threads = 1 + lockstep.init("cpu").rank
-        with pytest.raises(ConfigError, match="workers: expected the same threads on all, got 1 on rank 0, 2 on 1"):
-            TrainStep(model, momentum(model.parameters()), F.cross_entropy, shards=8, threads=threads)
-
-    pool.run(refused, workers=2)
-
-
-def test_a_loader_with_other_shards_than_the_trainer() -> None:
-    model = named("lenet")()
-    trainer = Trainer(model, momentum(model.parameters()), nn.CrossEntropyLoss(), 12, callbacks=[], shards=8)
-    with pytest.raises(ConfigError, match="shards: expected 8, the trainer's, got None"):
-        trainer.fit(Loader(pictures(), 12), 1)

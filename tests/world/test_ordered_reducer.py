@@ -169,6 +169,17 @@ def test_sparse_gradients_are_refused() -> None:
             table(torch.tensor([1])).sum().backward()
 
 
+def test_other_hooks_on_gradients_are_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    reducer = lockstep.OrderedReducer([parameter], shards=2, comm=lockstep.init("cpu"))
+    hook = parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="one, which would see the gradients of one shard or of two"):
+        next(iter(reducer))
+    hook.remove()
+    for _ in reducer:
+        parameter.sum().backward()
+
+
 def test_a_loop_that_was_left_leaves_nothing_behind(pool: Pool) -> None:
     def left() -> list[float]:
         parameter = nn.Parameter(torch.ones(1))

@@ -22,7 +22,7 @@ from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import At, fit, images, make, send, timeless
 
-LOGGER = "lockstep.training.trainer"
+LOGGER = "lockstep.training.state"
 
 
 def sgd(momentum: float = 0.9, weight_decay: float = 0.0) -> Any:

@@ -303,12 +303,6 @@ def test_bad_numbers_of_epochs(epochs: Any) -> None:
         fit(None, epochs=epochs)
 
 
-@pytest.mark.parametrize("strategy", ["sharded", "replicas"])
-def test_strategies_that_are_not_there_yet(strategy: str) -> None:
-    with pytest.raises(ConfigError, match="does not exist yet"):
-        make(None, [], strategy=strategy)
-
-
 def test_an_unknown_strategy() -> None:
     with pytest.raises(ConfigError, match="Did you mean distributed"):
         make(None, [], strategy="distribute")

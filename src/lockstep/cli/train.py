@@ -34,6 +34,8 @@ examples:
   lockstep train --data fashion-mnist --workers 2
   lockstep train --model resnet18 --data cifar10 --precision bf16 --epochs 30
   lockstep train --model mynet:Net --data mydata:load --optimizer adamw
+      several devices in one process:
+  lockstep train --strategy replicas --devices cpu,cpu
       the same bits at any number of workers:
   lockstep train --shards 8 --workers 2
       a larger batch, its learning rate scaled to it:
@@ -106,6 +108,8 @@ def choose_workers(options: TrainOptions) -> int:
     Raises:
         ConfigError: when a launcher has started another number.
     """
+    if options.workers == "auto" and options.strategy == "replicas" and not environment.is_launched():
+        return 1
     launched = environment.find_world().world_size if environment.is_launched() else None
     if options.workers != "auto":
         if launched is not None and int(options.workers) != launched:
@@ -147,6 +151,8 @@ def _show(out: Path, result: dict[str, Any]) -> None:
         epochs = "1 epoch" if result["epochs"] == 1 else f"{result['epochs']} epochs"
         rows.append(("test accuracy", f"{result['test_accuracy']:.2%} after {epochs}"))
     noun = "worker" if result["workers"] == 1 else "workers"
+    if len(result["devices"]) > result["workers"]:
+        noun += f" on {len(result['devices'])} devices"
     rows.append(("speed", f"{result['samples_per_second']:,.0f} samples/s with {result['workers']} {noun}"))
     rows += [("model", str(out / "model.safetensors")), ("curve", str(out / "curve.png")), ("all files", str(out))]
     console = Console(highlight=False, markup=False, emoji=False)  # paths are shown as they are

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, overload
 
-__all__ = ["Request", "Watched", "wait_all"]
+import torch
+
+__all__ = ["Request", "Watched", "outstanding", "wait_all"]
 
 T = TypeVar("T")
 Result = TypeVar("Result", covariant=True)
+
+
+class _Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+# What `wait_all()` waits for, by its age. Held weakly: what nobody holds any more has nobody to give its result to.
+_OUTSTANDING: weakref.WeakValueDictionary[int, _Waitable] = weakref.WeakValueDictionary()
+_AGES = itertools.count()
+
+
+def outstanding(waitable: _Waitable) -> int:
+    """Let `wait_all()` wait for it, as long as it is there; returns a number by which it can be taken out again."""
+    age = next(_AGES)
+    _OUTSTANDING[age] = waitable
+    return age
 
 
 class Request(Generic[Result]):
@@ -24,6 +44,7 @@ class Request(Generic[Result]):
         self._works = [work for work in works if work is not None]
         self._finish: Callable[[], Result] | None = finish
         self._result: list[Result] = []
+        self._age = outstanding(self) if self._works else None
 
     @staticmethod
     def ended(result: T) -> Request[T]:
@@ -32,6 +53,8 @@ class Request(Generic[Result]):
 
     def wait(self) -> Result:
         """Return the result, once there is one; again at once when called again."""
+        if self._age is not None:
+            _OUTSTANDING.pop(self._age, None)  # a failure is raised here
         for work in self._works:
             work.wait()
         self._works = []
@@ -76,6 +99,40 @@ class Watched:
             self._error = error
 
 
-def wait_all(requests: Iterable[Request[T]]) -> list[T]:
-    """The results of all requests, in their order, when all have ended."""
-    return [request.wait() for request in requests]
+@overload
+def wait_all(requests: Iterable[Request[T]]) -> list[T]: ...
+@overload
+def wait_all(requests: None = None) -> None: ...
+def wait_all(requests: Iterable[Request[T]] | None = None) -> list[T] | None:
+    """Wait for requests, or without any for everything that has been queued in this process.
+
+    That is every request that the program still holds; the steps that a `Trainer` has queued, with their losses; and
+    all work that torch has given to accelerators. The first failure among them is raised.
+
+    On the CPU torch computes while it is called, so that only requests are left to wait for.
+
+    Args:
+        requests: of the communicator's verbs.
+
+    Returns:
+        The results of the requests, in their order; without requests None.
+    """
+    if requests is not None:
+        return [request.wait() for request in requests]
+    for age in sorted(_OUTSTANDING.keys()):
+        waitable = _OUTSTANDING.get(age)
+        if waitable is not None:
+            waitable.wait()
+    _synchronize()
+    return None
+
+
+def _synchronize() -> None:
+    """Wait for the accelerators that this process has used; to ask another one would set it up, at some 0.5 GB."""
+    if not torch.cuda.is_available():
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for index in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(index):
+                torch.cuda.synchronize(index)

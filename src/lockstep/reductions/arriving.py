@@ -25,6 +25,21 @@ class Arrivals:
         self._order: list[nn.Parameter] = []
         self._before: list[int] = []
 
+    @staticmethod
+    def refuse_other_hooks(parameters: Sequence[nn.Parameter]) -> None:
+        """See that nobody else acts on gradients as they come; called while this one does not listen.
+
+        Raises:
+            ConfigError: when someone does: what lies there is a shard's, or the sum of a pair, as workers have them.
+        """
+        if any(p._post_accumulate_grad_hooks for p in parameters):
+            raise ConfigError(
+                "parameters",
+                "none with a hook of register_post_accumulate_grad_hook()",
+                "one, which would see the gradients of one shard or of two, depending on the number of workers",
+                "Use register_hook(), which sees each shard's, or change gradients before the optimizer's step.",
+            )
+
     def listen(self, buckets: Sequence[Bucket], ready: Callable[[], None]) -> None:
         """Count off each bucket's `waiting`, and call `ready` whenever one has become complete."""
         self._order = []

@@ -83,11 +83,16 @@ class OrderedReducer:
         """Which of a global batch's `samples` are those of `shard`; none where there are fewer samples than shards."""
         return slice(*bounds(samples, self.shards, shard))
 
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that gradients are summed for, as they are now."""
+        return [p for p in self._every if p.requires_grad]
+
     def __iter__(self) -> Iterator[int]:
         """This worker's shards of one step; when the loop has ended, gradients are the sums over those of all workers.
 
         Raises:
-            ConfigError: when a shard has had several backward passes, or a sparse gradient.
+            ConfigError: when a shard has had several backward passes, or a sparse gradient, or a parameter has a hook
+                of `register_post_accumulate_grad_hook`.
         """
         current = self._current = object()
         self._begin()
@@ -121,7 +126,7 @@ class OrderedReducer:
             self._waiting_sum = gather_sum(self._numbers.held, self._places)
 
     def _begin(self) -> None:
-        trained = [p for p in self._every if p.requires_grad]
+        trained = self.trained()
         if [id(p) for p in trained] != [id(p) for p in self._trained]:
             # Backward passes mostly come by the last parameters first; the true order is known after one step.
             self._trained, self._known_order = trained, False
@@ -130,6 +135,7 @@ class OrderedReducer:
             self._lay_out([p for bucket in self._buckets for p in bucket.parameters])
         self._under_way = True
         self._arrivals.stop()
+        self._arrivals.refuse_other_hooks(trained)
         self._numbers.clear()
         self.sums, self._waiting_sum, self._sent = None, None, 0
         for bucket in self._buckets:

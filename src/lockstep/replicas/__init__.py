@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .copies import replicate
-from .devices import as_devices
+from .devices import Device, as_devices
 from .engine import Engine
 from .failure import ReplicaError
 from .spread import gather, scatter
@@ -11,6 +11,7 @@ from .summing import allreduce_, broadcast_
 from .threads import Threads, parallel_apply
 
 __all__ = [
+    "Device",
     "Engine",
     "ReplicaError",
     "Threads",

@@ -66,12 +66,19 @@ def copy_module(module: nn.Module, device: torch.device, shared: bool = False) -
         memo[id(parameter)] = _copy_tensor(parameter, device, shared)
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to(device, copy=True)
-    for layer in module.modules():
-        memo.update((id(value), value) for name, value in vars(layer).items() if "hooks" in name)
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            got = f"a {type(layer).__name__} at {name or 'its top'}"
+            raise ConfigError("module", "modules in Python", got, "Pass the module that it was made of.")
+        for attribute, value in vars(layer).items():
+            if "hooks" in attribute:
+                memo[id(value)] = value
+            elif isinstance(value, torch.Tensor) and not value.is_leaf:  # left there by an earlier pass
+                memo[id(value)] = value.detach().to(device, copy=True)
     try:
         return copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
-        hint = "Keep what is neither module nor tensor outside of it."
+        hint = "Keep outside of it what cannot be copied, and tensors with a graph in lists."
         raise ConfigError(
             "module", "a module that can be copied", f"{type(module).__name__} ({error})", hint
         ) from error

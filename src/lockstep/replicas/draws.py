@@ -20,17 +20,16 @@ _TURN = threading.RLock()
 _ALWAYS = {
     *("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "gumbel_softmax", "log_normal_"),
     *("fractional_max_pool2d", "fractional_max_pool3d", "multinomial", "normal", "normal_", "poisson", "random_"),
+    *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+    *("_sample_dirichlet", "_standard_gamma"),
     *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "uniform_"),
 }
 # Where the argument is that says whether it is training, if not given by its name.
 _IN_TRAINING = {
-    "alpha_dropout": 2,
-    "dropout": 2,
-    "dropout1d": 2,
-    "dropout2d": 2,
-    "dropout3d": 2,
-    "feature_alpha_dropout": 2,
-    "rrelu": 3,
+    **dict.fromkeys(("alpha_dropout", "dropout", "feature_alpha_dropout", "feature_dropout"), 2),
+    **dict.fromkeys(("alpha_dropout_", "dropout_", "feature_alpha_dropout_", "feature_dropout_"), 2),
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), 2),
+    **dict.fromkeys(("rrelu", "rrelu_"), 3),
 }
 # Those that drop out inside, with a share given as a fraction among their arguments.
 _WITH_SHARE = frozenset(("gru", "lstm", "multi_head_attention_forward", "rnn_relu", "rnn_tanh"))

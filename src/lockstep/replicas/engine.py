@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from ..data.nested import map_tensors
 from ..errors import ConfigError
 from .devices import Device, as_device, as_devices
 from .draws import DrawsApart, Seed
+from .failure import shapes_of
 from .joining import Column, Inputs, Join, Plan
 from .mirrors import Mirrors
-from .spread import cut, join, leaves
+from .spread import check_can_be_cut, cut, join, leaves
 from .threads import Threads, parallel_apply
 
 __all__ = ["Engine"]
@@ -63,15 +65,38 @@ class Engine:
         parts = self._scatter((args, dict(kwargs)), inputs)
         sizes = self._sizes(parts)
         parts = parts[: len(sizes)]
-        replicas = self._mirrors.follow(len(sizes))
-        outputs = self._forward(replicas, parts)
+        outputs = self._pass(nn.Module.__call__, parts, sizes)
+        return self._join(outputs, parts, inputs, summed)
+
+    def sums(self, function: Callable[..., Any], parts: Sequence[tuple[Any, int]]) -> Any:
+        """Compute something with the replicas, and add it up.
+
+        Args:
+            function: (replica, data, samples) → tensors, of the same make from each replica.
+            parts: (data, samples) for the first replicas; to be brought to their devices.
+
+        Returns:
+            The sums of the tensors on the output device, with a graph that leads to the model's parameters.
+
+        Raises:
+            ReplicaError: when a replica fails, with its device and the shapes that it was given.
+        """
+        places = zip(parts, self.devices, strict=False)
+        given: list[Part] = [((map_tensors(_mover(device), data), size), {}) for (data, size), device in places]
+        outputs = self._pass(function, given, [size for _, size in parts])
+        return self._join(outputs, given, Inputs(), summed=True)
+
+    def _pass(self, function: Callable[..., Any], parts: Sequence[Part], sizes: Sequence[int]) -> list[Any]:
+        replicas = self._mirrors.follow(len(parts))
+        outputs = self._forward([partial(function, replica) for replica in replicas], parts)
         self._mirrors.collect([size / sum(sizes) for size in sizes] if sum(sizes) else [1.0])
-        return self._join(outputs, inputs, summed)
+        return outputs
 
     # --- before -----------------------------------------------------------------------------------------------
 
     def _scatter(self, batch: Any, inputs: Inputs) -> list[Part]:
         """A part for each replica; those tensors that want a gradient are cut off, and noted in `inputs`."""
+        check_can_be_cut(batch)
         for _, tensor in leaves(batch):
             if tensor.requires_grad and torch.is_grad_enabled():
                 inputs.wholes.append(tensor)
@@ -108,39 +133,44 @@ class Engine:
 
     # --- the pass ---------------------------------------------------------------------------------------------
 
-    def _forward(self, replicas: Sequence[nn.Module], parts: Sequence[Part]) -> list[Any]:
+    def _forward(self, functions: Sequence[Callable[..., Any]], parts: Sequence[Part]) -> list[Any]:
         if self._threads is None and len(self.devices) > 1:
             self._threads = Threads(len(self.devices))
         seed = Seed()
 
-        def apart(number: int, replica: nn.Module) -> Callable[..., Any]:
+        def apart(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 with DrawsApart(seed, number, self.devices[number]):
-                    return replica(*args, **kwargs)
+                    return function(*args, **kwargs)
 
             return call
 
-        calls = [apart(number, replica) for number, replica in enumerate(replicas)]
+        calls = [apart(number, function) for number, function in enumerate(functions)]
         arguments, keywords = [part[0] for part in parts], [part[1] for part in parts]
         return parallel_apply(calls, arguments, keywords, self.devices[: len(parts)], self._threads)
 
     # --- after ------------------------------------------------------------------------------------------------
 
-    def _join(self, outputs: Sequence[Any], inputs: Inputs, summed: bool) -> Any:
+    def _join(self, outputs: Sequence[Any], parts: Sequence[Part], inputs: Inputs, summed: bool) -> Any:
         dim = None if summed else self.dim
         columns: list[Column] = []
         join(outputs, lambda _, tensors: columns.append(Column(tensors, self.output_device, dim)))
         if any(column.wants_gradient for column in columns):
-            joined = iter(self._connected(columns, inputs, len(outputs)))
+            joined = iter(self._connected(columns, parts, inputs))
         else:
             joined = iter([column.joined() for column in columns])
         return map_tensors(lambda _: next(joined), outputs[0])
 
-    def _connected(self, columns: list[Column], inputs: Inputs, count: int) -> tuple[torch.Tensor, ...]:
+    def _connected(self, columns: list[Column], parts: Sequence[Part], inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """The joined outputs, with a graph that leads to the model's parameters and the inputs."""
         parameters = list(self.module.parameters())
-        replicas = [self._mirrors.parameters(number) for number in range(count)]
+        replicas = [self._mirrors.parameters(number) for number in range(len(parts))]
         on_cpu = all(device.type == "cpu" for device in self.devices)
-        plan = Plan(columns, inputs, parameters, replicas, self._threads if on_cpu else None)
+        given = [shapes_of(part) for part in parts]
+        plan = Plan(columns, inputs, parameters, replicas, self._threads if on_cpu else None, given)
         joined: tuple[torch.Tensor, ...] = Join.apply(plan, *parameters, *inputs.wholes)  # type: ignore[no-untyped-call]
         return joined
+
+
+def _mover(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(device, non_blocking=True)

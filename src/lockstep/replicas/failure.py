@@ -9,7 +9,7 @@ import torch
 from ..errors import LockstepError
 from .spread import leaves
 
-__all__ = ["ReplicaError", "describe"]
+__all__ = ["ReplicaError", "describe", "shapes_of"]
 
 
 class ReplicaError(LockstepError, RuntimeError):
@@ -28,11 +28,15 @@ class ReplicaError(LockstepError, RuntimeError):
         return self.message
 
 
-def describe(error: BaseException, replica: int, replicas: int, device: object, inputs: Any) -> ReplicaError:
-    """What replica `replica` of `replicas` says, with the shapes of its `inputs`."""
-    shapes = ", ".join(_shape(tensor) for _, tensor in leaves(inputs)) or "no tensors"
+def describe(error: BaseException, replica: int, replicas: int, device: object, shapes: str) -> ReplicaError:
+    """What replica `replica` of `replicas` says that was given tensors of `shapes`, see `shapes_of`."""
     said = f"{type(error).__name__}: {error}"
     return ReplicaError(f"replica {replica} of {replicas} on {device}, given {shapes}: {said}", replica, str(device))
+
+
+def shapes_of(inputs: Any) -> str:
+    """The shapes and dtypes of all tensors in a tree."""
+    return ", ".join(_shape(tensor) for _, tensor in leaves(inputs)) or "no tensors"
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import _engine_run_backward
 
 from .draws import DrawsRefused
+from .failure import describe
 from .spread import concatenate
 from .summing import reduce_
 from .threads import Threads
@@ -93,6 +94,7 @@ class Plan:
         parameters: the model's.
         replicas: the parameters of each replica, in the same order.
         threads: one for each replica if all are on the CPU; elsewhere autograd has a thread for each device.
+        given: the shapes of what each replica was given, for errors.
     """
 
     columns: list[Column]
@@ -100,6 +102,7 @@ class Plan:
     parameters: list[nn.Parameter]
     replicas: list[list[nn.Parameter]]
     threads: Threads | None
+    given: list[str]
 
     def backward(self, gradients: Sequence[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
         """Gradients of the parameters and of the inputs, from those of the joined outputs."""
@@ -124,11 +127,17 @@ class Plan:
 
     def _run(self, roots: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]], keep: bool) -> None:
         if self.threads is not None:
-            self.threads.run([partial(_backward, pairs, keep) for pairs in roots])
+            self.threads.run([partial(self._backward_of, number, pairs, keep) for number, pairs in enumerate(roots)])
         else:
             # One call from this thread, which may be autograd's own for one of the devices: it then goes on with that
             # device's work itself. Calls from other threads would wait for it.
             _backward([pair for pairs in roots for pair in pairs], keep)
+
+    def _backward_of(self, number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], keep: bool) -> None:
+        try:
+            _backward(pairs, keep)
+        except Exception as error:
+            raise describe(error, number, len(self.replicas), pairs[0][0].device, self.given[number]) from error
 
     def _summed(self) -> list[torch.Tensor | None]:
         """For each parameter the sum over the replicas, in their order; None where none of them used it."""
@@ -175,9 +184,10 @@ class Join(torch.autograd.Function):
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         joined = [column.joined() for column in plan.columns]
+        joined = [tensor.view_as(tensor) for tensor in joined]
         without = [tensor for tensor, column in zip(joined, plan.columns, strict=True) if not column.wants_gradient]
         ctx.mark_non_differentiable(*without)
-        return tuple(tensor.view_as(tensor) for tensor in joined)
+        return tuple(joined)
 
     @staticmethod
     @once_differentiable

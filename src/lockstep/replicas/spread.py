@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ..data.nested import map_tensors
 from ..errors import ConfigError
@@ -27,14 +28,29 @@ def scatter(batch: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
     Parts on the device that the batch is on are views of it.
 
     Raises:
-        ConfigError: for a list of devices that cannot be used, or a tensor without dimension `dim`.
+        ConfigError: for a list of devices that cannot be used, a tensor without dimension `dim`, or one that has no
+            samples side by side: packed sequences, sparse and nested tensors.
     """
     places = as_devices(devices)
+    check_can_be_cut(batch)
     return [_part(batch, number, len(places), place, dim) for number, place in enumerate(places)]
 
 
 def _part(batch: Any, number: int, parts: int, device: torch.device, dim: int) -> Any:
     return map_tensors(lambda t: cut(t, number, parts, dim).to(device, non_blocking=True), batch)
+
+
+def check_can_be_cut(batch: Any) -> None:
+    """See that every tensor has its samples side by side.
+
+    Raises:
+        ConfigError: naming the first that has not.
+    """
+    hint = "Give the model a padded, dense tensor, and what it needs to know beside it."
+    for path, tensor in leaves(batch):
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+            raise ConfigError("batch", "tensors that can be cut", f"{kind} at {path or 'its top'}", hint)
 
 
 def cut(tensor: torch.Tensor, number: int, parts: int, dim: int) -> torch.Tensor:
@@ -109,6 +125,10 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a tree with its place, such as ``[0]['mask']``, in the order of `map_tensors`."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
+    elif isinstance(tree, PackedSequence):
+        # It is a tuple of tensors, but neither of them has its samples side by side.
+        hint = "Pack it inside of the model, from a padded tensor and its lengths."
+        raise ConfigError("batch", "tensors that can be cut", f"a packed sequence at {path or 'its top'}", hint)
     elif isinstance(tree, (tuple, list)):
         for number, item in enumerate(tree):
             yield from leaves(item, f"{path}[{number}]")

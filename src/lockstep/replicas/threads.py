@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ConfigError
 from .devices import Device, as_devices
-from .failure import describe
+from .failure import describe, shapes_of
 from .spread import leaves
 
 __all__ = ["Settings", "Threads", "parallel_apply"]
@@ -150,7 +150,8 @@ def parallel_apply(
             with settings.on(targets[number]):
                 return functions[number](*given, **keywords[number])
         except Exception as error:
-            raise describe(error, number, len(functions), targets[number], (given, keywords[number])) from error
+            shapes = shapes_of((given, keywords[number]))
+            raise describe(error, number, len(functions), targets[number], shapes) from error
 
     if len(functions) == 1:
         return [call(0)]

@@ -10,7 +10,7 @@ STRATEGIES = Registry(
     "strategy",
     {
         "distributed": "lockstep.strategies.distributed:Distributed",
-        "sharded": "lockstep.strategies.not_built:sharded",
-        "replicas": "lockstep.strategies.not_built:replicas",
+        "sharded": "lockstep.strategies.sharded:Sharded",
+        "replicas": "lockstep.strategies.replicas:Replicas",
     },
 )

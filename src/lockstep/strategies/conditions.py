@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +15,10 @@ from ..errors import ConfigError
 
 __all__ = ["Conditions", "differences"]
 
+# Of torch.compile: each shape is compiled for itself, whichever came before it, and where there are too many of them it
+# is an error. By default the second shape makes a program for all, and from the ninth on nothing is compiled any more.
+_COMPILING = {"automatic_dynamic_shapes": False, "recompile_limit": 256, "fail_on_recompile_limit_hit": True}
+
 
 class _Switches(NamedTuple):
     """Settings of the process that change results."""
@@ -24,6 +29,7 @@ class _Switches(NamedTuple):
     fill: bool
     benchmark: bool
     workspace: str | None
+    compiling: tuple[Any, ...] | None  # values for `_COMPILING`; None while nothing can have been compiled
 
     @classmethod
     def now(cls) -> _Switches:
@@ -34,6 +40,7 @@ class _Switches(NamedTuple):
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark,
             environment.cublas_workspace(),
+            None if (config := _compiler()) is None else tuple(getattr(config, name) for name in _COMPILING),
         )
 
     def set(self, before: _Switches) -> None:
@@ -44,6 +51,14 @@ class _Switches(NamedTuple):
         torch.utils.deterministic.fill_uninitialized_memory = self.fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = self.benchmark
         environment.set_cublas_workspace(self.workspace)
+        if self.compiling is not None:
+            for name, value in zip(_COMPILING, self.compiling, strict=True):
+                setattr(_compiler(), name, value)
+
+
+def _compiler() -> Any:
+    """The settings of torch.compile, if something has asked for it: to import it takes a second."""
+    return sys.modules.get("torch._dynamo.config")
 
 
 class Conditions:
@@ -78,6 +93,7 @@ class Conditions:
             benchmark=False,
             # cuBLAS sums in a fixed order only with a workspace of fixed size.
             workspace=before.workspace or (":4096:8" if self.device.type == "cuda" else None),
+            compiling=before.compiling and tuple(_COMPILING.values()),
         )
         if wanted == before:
             yield

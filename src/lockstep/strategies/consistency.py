@@ -12,7 +12,7 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import MismatchError
 
-__all__ = ["broadcast_all", "check_same_layout", "check_same_values", "make_same"]
+__all__ = ["broadcast_all", "check_same_layout", "check_same_tensors", "check_same_values", "make_same"]
 
 # Bytes sent at once: large enough to hide what a message costs, small beside a model.
 _BUCKET = 16 << 20
@@ -65,7 +65,15 @@ def check_same_values(model: nn.Module, comm: Communicator) -> None:
     Raises:
         MismatchError: on every worker, naming the first tensor that differs and the rank that has it.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
+    check_same_tensors([*model.named_parameters(), *model.named_buffers()], comm)
+
+
+def check_same_tensors(named: Iterable[tuple[str, torch.Tensor]], comm: Communicator) -> None:
+    """See that every worker's tensors, as many under the same names, hold the same bits.
+
+    Raises:
+        MismatchError: on every worker, naming the first tensor that differs and the rank that has it.
+    """
     digests = comm.allgather_object([(name, _digest(tensor)) for name, tensor in named])
     for rank, theirs in enumerate(digests):
         for (name, expected), (_, got) in zip(digests[0], theirs, strict=True):

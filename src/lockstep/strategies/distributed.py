@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..communicator import Communicator
+from .base import Strategy
 from .buffers import MovingBuffers
 from .consistency import broadcast_all, make_same
+from .invariant import Invariant
 from .reaching import ReachingAll
 from .statistics import RunningStatistics
 
@@ -27,7 +29,7 @@ _BUFFER_SYNC = (
 )
 
 
-class Distributed:
+class Distributed(Strategy):
     """Trains one model on all workers with PyTorch's DistributedDataParallel.
 
     Its reducer overlaps the sum of gradients with the backward pass (Li et al., "PyTorch Distributed: Experiences on
@@ -37,14 +39,16 @@ class Distributed:
         comm: the workers.
     """
 
-    shards: int | None = None  # a step is cut by the number of workers alone
-
     def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+        super().__init__(comm)
         self._ddp: DistributedDataParallel | None = None
         self._statistics: RunningStatistics | None = None
         self._buffers: MovingBuffers | None = None
         self._model: nn.Module | None = None
+
+    def in_shards(self, shards: int, threads: int | None) -> Strategy:
+        """The same bits at any number of workers."""
+        return Invariant(self.comm, shards, threads)
 
     def prepare(self, model: nn.Module) -> None:
         """Bring rank 0's values of `model` to every worker, and see that all are the same then.
@@ -71,10 +75,6 @@ class Distributed:
             gradient_as_bucket_view=True,
         )
         return self._ddp
-
-    def determined(self) -> AbstractContextManager[object]:
-        """Around a step: nothing is fixed but by the user."""
-        return nullcontext()
 
     def reducing(self, now: bool) -> AbstractContextManager[object]:
         """Around one of several passes of a step: whether its gradients are reduced now, or added up until later."""

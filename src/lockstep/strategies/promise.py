@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..errors import ConfigError
 from .sync_batchnorm import SyncBatchNorm
 
-__all__ = ["BREAKING", "Breaking", "check_modules"]
+__all__ = ["BREAKING", "Breaking", "check_meeting", "check_modules"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,15 @@ class Breaking:
 
 BREAKING = (
     Breaking(
-        "SyncBatchNorm, of Lockstep (sync_batchnorm) or of torch",
-        lambda layer, _: isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)),
-        "it needs all samples of a step at once, and shards are computed one after another",
+        "SyncBatchNorm of torch",
+        lambda layer, _: isinstance(layer, nn.SyncBatchNorm),
+        "it looks at the shards that workers have reached at the same moment, which depends on their number",
+        "Use lockstep.prepare_model(..., sync_batchnorm=True), on the CPU, or ordinary batch norm.",
+    ),
+    Breaking(
+        "SyncBatchNorm of Lockstep (sync_batchnorm), on a GPU",
+        lambda layer, device: isinstance(layer, SyncBatchNorm) and device.type != "cpu",
+        "the backward passes of shards that wait for each other need a thread each, and there share one",
         "Use ordinary batch norm, whose statistics are then those of a shard, or a group norm.",
     ),
     Breaking(
@@ -81,3 +88,19 @@ def check_modules(model: nn.Module, device: torch.device) -> None:
                 where = f"{type(layer).__name__} at {name or 'its top'}: {kind.reason}"
                 hint = f"{kind.instead} If you know better, set its attribute same_bits = True."
                 raise ConfigError("model", "layers that give the same bits at any number of workers", where, hint)
+
+
+def check_meeting(model: nn.Module) -> None:
+    """See that the passes of several shards can go through `model` at once, as synchronised batch norm needs.
+
+    Raises:
+        ConfigError: when it is compiled, or another layer has running statistics, which each shard would find changed.
+    """
+    for name, layer in model.named_modules():
+        where = f"{type(layer).__name__} at {name or 'its top'}"
+        if isinstance(layer, _NormBase) and layer.track_running_stats and not isinstance(layer, SyncBatchNorm):
+            hint = "Make it without running statistics, or leave sync_batchnorm out."
+            raise ConfigError("model", "no other running statistics, with sync_batchnorm and shards", where, hint)
+        if layer._compiled_call_impl is not None or hasattr(layer.forward, "_torchdynamo_orig_callable"):
+            hint = "Leave out one of the three."
+            raise ConfigError("model", "one that is not compiled, with sync_batchnorm and shards", where, hint)

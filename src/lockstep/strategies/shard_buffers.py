@@ -46,6 +46,10 @@ class ShardBuffers:
         for other in self._others:
             other.restore()
 
+    def others_moved(self) -> bool:
+        """Whether a buffer outside normalisation layers has changed since the step began, or the last `restore`."""
+        return any(other.moved() for other in self._others)
+
     def numbers(self, samples: int, first: bool) -> torch.Tensor:
         """After a shard's forward pass: its statistics, to be summed over all; a 1-d tensor, wide for the sums.
 
@@ -118,17 +122,17 @@ class _Other:
     def _version(self) -> int:
         return -1 if self._now is None else self._now._version
 
-    def _moved(self) -> bool:
+    def moved(self) -> bool:
         return self._now is not self._base or self._version() != self._mark
 
     def begin(self) -> None:
-        if self._moved():  # since the last step ended, or in it
+        if self.moved():  # since the last step ended, or in it
             self._base, self._mark = self._now, self._version()
             self._copy = None if self._now is None else self._now.clone()
         self._left = None
 
     def restore(self) -> None:
-        if not self._moved():
+        if not self.moved():
             return
         self._layer._buffers[self._name] = self._base
         if self._base is not None and self._copy is not None:
@@ -137,7 +141,7 @@ class _Other:
         self._mark = self._version()
 
     def note(self) -> None:
-        if self._moved() and self._now is not None:
+        if self.moved() and self._now is not None:
             self._left = self._now.clone()
 
     def finish(self) -> None:

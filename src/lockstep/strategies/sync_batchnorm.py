@@ -5,17 +5,46 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .. import tree
 from ..communicator import Communicator
 from ..data.nested import map_tensors
+from ..errors import ConfigError
+from .meeting import Meeting
 
-__all__ = ["SyncBatchNorm", "convert", "taking_part_without_samples"]
+__all__ = ["SyncBatchNorm", "convert", "convert_noted", "taking_part_without_samples"]
+
+
+class _Parts(Protocol):
+    """The parts of a batch that are normalised together."""
+
+    def table(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows of all parts, one below the other."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of the `values` of all parts."""
+
+
+class _Workers:
+    """The parts of the workers."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def table(self, row: torch.Tensor) -> torch.Tensor:
+        # A sum in which each row has one worker's numbers and zeros of the others is an all-gather with exact values.
+        table = row.new_zeros(self._comm.size, row.numel())
+        table[self._comm.rank] = row
+        return self._comm.allreduce(table)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return self._comm.allreduce(values)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -29,10 +58,12 @@ class SyncBatchNorm(_BatchNorm):
     Attributes:
         comm: the workers, which copies of the layer share.
         absent: this worker has no samples: what comes in only keeps the shapes of the layers behind alive.
+        meeting: of the shards of a step, while they are computed: then they take the place of the workers.
     """
 
     comm: Communicator
     absent = False
+    meeting: Meeting | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         memo[id(self.comm)] = self.comm  # a process group is no data
@@ -62,8 +93,10 @@ class SyncBatchNorm(_BatchNorm):
             )
         present = input[:0] if self.absent else input
         output: torch.Tensor
-        output, mean, variance, count = _normalise(present, self.weight, self.bias, self.eps, self.comm)
-        self._update(mean, variance, count)
+        parts = self.meeting or _Workers(self.comm)
+        output, mean, variance, count = _normalise(present, self.weight, self.bias, self.eps, parts)
+        if self.meeting is None or self.meeting.is_first():
+            self._update(mean, variance, count)
         if self.absent:
             # Something of the usual size for the layers behind, and in the graph nothing but the empty output.
             normal = (_wide(input.detach()) - _along(mean, input)) * _along((variance + self.eps).rsqrt(), input)
@@ -84,22 +117,22 @@ class SyncBatchNorm(_BatchNorm):
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, comm: Communicator) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, parts: _Parts) -> Any:
         axes = [0, *range(2, x.dim())]
         count = x.numel() // x.shape[1] if x.shape[1] else 0
         wide = _wide(x)
         own = wide.mean(axes) if count else wide.new_zeros(x.shape[1])
         spread = (wide - _along(own, x)).square().sum(axes)
-        counts, means, spreads = _gather(count, own, spread, comm)
+        counts, means, spreads = _gather(count, own, spread, parts)
         total = counts.sum()
         # To look at the total would make a GPU wait; with a single sample in all, no part has more than one.
         if count <= 1 and total <= 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-        mean = (counts * means).sum(0) / total
-        variance = (spreads + counts * (means - mean).square()).sum(0) / total
+        mean = tree.total(counts * means, torch.add) / total
+        variance = tree.total(spreads + counts * (means - mean).square(), torch.add) / total
         scale = (variance + eps).rsqrt()
         normal = (wide - _along(mean, x)) * _along(scale, x)
-        ctx.comm, ctx.axes, ctx.has_bias = comm, axes, bias is not None
+        ctx.parts, ctx.axes, ctx.has_bias = parts, axes, bias is not None
         ctx.save_for_backward(normal, weight, scale, total)
         ctx.mark_non_differentiable(mean, variance, total)
         output = normal if weight is None else normal * _along(_wide(weight), x)
@@ -112,7 +145,7 @@ class _Normalise(torch.autograd.Function):
         normal, weight, scale, total = ctx.saved_tensors
         wide = _wide(gradient)
         for_bias, for_weight = wide.sum(ctx.axes), (wide * normal).sum(ctx.axes)
-        sums = ctx.comm.allreduce(torch.stack((for_bias, for_weight)))
+        sums = ctx.parts.sum(torch.stack((for_bias, for_weight)))
         centred = wide - _along(sums[0] / total, wide) - normal * _along(sums[1] / total, wide)
         factor = scale if weight is None else scale * _wide(weight)
         for_input = (centred * _along(factor, wide)).to(gradient.dtype)
@@ -127,8 +160,8 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-def _normalise(x: torch.Tensor, weight: Any, bias: Any, eps: float, comm: Communicator) -> Any:
-    return _Normalise.apply(x, weight, bias, eps, comm)  # type: ignore[no-untyped-call]
+def _normalise(x: torch.Tensor, weight: Any, bias: Any, eps: float, parts: _Parts) -> Any:
+    return _Normalise.apply(x, weight, bias, eps, parts)  # type: ignore[no-untyped-call]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -140,15 +173,10 @@ def _along(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(
-    count: int, mean: torch.Tensor, spread: torch.Tensor, comm: Communicator
+    count: int, mean: torch.Tensor, spread: torch.Tensor, parts: _Parts
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # A sum in which each row has one worker's numbers and zeros of the others is an all-gather with exact values.
     channels = mean.numel()
-    table = mean.new_zeros(comm.size, 1 + 2 * channels)
-    table[comm.rank, 0] = count
-    table[comm.rank, 1 : 1 + channels] = mean
-    table[comm.rank, 1 + channels :] = spread
-    comm.allreduce(table)
+    table = parts.table(torch.cat([mean.new_full((1,), count), mean, spread]))
     return table[:, :1], table[:, 1 : 1 + channels], table[:, 1 + channels :]
 
 
@@ -182,15 +210,34 @@ def _one_of_zeros(tensor: torch.Tensor) -> torch.Tensor:
 def convert(model: nn.Module, comm: Communicator) -> nn.Module:
     """`model` with its batch-norm layers exchanged for `SyncBatchNorm`, in place; parameters and buffers are kept.
 
-    The model itself is returned, or its replacement where it is a batch-norm layer. Alone nothing changes.
+    The model itself is returned, or its replacement where it is a batch-norm layer. Alone nothing changes, but that
+    `convert_noted` knows which layers were meant.
     """
     if comm.size == 1:
+        for layer in model.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.synchronised = True  # type: ignore[assignment]
         return model
     if isinstance(model, _BatchNorm) and not isinstance(model, (SyncBatchNorm, nn.SyncBatchNorm)):
         return _exchange(model, comm)
     for name, child in model.named_children():
         setattr(model, name, convert(child, comm))
     return model
+
+
+def convert_noted(model: nn.Module, comm: Communicator) -> list[SyncBatchNorm]:
+    """The model's `SyncBatchNorm` layers, once those that `convert` has noted on a single worker are some, too.
+
+    Raises:
+        ConfigError: when the model itself is such a layer, which nothing can be exchanged in.
+    """
+    if getattr(model, "synchronised", False) and not isinstance(model, SyncBatchNorm):
+        raise ConfigError("model", "a module that has batch norm in it", type(model).__name__)
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if getattr(child, "synchronised", False) and not isinstance(child, SyncBatchNorm):
+                setattr(parent, name, _exchange(child, comm))  # type: ignore[arg-type]
+    return [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
 
 
 def _exchange(layer: _BatchNorm, comm: Communicator) -> SyncBatchNorm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -10,14 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import TypedDict
 
-from ..communicator import init
+from ..communicator import Communicator, init
 from ..errors import ConfigError
+from ..replicas import Device
+from ..strategies import STRATEGIES
+from ..strategies.base import Strategy
 from ..strategies.distributed import Distributed
-from ..strategies.invariant import Invariant
 from .losses import Forward
 from .schedules import Schedule
 
-__all__ = ["StepOptions", "check_step", "choose", "learning_rate_factor", "parameters_of"]
+__all__ = ["StepOptions", "check_step", "choose", "learning_rate_factor", "make_strategy", "parameters_of"]
 
 
 class StepOptions(TypedDict, total=False):
@@ -52,9 +55,26 @@ def check_step(model: Any, optimizer: Any, accumulate: Any, clip_norm: Any, sche
         raise ConfigError("schedule", "a function from the step's number to a learning-rate factor", schedule, hint)
 
 
-def choose(
-    strategy: Distributed | Invariant | None, shards: int | None, threads: int | None, accumulate: int
-) -> Distributed | Invariant:
+def make_strategy(
+    strategy: str | Strategy, comm: Communicator, global_batch: int, devices: Sequence[Device] | None
+) -> Strategy:
+    """The strategy that the arguments of `Trainer` ask for.
+
+    Raises:
+        ConfigError: for an unknown one, or `devices` with one that has no list of devices.
+    """
+    if isinstance(strategy, str):
+        own = (devices, global_batch) if strategy == "replicas" else ()
+        made: Strategy = STRATEGIES.load(strategy)(comm, *own)
+    else:
+        made = strategy
+    if devices is not None and strategy != "replicas":
+        hint = "Each worker has one device; they are chosen with lockstep.init(device)."
+        raise ConfigError("devices", "none without strategy='replicas'", str(list(devices)), hint)
+    return made
+
+
+def choose(strategy: Strategy | None, shards: int | None, threads: int | None, accumulate: int) -> Strategy:
     """The strategy that the arguments of `TrainStep` ask for.
 
     Raises:
@@ -63,12 +83,13 @@ def choose(
     if shards is None and threads is not None:
         hint = "torch.set_num_threads() sets them for the whole process."
         raise ConfigError("threads", "none without shards", threads, hint)
-    if shards is not None and not isinstance(strategy, Invariant):
-        strategy = Invariant(init() if strategy is None else strategy.comm, shards, threads)
-    if isinstance(strategy, Invariant) and accumulate > 1:
+    chosen = Distributed(init()) if strategy is None else strategy
+    if shards is not None:
+        chosen = chosen.in_shards(shards, threads)
+    if chosen.shards is not None and accumulate > 1:
         hint = "Each shard is a pass of its own; more shards need less memory."
         raise ConfigError("accumulate", "1 with shards", accumulate, hint)
-    return strategy or Distributed(init())
+    return chosen
 
 
 def _is_number(value: Any) -> bool:

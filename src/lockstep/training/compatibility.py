@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..strategies.base import Strategy
 from ..strategies.conditions import differences
-from ..strategies.distributed import Distributed
-from ..strategies.invariant import Invariant
 from .hyperparameters import Group, check_same_parameters
 
 __all__ = ["check_conditions", "check_fits", "conditions_of"]
@@ -40,12 +39,10 @@ def check_fits(state: Mapping[str, Any], model: nn.Module, hyperparameters: Sequ
     check_same_parameters(state["hyperparameters"], hyperparameters)
 
 
-def conditions_of(strategy: Distributed | Invariant, global_batch: int, precision: str) -> dict[str, Any]:
+def conditions_of(strategy: Strategy, global_batch: int, precision: str) -> dict[str, Any]:
     """What the bits of a run with shards depend on beside model, data and optimizer; empty for other runs."""
-    if not isinstance(strategy, Invariant):
-        return {}
-    own = {"shards": strategy.shards, "global_batch": global_batch, "precision": precision}
-    return own | strategy.conditions.describe()
+    own = strategy.conditions_of()
+    return own and {"shards": strategy.shards, "global_batch": global_batch, "precision": precision, **own}
 
 
 def check_conditions(saved: Mapping[str, Any], now: Mapping[str, Any], allow_different: bool, speaks: bool) -> None:

@@ -13,8 +13,12 @@ from torch import nn
 from ..data.loader import Loader
 from ..errors import ConfigError, DataError
 from ..shards import bounds
-from .losses import Forward, LossFn, LossSum, classification, default_forward
+from ..strategies.base import Strategy
+from ..strategies.sync_batchnorm import taking_part_without_samples
+from .formats import IN_FLIGHT
+from .losses import Computation, Forward, LossFn, LossSum, classification, default_forward
 from .precision import Precision
+from .settling import Pace, check_in_flight
 
 __all__ = ["Metric", "accuracy", "check_metrics", "default_metrics", "evaluate"]
 
@@ -91,6 +95,8 @@ def evaluate(
     *,
     precision: Precision | None = None,
     forward: Forward | None = None,
+    strategy: Strategy | None = None,
+    in_flight: int = IN_FLIGHT,
 ) -> dict[str, float]:
     """The mean loss and the mean of each metric over all samples of `loader`, the same on every worker.
 
@@ -101,6 +107,8 @@ def evaluate(
         metrics: name → `Metric`; accuracy when None and the loss is one of classification.
         precision: of the forward passes; float32 when None.
         forward: see `lockstep.training.losses.Forward`.
+        strategy: that of the training; None for a whole model on every worker.
+        in_flight: so many batches may be queued on an accelerator.
 
     Returns:
         {"loss": …, and each metric's name: …}
@@ -111,46 +119,64 @@ def evaluate(
     """
     metrics = default_metrics(loss_fn) if metrics is None else metrics
     check_metrics(metrics)
-    device = loader.comm.device
+    device, strategy = loader.comm.device, strategy or Strategy(loader.comm)
     precision = precision or Precision("fp32", device)
-    run, loss = forward or default_forward, LossSum(loss_fn, device)
+    sums = _Sums(model, LossSum(loss_fn, device), metrics, forward)
+    measured = strategy.spread(sums)
     # by part of each batch; by row the loss and the metrics; what they add up to, and what that is a sum over
-    totals = torch.zeros(
-        loader.shards or 1,
-        1 + len(metrics),
-        2,
-        device=device,
-        dtype=torch.float32 if device.type == "mps" else torch.float64,
-    )
+    totals = torch.zeros(loader.shards or 1, 1 + len(metrics), 2, device=device, dtype=_wide(device))
+    pace = Pace(device, check_in_flight(in_flight))
     with evaluating(model):
         for part, data, size in _parts(loader):
             with precision.autocast():
-                output, target = run(model, data)
-                _add(totals[part, 0], *loss(output, target, size))
-            for row, metric in enumerate(metrics.values(), start=1):
-                value = metric(output, target)
-                _add(totals[part, row], *(value if isinstance(value, tuple) else (value, size)))
+                if size:
+                    totals[part] += measured(data, size)
+                elif strategy.in_step:
+                    with taking_part_without_samples(model, data) as stand_in:
+                        measured(stand_in, 1)
+            pace.keep()
     # A shard's rows are zero but on one worker, so that this sum is exact; the next one has one order on all.
     return _means(["loss", *metrics], loader.comm.allreduce(totals).sum(0).tolist())
 
 
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class _Sums(Computation):
+    """(data, samples) → by row the loss and the metrics: what they add up to, and what that is a sum over."""
+
+    def __init__(
+        self, model: nn.Module, loss: LossSum, metrics: Mapping[str, Metric], forward: Forward | None = None
+    ) -> None:
+        super().__init__(model)
+        self._loss, self._metrics, self._forward = loss, metrics, forward or default_forward
+
+    def on(self, model: nn.Module, data: Any, size: int) -> torch.Tensor:
+        output, target = self._forward(model, data)
+        rows: list[tuple[Any, Any]] = [self._loss(output, target, size)]
+        for metric in self._metrics.values():
+            value = metric(output, target)
+            rows.append(value if isinstance(value, tuple) else (value, size))
+        first = rows[0][0]
+        device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+        totals = torch.zeros(len(rows), 2, device=device, dtype=_wide(device))
+        for row, (value, count) in zip(totals, rows, strict=True):
+            row[0] += value
+            row[1] += count
+        return totals
+
+
 def _parts(loader: Loader) -> Iterator[tuple[int, Any, int]]:
-    """(its number, its data, its samples) of each part of a batch that is this worker's and not empty."""
+    """(its number, its data, its samples) of each part of a batch that is this worker's."""
     for batch in loader.epoch(0):
         if not loader.shards:
-            if batch.size:
-                yield 0, batch.data, batch.size
+            yield 0, batch.data, batch.size
             continue
         run = range(*bounds(loader.shards, loader.comm.size, loader.comm.rank))
         for shard, data in zip(run, batch.data, strict=True):
             low, high = bounds(batch.global_size, loader.shards, shard)
-            if high > low:
-                yield shard, data, high - low
-
-
-def _add(total: torch.Tensor, value: torch.Tensor, count: torch.Tensor | int) -> None:
-    total[0] += value
-    total[1] += count
+            yield shard, data, high - low
 
 
 def _means(names: list[str], totals: list[list[float]]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -51,11 +51,13 @@ def check_same_parameters(saved: Sequence[Group], ours: Sequence[Group]) -> None
                 )
 
 
-def take_up(optimizer: Optimizer, saved: Mapping[str, Any], then: Sequence[Group], now: Sequence[Group]) -> list[str]:
-    """Give `optimizer` a saved state, and hyperparameters as `merge` has them.
+def take_up(
+    load: Callable[[dict[str, Any]], None], saved: Mapping[str, Any], then: Sequence[Group], now: Sequence[Group]
+) -> list[str]:
+    """Let an optimizer load a saved state, with hyperparameters as `merge` has them.
 
     Args:
-        optimizer: over the same parameters as the saved one, see `check_same_parameters`.
+        load: takes a state dict; the optimizer is over the same parameters, see `check_same_parameters`.
         saved: the saved optimizer's state dict.
         then: the groups as that optimizer was constructed.
         now: the groups as this one was.
@@ -64,7 +66,7 @@ def take_up(optimizer: Optimizer, saved: Mapping[str, Any], then: Sequence[Group
         A text for each hyperparameter that is another than before.
     """
     groups, changes = merge(saved["param_groups"], then, now)
-    optimizer.load_state_dict({**saved, "param_groups": groups})
+    load({**saved, "param_groups": groups})
     return changes
 
 

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..communicator import init
 from ..errors import ConfigError, InterruptedRunError
+from ..replicas import as_devices
 from ..shards import steps_per_epoch
 from .callbacks import Callback, Checkpoints, CSVLog, Curve, Progress, TensorBoard
 from .job_files import RunFolder
@@ -36,7 +37,7 @@ def run(options: TrainOptions) -> dict[str, Any]:
     Raises:
         LockstepError: one of its kinds, for anything that is wrong with options, data, model or files.
     """
-    init(options.device)
+    init(_device(options))
     train, test = load_data(options)
     folder = RunFolder(options)
     trainer = make_trainer(options, train, [folder, *make_callbacks(options)])
@@ -50,6 +51,21 @@ def run(options: TrainOptions) -> dict[str, Any]:
                 folder.write_results(trainer)
             raise
     return folder.write_results(trainer)
+
+
+def _device(options: TrainOptions) -> str:
+    """The kind of the worker's device; with a list of devices that of the first.
+
+    Raises:
+        ConfigError: when `device` and `devices` contradict each other.
+    """
+    listed = options.device_list()
+    if listed is None:
+        return options.device
+    kind = as_devices(listed)[0].type
+    if options.device not in ("auto", kind):
+        raise ConfigError("devices", f"{options.device} in the first place, as in device", options.devices)
+    return kind
 
 
 def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -> Trainer:
@@ -77,6 +93,8 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
         keep=options.keep,
         callbacks=callbacks,
         strategy=options.strategy,
+        devices=options.device_list(),
+        in_flight=options.in_flight,
         num_workers=options.loader_workers,
         allow_different=options.allow_different,
         shards=options.shards,

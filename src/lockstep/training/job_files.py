@@ -14,7 +14,6 @@ import torch
 from .. import atomic
 from ..checkpoint import save_weights
 from ..errors import ConfigError, LockstepError
-from ..fingerprints import fingerprint
 from .callbacks import Callback
 from .options import TrainOptions
 from .trainer import Trainer
@@ -71,11 +70,12 @@ class RunFolder(Callback):
             LockstepError: on every worker, when they cannot be written.
         """
         result = _results(trainer, self._epochs_before or 0)
+        weights = trainer.step.strategy.model_state(trainer.model, trainer.comm.rank == 0)
         out = self._out
 
         def write() -> None:
             try:
-                save_weights(trainer.model.state_dict(), out / "model.safetensors")
+                save_weights(weights, out / "model.safetensors")
                 atomic.write_json(out / "result.json", result)
             except OSError as error:
                 raise LockstepError(f"{out}: the results could not be written: {error.strerror or error}") from None
@@ -91,8 +91,9 @@ _HEAD = """\
 
 
 def _results(trainer: Trainer, epochs_before: int) -> dict[str, Any]:
-    names = trainer.comm.allgather_object(_device_name(trainer.comm.device))
-    trainer.step.strategy.sync_buffers()
+    strategy = trainer.step.strategy
+    named = trainer.comm.allgather_object([_device_name(device) for device in strategy.devices])
+    strategy.sync_buffers()
     history = trainer.history
     last = history[-1]
     # How fast earlier epochs were is another matter: they may have had other workers.
@@ -105,10 +106,10 @@ def _results(trainer: Trainer, epochs_before: int) -> dict[str, Any]:
         "seconds_per_epoch": statistics.median(row["seconds"] for row in here),
         "samples_per_second": statistics.median(row["samples_per_second"] for row in here),
         "workers": trainer.comm.size,
-        "devices": names,
+        "devices": [name for names in named for name in names],
         "global_batch": trainer.global_batch,
         "torch": str(torch.__version__),
-        "fingerprint": fingerprint(trainer.model, trainer.optimizer),
+        "fingerprint": strategy.fingerprint(trainer.model, trainer.optimizer),
     }
 
 

@@ -123,6 +123,7 @@ class Loop:
     def _interrupt(self) -> NoReturn:
         trainer = self._trainer
         number = self.stopping.agree()[0] or SIGTERM
+        trainer.check_losses()
         where = f"after step {trainer.step.steps_done} (epoch {trainer.epoch + 1} of {trainer.epochs})"
         path = None if trainer.out is None else trainer.save()
         saved = "nothing was saved, as the run has no folder" if path is None else f"saved {path}"

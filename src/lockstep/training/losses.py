@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..strategies.reaching import reach
 from ..strategies.sync_batchnorm import SyncBatchNorm, taking_part_without_samples
 
-__all__ = ["Forward", "LossFn", "LossModule", "LossSum", "default_forward"]
+__all__ = ["Computation", "Forward", "LossFn", "LossModule", "LossSum", "default_forward"]
 
 LossFn = Callable[[Any, Any], Any]
 """(output, target) → the mean over the samples (a scalar), or the samples' losses (shape (n,)), or (sum, count) where
@@ -145,7 +145,27 @@ def _counted(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, output: torch.Tensor, ta
     return (loss_fn.weight[target.where(kept, 0).long()] * kept).sum()
 
 
-class LossModule(nn.Module):
+class Computation(nn.Module):
+    """Something that is computed with a model on samples: (data, n) → what is summed over the samples.
+
+    Args:
+        model: the user's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, data: Any, size: int) -> Any:
+        """The sums over `size` samples."""
+        return self.on(self.model, data, size)
+
+    def on(self, model: nn.Module, data: Any, size: int) -> Any:
+        """The same with a copy of the model, which is where the data is; copies may be at work at the same time."""
+        raise NotImplementedError
+
+
+class LossModule(Computation):
     """A model and its loss as one module: (data, n) → (sum of the loss, what it is a sum over).
 
     The loss belongs to the module so that everything a step computes runs inside the strategy's forward pass. Names and
@@ -155,37 +175,40 @@ class LossModule(nn.Module):
         model: the user's model, on its device.
         loss: its loss.
         forward: see `Forward`.
+        in_step: whether the model must run on every worker, also on one without samples.
     """
 
-    def __init__(self, model: nn.Module, loss: LossSum, forward: Forward | None = None) -> None:
-        super().__init__()
-        self.model, self._loss = model, loss
+    def __init__(
+        self, model: nn.Module, loss: LossSum, forward: Forward | None = None, *, in_step: bool = False
+    ) -> None:
+        super().__init__(model)
+        self._loss = loss
         self._forward = forward or default_forward
         # Layers that talk to other workers in their passes must run on every worker, also on one without samples.
-        self._talks = any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in model.modules())
+        self._talks = in_step or any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in model.modules())
 
-    def forward(self, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
+    def on(self, model: nn.Module, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
         """The loss of `size` samples; of none, a zero that still reaches every parameter."""
         try:
             if size == 0:
-                return self.nothing(data), 0
-            output, target = self._forward(self.model, data)
+                return self._nothing(model, data), 0
+            output, target = self._forward(model, data)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 raise _too_few(error, size) from None
             raise
         return self._loss(output, target, size)
 
-    def nothing(self, data: Any) -> torch.Tensor:
+    def _nothing(self, model: nn.Module, data: Any) -> torch.Tensor:
         """Zero, with a way to every parameter: what a worker without samples has to add."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        parameters = [p for p in model.parameters() if p.requires_grad]
         zero = torch.zeros((), device=parameters[0].device if parameters else None)
         if not self._talks:
             return reach(zero, parameters)
         # Through the model, so that the backward pass comes by the same layers in the same order as elsewhere.
         parts = [zero]
-        with taking_part_without_samples(self.model, data) as stand_in:
-            output, _ = self._forward(self.model, stand_in)
+        with taking_part_without_samples(model, data) as stand_in:
+            output, _ = self._forward(model, stand_in)
         map_tensors(lambda tensor: parts.append(tensor.reshape(-1)[:0].sum().float()), output)
         return reach(torch.stack(parts).sum(), parameters)
 

@@ -12,7 +12,7 @@ from ..models import MODELS
 from ..registry import Registry
 from ..shard_count import DEFAULT_SHARDS, shard_count
 from ..strategies import STRATEGIES
-from .formats import PRECISIONS
+from .formats import IN_FLIGHT, PRECISIONS
 from .schedules import SCHEDULES
 
 __all__ = ["GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_text"]
@@ -60,8 +60,16 @@ class TrainOptions:
     strategy: str = _option(
         "distributed",
         GROUPS[1],
-        "distributed: a copy of the model on each worker; the others are planned",
+        "distributed: a copy of the model on each worker; replicas: on each of several devices in a worker; sharded: "
+        "one model, cut over the workers",
         choices=tuple(STRATEGIES.names()),
+    )
+    devices: str = _option(
+        "auto",
+        GROUPS[1],
+        "with replicas: the devices of each worker, such as cpu,cpu or 0,1; auto: every GPU or, without one, the CPU "
+        "once for each core that gets at least 32 samples of a step",
+        "LIST|auto",
     )
     sync_batchnorm: bool = _option(
         False, GROUPS[1], "batch norm with the statistics of the global batch, not of each worker's part"
@@ -94,6 +102,9 @@ class TrainOptions:
     precision: str = _option("fp32", GROUPS[2], "number format; fp16 scales gradients", choices=PRECISIONS)
     compile: bool = _option(False, GROUPS[2], "run the model through torch.compile")
     channels_last: bool = _option(False, GROUPS[2], "memory layout that suits convolutions on GPUs")
+    in_flight: int = _option(
+        IN_FLIGHT, GROUPS[2], "on a GPU: steps that may be queued before the program waits for the oldest", "N"
+    )
 
     epochs: int = _option(10, GROUPS[3], "passes over the training data, counted from the beginning of the run", "N")
     schedule: str = _option("cosine", GROUPS[3], "course of the learning rate", choices=SCHEDULES)
@@ -130,8 +141,9 @@ class TrainOptions:
         DATA.check(self.data)
         if self.workers != "auto":
             _whole("workers", self.workers, 1)
-        for name, least in (("global_batch", 1), ("accumulate", 1), ("epochs", 1), ("keep", 1), ("loader_workers", 0)):
-            _whole(name, getattr(self, name), least)
+        for name in ("global_batch", "accumulate", "epochs", "keep", "in_flight"):
+            _whole(name, getattr(self, name), 1)
+        _whole("loader_workers", self.loader_workers, 0)
         _whole("seed", self.seed, 0, 2**63 - 1)  # torch takes 64 bits
         for name in ("base_batch", "shards", "threads"):
             if getattr(self, name) is not None:
@@ -166,13 +178,24 @@ class TrainOptions:
         """The parts of `log`."""
         return [name.strip() for name in self.log.split(",") if name.strip()]
 
+    def device_list(self) -> list[str | int] | None:
+        """The parts of `devices`, numbers as such; None for "auto"."""
+        if self.devices == "auto":
+            return None
+        parts = [part.strip() for part in self.devices.split(",")]
+        return [int(part) if part.isdecimal() else part for part in parts]
+
     def as_dict(self) -> dict[str, Any]:
         """All options by name, for a file that `from_mapping` reads, but those that another call shall give itself."""
         return {name: value for name, value in asdict(self).items() if name not in _OF_ONE_CALL}
 
 
 def check_together(options: TrainOptions) -> None:
-    """See that no option contradicts `shards`."""
+    """See that no option contradicts `strategy` or `shards`."""
+    if options.strategy == "replicas":
+        _check_with_replicas(options)
+    elif options.devices != "auto":
+        raise ConfigError("devices", "auto without the strategy replicas", options.devices)
     if options.shards is None:
         if options.threads is not None:
             raise ConfigError("threads", "none without shards", options.threads)
@@ -181,9 +204,20 @@ def check_together(options: TrainOptions) -> None:
         shard_count(options.shards, int(options.workers))
     if options.accumulate > 1:
         raise ConfigError("accumulate", "1 with shards", options.accumulate, "Each shard is a pass of its own.")
+    if options.sync_batchnorm and options.compile:
+        raise ConfigError("compile", "false with shards and sync_batchnorm", True, "Leave out one of the three.")
+
+
+def _check_with_replicas(options: TrainOptions) -> None:
+    if options.shards is not None:
+        hint = "Shards are shared among processes: leave the strategy out."
+        raise ConfigError("shards", "none with the strategy replicas", options.shards, hint)
     if options.sync_batchnorm:
-        hint = "Batch norm has the statistics of each shard."
-        raise ConfigError("sync_batchnorm", "false with shards, which are computed one after another", True, hint)
+        hint = "Statistics are those of each replica's part, averaged; --workers has synchronised ones."
+        raise ConfigError("sync_batchnorm", "false with the strategy replicas", True, hint)
+    if options.compile:
+        hint = "Compiled programs do not run in several threads with random numbers of their own."
+        raise ConfigError("compile", "false with the strategy replicas", True, hint)
 
 
 def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:

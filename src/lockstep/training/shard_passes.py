@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from ..data.loader import Batch
 from ..data.nested import map_tensors, narrow
 from ..errors import ConfigError
 from ..randomness import seed_shard
+from ..shards import bounds
 from ..strategies.invariant import Invariant
+from ..strategies.meeting import Meeting, run_together
 from .losses import LossModule
 from .precision import Precision
 
@@ -21,6 +25,9 @@ _ALIGN = 64
 
 # Of a shard: the sum of its loss, what that is a sum over, a wish to stop, and buffers that have begun to move.
 _OWN = 4
+
+Parts = list[tuple[Any, int]]
+"""(data, samples) of each of this worker's shards."""
 
 
 class ShardPasses:
@@ -50,27 +57,80 @@ class ShardPasses:
         Raises:
             ConfigError: for a batch that is cut otherwise.
         """
-        strategy, device = self._strategy, self._strategy.comm.device
-        reducer, buffers = strategy.reducer, strategy.buffers
+        strategy, reducer = self._strategy, self._strategy.reducer
         parts = self._parts(batch)
         strategy.begin()
-        for shard in reducer:
-            data, size = parts[shard - reducer.here.start]
+        if strategy.meeting_layers:
+            self._together(loss, precision, parts, batch.global_size, step, stop)
+        else:
+            self._one_by_one(loss, precision, parts, batch.global_size, step, stop)
+        # Whoever draws numbers between steps draws the same on every worker.
+        seed_shard(self._seed, step, strategy.shards, strategy.comm.device)
+        assert reducer.sums is not None
+        strategy.end(reducer.sums[_OWN:], batch.global_size, reducer.sums[3])
+        return reducer.sums[:3]
+
+    def _one_by_one(
+        self, loss: LossModule, precision: Precision, parts: Parts, global_size: int, step: int, stop: bool
+    ) -> None:
+        strategy, device = self._strategy, self._strategy.comm.device
+        reducer, buffers = strategy.reducer, strategy.buffers
+        for shard, (data, size) in zip(reducer, parts, strict=True):
             if shard > reducer.here.start:
                 buffers.restore()
             seed_shard(self._seed, step, shard, device)
             own = buffers.nothing.new_zeros(_OWN)
-            scaled = self._forward(loss, precision, (data, size), batch.global_size, own) if size else None
+            scaled = self._forward(loss, precision, (data, size), global_size, own) if size else None
             if shard == reducer.here[-1]:
                 own[2], own[3] = float(stop), float(strategy.news())
             reducer.add(torch.cat([own, buffers.numbers(size, shard == 0)]))
             if scaled is not None:
                 precision.backward(scaled)
-        # Whoever draws numbers between steps draws the same on every worker.
-        seed_shard(self._seed, step, strategy.shards, device)
-        assert reducer.sums is not None
-        strategy.end(reducer.sums[_OWN:], batch.global_size, reducer.sums[3])
-        return reducer.sums[:3]
+
+    def _together(
+        self, loss: LossModule, precision: Precision, parts: Parts, global_size: int, step: int, stop: bool
+    ) -> None:
+        """All shards at once, which wait for each other where a layer looks at all of them; then they are summed."""
+        strategy, comm = self._strategy, self._strategy.comm
+        reducer, buffers, trained = strategy.reducer, strategy.buffers, strategy.reducer.trained()
+        self._check_together(precision, global_size)
+        here = [shard for shard, (_, size) in zip(reducer.here, parts, strict=True) if size]
+
+        def passes(shard: int) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+            seed_shard(self._seed, step, shard, comm.device)
+            own = buffers.nothing.new_zeros(_OWN)
+            part = parts[shard - reducer.here.start]
+            scaled = self._forward(loss, precision, part, global_size, own)
+            numbers = torch.cat([own, buffers.numbers(part[1], shard == 0)])
+            # In this very thread, which the others wait for; not into .grad, where all shards' would come together.
+            with torch.autograd.set_multithreading_enabled(False):
+                return numbers, torch.autograd.grad(scaled, trained, allow_unused=True)
+
+        meeting = Meeting(comm, strategy.shards, here)
+        bodies = [partial(passes, shard) for shard in here]
+        found = dict(zip(here, run_together(meeting, strategy.meeting_layers, bodies, strategy.threads), strict=True))
+        if buffers.others_moved():
+            hint = "Leave sync_batchnorm out, or the layer."
+            expected = "no layer but batch norm that changes buffers, with sync_batchnorm and shards"
+            raise ConfigError("model", expected, "another one", hint)
+        nothing = torch.zeros_like(found[here[0]][0]), [None] * len(trained)
+        for shard in reducer:
+            numbers, gradients = found.get(shard, nothing)
+            if shard == reducer.here[-1]:
+                numbers[2], numbers[3] = float(stop), float(strategy.news())
+            reducer.add(numbers.clone())
+            for p, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+
+    def _check_together(self, precision: Precision, global_size: int) -> None:
+        shards, size = self._strategy.shards, self._strategy.comm.size
+        if precision.name == "fp16":
+            raise ConfigError("precision", "fp32 or bf16, with sync_batchnorm and shards", precision.name)
+        if (least := bounds(shards, size, size - 1)[0] + 1) > global_size:
+            hint = "Use fewer workers, or drop_last=True of the Loader."
+            expected = f"at least {least} samples in each batch, one for each worker, with sync_batchnorm and shards"
+            raise ConfigError("global_batch", expected, global_size, hint)
 
     @staticmethod
     def _forward(
@@ -84,7 +144,7 @@ class ShardPasses:
         share: torch.Tensor = total * (1 / global_size)
         return share
 
-    def _parts(self, batch: Batch) -> list[tuple[Any, int]]:
+    def _parts(self, batch: Batch) -> Parts:
         """(data, samples) of each of this worker's shards."""
         reducer, comm = self._strategy.reducer, self._strategy.comm
         if batch.shards != reducer.shards and (batch.shards is not None or comm.size > 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +10,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..data.loader import Batch
-from ..data.nested import split
 from ..errors import DataError, DivergedError
 from ..randomness import seed_torch
 from ..shards import mix
-from ..strategies.distributed import Distributed
-from ..strategies.invariant import Invariant
+from ..strategies.base import Strategy
 from .arguments import check_step, choose, learning_rate_factor, parameters_of
 from .losses import Forward, LossFn, LossModule, LossSum
+from .passes import make_passes
 from .precision import Precision, clip
 from .schedules import Schedule
-from .shard_passes import ShardPasses
 
 __all__ = ["StepResult", "TrainStep"]
 
@@ -100,7 +97,7 @@ class TrainStep:
         optimizer: Optimizer,
         loss_fn: LossFn,
         *,
-        strategy: Distributed | Invariant | None = None,
+        strategy: Strategy | None = None,
         precision: str = "fp32",
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -115,16 +112,22 @@ class TrainStep:
         self.strategy = choose(strategy, shards, threads, accumulate)
         self.comm = self.strategy.comm
         self.precision = Precision(precision, self.comm.device)
-        self._accumulate, self._clip_norm, self._seed = accumulate, clip_norm, seed
+        self._clip_norm, self._seed = clip_norm, seed
         self.steps_done = 0
-        self.strategy.prepare(model)
-        self._loss = LossModule(model, LossSum(loss_fn, self.comm.device), forward)
+        self.strategy.check(optimizer, precision)
+        self._prepare()
+        loss = LossSum(loss_fn, self.comm.device)
+        self._loss = LossModule(model, loss, forward, in_step=self.strategy.in_step)
         self._module = self.strategy.wrap(self._loss)
-        self._shard_passes = ShardPasses(self.strategy, seed) if isinstance(self.strategy, Invariant) else None
-        self._every = list(model.parameters())
+        self._passes = make_passes(self.strategy, seed, accumulate)
         self._trained = [p.requires_grad for p in self._every]
         self._parameters: list[nn.Parameter] = []
         self._take_groups()
+
+    def _prepare(self) -> None:
+        self.strategy.prepare(self.model)
+        self.strategy.adopt(self.optimizer)
+        self._every = list(self.model.parameters())
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Make one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
@@ -144,10 +147,7 @@ class TrainStep:
 
     def _run(self, batch: Batch, stop: bool) -> StepResult:
         lr = self._begin()
-        if self._shard_passes is None:
-            totals = self._passes(batch, stop)()
-        else:
-            totals = self._shard_passes.run(self._loss, self.precision, batch, self.steps_done, stop)
+        totals = self._passes.run(self._module, self.precision, batch, self.steps_done, stop)
         loss_sum, count, stops = totals.unbind()
         result = StepResult(self.steps_done, loss_sum / count, stops, lr, count)
         if self.comm.device.type == "cpu":
@@ -164,9 +164,8 @@ class TrainStep:
         self._parameters = parameters_of(self.model, self.optimizer)
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
-        if len(every := list(self.model.parameters())) != len(self._every):  # a layer that was not there before
-            self.strategy.prepare(self.model)
-            self._every = every
+        if len(list(self.model.parameters())) != len(self._every):  # a layer that was not there before
+            self._prepare()
 
     def _begin(self) -> float:
         self._take_groups()
@@ -180,27 +179,6 @@ class TrainStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def _passes(self, batch: Batch, stop: bool) -> Callable[[], torch.Tensor]:
-        assert isinstance(self.strategy, Distributed)
-        device = self.comm.device
-        totals = torch.zeros(3, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
-        if stop:
-            totals[2] = 1
-        # The reduction averages over workers: times their number it is the sum that the mean over samples needs.
-        scale = self.comm.size / batch.global_size
-        parts = split(batch.data, batch.size, self._accumulate)
-        for number, (data, size) in enumerate(parts):
-            last = number == len(parts) - 1
-            with self.strategy.reducing(now=last):
-                with self.precision.autocast():
-                    loss, count = self._module(data, size)
-                totals[0] += loss.detach()
-                totals[1] += count
-                if last:
-                    finish = self.strategy.reduce_step(totals, batch.size / batch.global_size)
-                self.precision.backward(loss * scale)
-        return finish
 
     def _update(self, correction: torch.Tensor) -> None:
         _fill(self._parameters)

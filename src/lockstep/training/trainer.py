@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,29 @@ from ..checkpoint import Checkpoint
 from ..communicator import init
 from ..data.loader import Loader
 from ..errors import CheckpointError, ConfigError
-from ..strategies import STRATEGIES
+from ..replicas import Device
+from ..strategies.base import Strategy
 from . import out_folder
-from .arguments import StepOptions
+from .arguments import StepOptions, make_strategy
 from .callbacks import defaults
 from .callbacks.base import Callback, Row
 from .callbacks.group import CallbackGroup
-from .compatibility import check_fits, conditions_of
+from .compatibility import conditions_of
 from .epoch import EpochTotals
 from .evaluate import Metric, default_metrics, evaluate
-from .hyperparameters import constructed, take_up
+from .formats import IN_FLIGHT
+from .hyperparameters import constructed
 from .loop import Loop
 from .losses import LossFn
 from .modes import TrainingModes
 from .position import Position, check_epochs
 from .saving import Saver
-from .settling import Unsettled
+from .settling import Unsettled, check_in_flight
 from .signals import StopSignals
+from .state import load_state, state_of
 from .step import TrainStep
 
 __all__ = ["StepOptions", "Trainer"]
-
-_log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -60,9 +61,12 @@ class Trainer:
         out: the run's folder, for checkpoints and what callbacks write; None keeps everything in memory.
         keep: so many of the newest checkpoints stay.
         callbacks: `lockstep.training.callbacks.defaults` when None.
-        strategy: "distributed"; see `lockstep.strategies`.
+        strategy: "distributed", "replicas" or "sharded"; see `lockstep.strategies`.
+        devices: with "replicas" alone, see `lockstep.strategies.replicas`; the same may come several times.
         metrics: of the evaluation, see `lockstep.training.evaluate.Metric`; accuracy for classification when None.
         num_workers: processes that load data ahead, for each worker.
+        in_flight: on an accelerator, so many steps may be queued before the host waits for the oldest of them; their
+            losses come late, and in order. On the CPU a step has ended when the call for it returns.
         allow_different: with shards, go on from a checkpoint also under conditions that give other bits.
         step: precision, accumulate, clip_norm, schedule, forward, shards and threads, see `TrainStep`.
 
@@ -82,9 +86,11 @@ class Trainer:
         out: str | Path | None = None,
         keep: int = 3,
         callbacks: Sequence[Callback] | None = None,
-        strategy: str = "distributed",
+        strategy: str | Strategy = "distributed",
+        devices: Sequence[Device] | None = None,
         metrics: Mapping[str, Metric] | None = None,
         num_workers: int = 0,
+        in_flight: int = IN_FLIGHT,
         allow_different: bool = False,
         **step: Unpack[StepOptions],
     ) -> None:
@@ -93,13 +99,14 @@ class Trainer:
         self.global_batch, self.seed, self._num_workers = global_batch, seed, num_workers
         self.metrics = default_metrics(loss_fn) if metrics is None else metrics
         self.out = None if out is None else Path(out)
-        made = STRATEGIES.load(strategy)(self.comm)
+        made = make_strategy(strategy, self.comm, global_batch, devices)
         self.step = TrainStep(model, optimizer, loss_fn, strategy=made, seed=seed, **step)
         self._forward, self.allow_different = step.get("forward"), allow_different
         self.hyperparameters = constructed(model, optimizer)
         chosen = defaults(self.out is not None) if callbacks is None else callbacks
         self._callbacks = CallbackGroup(chosen, self.comm.rank)
-        self.saver, self.modes, self.unsettled = Saver(self, keep), TrainingModes(model), Unsettled(self.comm.device)
+        self.in_flight = check_in_flight(in_flight)
+        self.saver, self.modes, self.unsettled = Saver(self, keep), TrainingModes(model), self._none_queued()
         self.position, self.totals = Position(), EpochTotals(self.comm.device)
         self._begun = False
         self.made_folders: list[Path] = []  # those of `out` that were made for this run
@@ -171,8 +178,11 @@ class Trainer:
         self._prepare_folder(found, fresh=not self._begun and resume != "latest")
         if found is not None:
             self._take_up(found)
-        self._begun, self.stop_reason, self.unsettled = True, "", Unsettled(self.comm.device)
+        self._begun, self.stop_reason, self.unsettled = True, "", self._none_queued()
         self.epochs, self.total_steps = epochs, epochs * len(loader)
+
+    def _none_queued(self) -> Unsettled:
+        return Unsettled(self.comm.device, self.in_flight, partial(self._callbacks.on_loss, self))
 
     def _prepare_folder(self, found: Checkpoint | None, fresh: bool) -> None:
         out, from_path = self.out, self.saver.last_path if found is None else found.path
@@ -212,7 +222,14 @@ class Trainer:
         with self._opened(dataset, shuffle=False) as opened, self.step.strategy.determined():
             loader = opened if self._loop is None else self._loop.stoppable(opened)
             return evaluate(
-                self.model, loader, self.loss_fn, self.metrics, precision=self.step.precision, forward=self._forward
+                self.model,
+                loader,
+                self.loss_fn,
+                self.metrics,
+                precision=self.step.precision,
+                forward=self._forward,
+                strategy=self.step.strategy,
+                in_flight=self.in_flight,
             )
 
     def loader(self, dataset: Any, shuffle: bool = True) -> Loader:
@@ -243,7 +260,7 @@ class Trainer:
         """
         self.check_losses()
         self.step.strategy.sync_buffers()
-        return self.saver.save(self.state_dict())
+        return self.saver.save(state_of(self, wanted=self.comm.rank == 0))
 
     def resume(self, which: str | Path) -> None:
         """Take up a checkpoint, taken with any number of workers, from which `fit` will go on; see there."""
@@ -256,18 +273,8 @@ class Trainer:
         self.saver.last = (found.step, found.path)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that another process needs to go on from here, with any number of workers."""
-        added = constructed(self.model, self.optimizer)[len(self.hyperparameters) :]
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "hyperparameters": [*self.hyperparameters, *added],
-            "step": self.step.state_dict(),
-            "loader": self.position.state_dict(),
-            "totals": self.totals.state_dict(),
-            "history": self.history,
-            "conditions": self.conditions,
-        }
+        """All that another process needs to go on from here, with any number of workers; called by every worker."""
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a saved state.
@@ -275,15 +282,7 @@ class Trainer:
         Raises:
             CheckpointError: before anything is changed, when it is of another model or optimizer.
         """
-        check_fits(state, self.model, self.hyperparameters)
-        self.model.load_state_dict(state["model"])
-        changes = take_up(self.optimizer, state["optimizer"], state["hyperparameters"], self.hyperparameters)
-        if changes and self.comm.rank == 0:
-            _log.warning("the run goes on with other hyperparameters than before: %s", ", ".join(changes))
-        self.step.load_state_dict(state["step"])
-        self.history, self.position = list(state["history"]), Position(state["loader"])
-        self.totals.load_state_dict(state["totals"])
-        self.saver.last = None  # was of the state before
+        load_state(self, state)
 
 
 def _take_to(position: Position, loader: Loader, found: Checkpoint | None) -> None:

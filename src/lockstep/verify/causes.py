@@ -50,8 +50,8 @@ def _not_repeatable(one: Record, again: Parting) -> str:
     where = again.tensors[0] if again.tensors else "the loss"
     return (
         f"not the number of workers: two runs with {one.workers} have parted too, at step {again.step}, in {where}. "
-        "Something draws random numbers that Lockstep does not seed (Python's or NumPy's own generators, the time, "
-        "os.urandom), or an operation has no fixed order."
+        "Something draws random numbers that Lockstep does not seed (a generator of its own, the time, os.urandom), "
+        "or an operation has no fixed order."
     )
 
 

@@ -6,7 +6,7 @@ as gutils, cpu, gpu``. Arrays are torch tensors. See docs/replicas.md for what i
 
 from __future__ import annotations
 
-from . import autograd, init, loss, nd, nn, utils
+from . import autograd, init, loss, nd, nn, sym, utils
 from .block import Block, HybridBlock
 from .context import Context, cpu, gpu
 from .parameter import Parameter, ParameterDict
@@ -26,5 +26,6 @@ __all__ = [
     "loss",
     "nd",
     "nn",
+    "sym",
     "utils",
 ]

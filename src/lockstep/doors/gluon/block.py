@@ -19,6 +19,7 @@ from . import autograd, nd
 from .context import Context, as_contexts, context_of, cpu, tagged
 from .init import Initializer, Uniform
 from .parameter import Home, ParameterDict, home_of
+from .sym import Symbol
 
 __all__ = ["Block", "HybridBlock"]
 
@@ -106,6 +107,10 @@ class Block(nn.Module):
         for layer in self.modules():
             vars(layer)["_home"] = None  # no part of a copy
         copies = replicate(self, [context.device for context in home.contexts])
+        for copy in copies:
+            for original, parameter in zip(self.parameters(), copy.parameters(), strict=True):
+                wanted = "write" if original.requires_grad else "null"
+                autograd.want_gradient(parameter, getattr(original, "_lockstep_grad_req", wanted))
         for layer, *own in zip(self.modules(), *(copy.modules() for copy in copies), strict=True):
             vars(layer)["_home"] = Home(home.contexts, dict(zip(home.contexts, own, strict=True)))
         if self._compiled:
@@ -126,14 +131,23 @@ class Block(nn.Module):
             return super().__call__(*args)
         name = type(self).__name__
         home = home_of(self, name)
+        if any(isinstance(arg, Symbol) for arg in args):
+            return self._symbol(home, name)
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         plain = tuple(arg.as_subclass(torch.Tensor) if isinstance(arg, torch.Tensor) else arg for arg in args)
         if not home.copies:
             self._learn_shapes(plain)
             home = home_of(self, name)
-        self._example = tuple(a[:2].detach() if isinstance(a, torch.Tensor) and a.dim() else a for a in plain)
+        self._example = tuple(_two_samples(arg) if isinstance(arg, torch.Tensor) else arg for arg in plain)
         context = context_of(tensors[0]) if tensors else home.contexts[0]
         return _compute(home.copy(context, name), plain, context)
+
+    def _symbol(self, home: Home, name: str) -> Symbol:
+        """The model as a program, for inputs as those of the last call."""
+        with _inside(), torch.no_grad():
+            model = replicate(home.copy(home.contexts[0], name), ["cpu"])[0].eval()
+            args = tuple(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in self._example)
+            return Symbol(f"{name.lower()}_fwd", torch.export.export(model, args))
 
     def _learn_shapes(self, args: tuple[Any, ...]) -> None:
         moved = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -184,6 +198,11 @@ class HybridBlock(Block):
         model = home.copy(home.contexts[0], type(self).__name__)
         with _inside():
             return lockstep.export(model, self._example, f"{path}.pt2")
+
+
+def _two_samples(tensor: torch.Tensor) -> torch.Tensor:
+    """An example for a program that shall take any number of samples; from one of them it would take one alone."""
+    return tensor.detach()[[0, -1]] if tensor.dim() and len(tensor) else tensor.detach()
 
 
 def _compute(model: nn.Module, args: tuple[Any, ...], context: Context) -> Any:

@@ -12,7 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.errors import ConfigError
 
-from .context import Context, as_contexts, cpu
+from . import autograd
+from .context import Context, as_contexts, cpu, tagged
+from .nd import NDArray
 
 __all__ = ["ContextError", "Home", "Parameter", "ParameterDict", "home_of"]
 
@@ -73,8 +75,15 @@ class Parameter:
 
     @property
     def grad_req(self) -> str:
-        """'write' if it is trained, else 'null'."""
-        return "write" if getattr(self._layer, self._attribute).requires_grad else "null"
+        """What a backward pass does to its gradient: 'write', 'add', or 'null' if it is not trained."""
+        own = getattr(self._layer, self._attribute)
+        return getattr(own, "_lockstep_grad_req", "write") if own.requires_grad else "null"
+
+    @grad_req.setter
+    def grad_req(self, value: str) -> None:
+        home: Home | None = vars(self._layer).get("_home")
+        for layer in (self._layer, *(home.copies.values() if home else ())):
+            autograd.want_gradient(getattr(layer, self._attribute), value)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -86,29 +95,38 @@ class Parameter:
         """The devices it is on."""
         return list(home_of(self._layer, self.name).contexts)
 
-    def data(self, ctx: Any = None) -> nn.Parameter:
-        """Its value in a context: the only one, or cpu(0), when None.
+    def trained(self) -> dict[Context, nn.Parameter]:
+        """What the copies of the model compute with, by context."""
+        return {context: self._copy(context) for context in self.list_ctx()}
+
+    def _copy(self, context: Context) -> nn.Parameter:
+        found: nn.Parameter = getattr(home_of(self._layer, self.name).copy(context, self.name), self._attribute)
+        return found
+
+    def _context(self, ctx: Any) -> Context:
+        contexts = home_of(self._layer, self.name).contexts
+        default = contexts[0] if len(contexts) == 1 else cpu()
+        return default if ctx is None else as_contexts(ctx)[0]
+
+    def data(self, ctx: Any = None) -> NDArray:
+        """Its value in a context: the only one, or cpu(0), when None. What is written into it is the model's.
 
         Raises:
             ContextError: when it is not there, naming where it is.
         """
-        home = home_of(self._layer, self.name)
-        default = home.contexts[0] if len(home.contexts) == 1 else cpu()
-        context = default if ctx is None else as_contexts(ctx)[0]
-        found: nn.Parameter = getattr(home.copy(context, self.name), self._attribute)
-        return found
+        context = self._context(ctx)
+        return _array(self._copy(context).detach(), context)
 
-    def list_data(self) -> list[nn.Parameter]:
+    def list_data(self) -> list[NDArray]:
         """Its value in every context."""
         return [self.data(context) for context in self.list_ctx()]
 
-    def grad(self, ctx: Any = None) -> torch.Tensor:
+    def grad(self, ctx: Any = None) -> NDArray:
         """Its gradient in a context, that of the last step if there is none since; zeros before the first."""
-        value = self.data(ctx)
-        if value.grad is not None:
-            return value.grad
-        last: torch.Tensor | None = getattr(value, "_lockstep_last_grad", None)
-        return torch.zeros_like(value) if last is None else last
+        context = self._context(ctx)
+        value = self._copy(context)
+        last = getattr(value, "_lockstep_last_grad", None) if value.grad is None else value.grad
+        return _array(torch.zeros_like(value).detach() if last is None else last, context)
 
     def list_grad(self) -> list[torch.Tensor]:
         """Its gradient in every context."""
@@ -117,12 +135,12 @@ class Parameter:
     def set_data(self, value: torch.Tensor) -> None:
         """Set its value in every context."""
         with torch.no_grad():
-            for own in self.list_data():
+            for own in self.trained().values():
                 own.copy_(value)
 
     def zero_grad(self) -> None:
         """Forget its gradients."""
-        for own in self.list_data():
+        for own in self.trained().values():
             own.grad = None
 
     def __repr__(self) -> str:
@@ -146,6 +164,10 @@ class ParameterDict(dict[str, Parameter]):
     def of(cls, module: nn.Module) -> ParameterDict:
         """All parameters of a module and its layers."""
         return cls((name, Parameter(layer, attribute, name)) for name, layer, attribute in _named(module))
+
+
+def _array(tensor: torch.Tensor, context: Context) -> NDArray:
+    return tagged(tensor.as_subclass(NDArray), context)  # type: ignore[return-value]
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -83,24 +83,24 @@ class Trainer:
                 step; no copy is changed then.
         """
         trained = [parameter for parameter in self._parameters if parameter.grad_req != "null"]
-        stale = [parameter for parameter in trained if any(v.grad is None for v in parameter.list_data())]
+        stale = [parameter for parameter in trained if _without(parameter)]
         if stale and not ignore_stale_grad:
             raise _stale(stale)
         with torch.no_grad():
             for parameter in trained:
-                _reduce(parameter.list_data(), batch_size)
+                _reduce(list(parameter.trained().values()), batch_size)
             for optimizer in self._made(trained).values():
                 optimizer.step()
             for parameter in trained:
-                for value in parameter.list_data():
+                for value in parameter.trained().values():
                     _retire(value)
 
     def _made(self, trained: list[Parameter]) -> dict[Context, torch.optim.Optimizer]:
         """An optimizer for each device, made anew when the model has been initialised anew."""
         by_context: dict[Context, list[torch.Tensor]] = {}
         for parameter in trained:
-            for context in parameter.list_ctx():
-                by_context.setdefault(context, []).append(parameter.data(context))
+            for context, value in parameter.trained().items():
+                by_context.setdefault(context, []).append(value)
         have = {
             id(value) for own in self._optimizers.values() for group in own.param_groups for value in group["params"]
         }
@@ -126,14 +126,18 @@ def _retire(value: torch.nn.Parameter) -> None:
         value.grad = None
 
 
+def _without(parameter: Parameter) -> list[str]:
+    """Where it has no gradient since the last step."""
+    return [str(context) for context, value in parameter.trained().items() if value.grad is None]
+
+
 def _stale(parameters: list[Parameter]) -> ConfigError:
     first = parameters[0]
-    without = [str(context) for context in first.list_ctx() if first.data(context).grad is None]
     others = f", and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
     return ConfigError(
         "step",
         "a new gradient of every parameter on every device since the last step",
-        f"none of {first.name} on {', '.join(without)}{others}",
+        f"none of {first.name} on {', '.join(_without(first))}{others}",
         "Call backward() for the loss of every device, or pass ignore_stale_grad=True if some take no part.",
     )
 

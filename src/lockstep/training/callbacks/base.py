@@ -28,7 +28,14 @@ class Callback:
         """Before the first step, after a checkpoint was loaded."""
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        """After each step. Reading `result.loss` waits for the device: do so rarely."""
+        """After each step. Reading `result.loss` waits for the device: do so rarely, or see `on_loss`."""
+
+    def on_loss(self, trainer: Trainer, result: StepResult, loss: float) -> None:
+        """When the loss of a step is on the host, and finite; nothing waits for it.
+
+        Once for every step, in their order, after its `on_step`. On an accelerator that is up to
+        ``trainer.in_flight - 1`` steps later; before a checkpoint or `on_epoch` all are told.
+        """
 
     def on_epoch(self, trainer: Trainer, row: Row) -> None:
         """After each epoch and its evaluation; `row` is also the last of `trainer.history`."""

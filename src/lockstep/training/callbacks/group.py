@@ -38,6 +38,11 @@ class CallbackGroup:
         for member in self._members:
             member.on_step(trainer, result)
 
+    def on_loss(self, trainer: Trainer, result: StepResult, loss: float) -> None:
+        """The loss of a step has arrived."""
+        for member in self._members:
+            member.on_loss(trainer, result, loss)
+
     def on_epoch(self, trainer: Trainer, row: Row) -> None:
         """An epoch has been made and evaluated."""
         for member in self._members:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress"]
 
-_REFRESH = 0.1  # seconds; reading a loss waits for the device, and nobody reads faster
+_REFRESH = 0.1  # seconds; nobody reads faster
 
 
 class Progress(Callback):
@@ -29,7 +29,7 @@ class Progress(Callback):
         self._console = Console(highlight=False, markup=False, emoji=False)
         self._bar: Bar | None = None
         self._task: Any = None
-        self._next = 0.0
+        self._next, self._loss = 0.0, "–"
 
     def on_start(self, trainer: Trainer) -> None:
         """Say what is about to happen, and begin the display where there is a terminal for it."""
@@ -63,10 +63,14 @@ class Progress(Callback):
             completed=trainer.step.steps_done,
             epoch=trainer.epoch + 1,
             epochs=trainer.epochs,
-            loss=f"{float(result.loss):.4f}",
+            loss=self._loss,
             speed=f"{trainer.totals.samples_per_second:,.0f}",
         )
         self._bar.refresh()
+
+    def on_loss(self, trainer: Trainer, result: StepResult, loss: float) -> None:
+        """The bar shows the last loss that is here: asking for a newer one would stall the device."""
+        self._loss = f"{loss:.4f}"
 
     def on_epoch(self, trainer: Trainer, row: Row) -> None:
         """A line with the epoch's numbers."""
@@ -89,6 +93,8 @@ def as_heading(trainer: Trainer) -> str:
         f"{trainer.total_steps // trainer.epochs:,} steps an epoch",
         f"{workers} {'worker' if workers == 1 else 'workers'} on {trainer.comm.device.type}",
     ]
+    if (devices := len(trainer.step.strategy.devices)) > 1:
+        parts.append(f"{devices} replicas each")
     if trainer.comm.device.type == "cpu":
         parts.append(f"{threads} {'thread' if threads == 1 else 'threads'} each")
     return ", ".join(parts) + ("" if trainer.out is None else f"\nfiles in {trainer.out}")
