@@ -9,11 +9,11 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "DesyncError",
     "DivergedError",
     "InterruptedRunError",
     "LockstepError",
     "MismatchError",
-    "NotBuiltError",
     "RankLostError",
     "StallError",
     "TransportError",
@@ -27,9 +27,15 @@ class LockstepError(Exception):
 
     Attributes:
         exit_code: what the ``lockstep`` command returns to the shell for this error.
+        report_json: the report on all ranks that the watch over them has made, "" without one.
+        report_path: where that has been written to, "" where it has not.
+        report_text: the same in words, for errors whose message is another.
     """
 
     exit_code: int = 1
+    report_json: str = ""
+    report_path: str = ""
+    report_text: str = ""
 
 
 class ConfigError(LockstepError, ValueError):
@@ -57,10 +63,6 @@ class ConfigError(LockstepError, ValueError):
         got = self.got if isinstance(self.got, str) and not self.got.isidentifier() else repr(self.got)
         text = f"{argument}: expected {self.expected}, got {got}"
         return f"{text}. {self.hint}" if self.hint else text
-
-
-class NotBuiltError(ConfigError):
-    """The name is known but that part of Lockstep does not exist yet."""
 
 
 class DataError(LockstepError):
@@ -103,16 +105,34 @@ class TransportError(LockstepError, RuntimeError):
     """Ranks cannot exchange data, or can no longer."""
 
 
+class DesyncError(TransportError):
+    """Ranks have parted: they are in different collectives, on different batches, or one has failed.
+
+    It is raised on every rank, with the same report.
+
+    Attributes:
+        report_json: the whole report, see `lockstep explain`; "" without one.
+    """
+
+    def __init__(self, message: str, report_json: str = "") -> None:
+        super().__init__(message, report_json)
+        self.message, self.report_json = message, report_json
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class RankLostError(TransportError):
     """A rank has ended or left while others waited for it.
 
     Attributes:
         rank: the rank that is gone, as the group numbers it.
+        report_json: as in `DesyncError`.
     """
 
-    def __init__(self, rank: int, message: str) -> None:
-        super().__init__(rank, message)
-        self.rank, self.message = rank, message
+    def __init__(self, rank: int, message: str, report_json: str = "") -> None:
+        super().__init__(rank, message, report_json)
+        self.rank, self.message, self.report_json = rank, message, report_json
 
     def __str__(self) -> str:
         return self.message
@@ -123,11 +143,12 @@ class StallError(TransportError):
 
     Attributes:
         ranks: those that did not arrive, as the group numbers them.
+        report_json: as in `DesyncError`.
     """
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message, ranks)
-        self.message, self.ranks = message, ranks
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), report_json: str = "") -> None:
+        super().__init__(message, ranks, report_json)
+        self.message, self.ranks, self.report_json = message, ranks, report_json
 
     def __str__(self) -> str:
         return self.message
@@ -159,7 +180,8 @@ class WorkerError(LockstepError):
     def __str__(self) -> str:
         head = f"rank {self.rank}{f' on {self.host}' if self.host else ''}: {self.kind}: {self.reason}"
         head += f"\n({self.others})" if self.others else ""
-        return f"{head}\n\n{self.worker_traceback.rstrip()}" if self.worker_traceback else head
+        more = self.worker_traceback.rstrip() or self.report_text
+        return f"{head}\n\n{more}" if more else head
 
 
 def unknown_name(argument: str, name: object, known: Iterable[str], also: str = "", expected: str = "") -> ConfigError:

@@ -66,15 +66,19 @@ if source is not None:
 """
 
 
-def run_programs(programs: Sequence[tuple[str, int]], folder: Path, timeout: float = 60.0) -> list[list[Ending]]:
+def run_programs(
+    programs: Sequence[tuple[str, int]], folder: Path, timeout: float = 60.0, preload: Sequence[str] = ()
+) -> list[list[Ending]]:
     """Run each program on its number of ranks, one program after the other; how each of its ranks ended.
 
-    A program finds in `sys.argv` its rank, the number of ranks, and a path that is its own.
+    A program finds in `sys.argv` its rank, the number of ranks, and a path that is its own. The modules of `preload`
+    are imported once for all of them.
 
     Raises:
         subprocess.TimeoutExpired: all together have taken longer than `timeout` seconds.
     """
-    command = [sys.executable, "-W", "error", "-c", _SERVER, str(folder)]
+    code = f"import {', '.join(preload)}\n{_SERVER}" if preload else _SERVER
+    command = [sys.executable, "-W", "error", "-c", code, str(folder)]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, start_new_session=True) as server:
         try:
             out, _ = server.communicate(json.dumps(programs), timeout)

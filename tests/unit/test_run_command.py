@@ -100,6 +100,16 @@ def test_what_the_far_shell_runs_is_quoted() -> None:
     assert "-m 'my train.py' --" in second[-1]
 
 
+def test_what_is_chosen_for_the_watch_is_handed_on() -> None:
+    choices = choose(hosts="a:2,b", strict=True, stall_timeout="7", timeline="a b")
+    words = shlex.split(commands_for(choices, shares(choices), {})[1][-1])
+    assert "--strict" in words and "--no-watch" not in words
+    for pair in (("--stall-timeout", "7.0"), ("--timeline", "a b")):
+        assert words[words.index(pair[0]) + 1] == pair[1]
+    choices = choose(hosts="a", no_watch=True)
+    assert " --no-watch " in commands_for(choices, shares(choices), {})[0][-1]
+
+
 def test_this_machine_is_not_reached_by_ssh() -> None:
     choices = choose(hosts=f"{HERE},b", remote_python="/far/python")
     own, far = commands_for(choices, shares(choices), {})
@@ -109,6 +119,7 @@ def test_this_machine_is_not_reached_by_ssh() -> None:
 
 def test_variables_of_the_program_are_handed_on_and_those_of_this_run_are_not() -> None:
     known = {"PYTHONPATH": "p", "NCCL_DEBUG": "x y", "HOME": "h", "MINE": "m", "LOCKSTEP_RUN_ID": "r", "TERM": "t"}
+    known["LOCKSTEP_WATCH_DIR"] = "d"
     choices = choose(hosts="a", env=["MINE", "OTHER=1=2", "TERM="])
     (command,) = commands_for(choices, shares(choices), known)
     words = shlex.split(command[-1])

@@ -12,13 +12,23 @@ from pathlib import Path
 
 from ..environment import debugging
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
-from . import doctor, run, train, verify
+from . import doctor, explain, horovodrun, run, timeline, top, train, verify
 from .gather import as_typed
 from .parser import Parser
+from .report_text import failure_text
 
 __all__ = ["main"]
 
-_COMMANDS = {"train": train, "run": run, "verify": verify, "doctor": doctor}
+_COMMANDS = {
+    "train": train,
+    "run": run,
+    "verify": verify,
+    "doctor": doctor,
+    "top": top,
+    "explain": explain,
+    "timeline": timeline,
+    "horovodrun": horovodrun,
+}
 _FLAGS = ("-h", "--help", "--version")
 
 _EXAMPLES = """
@@ -28,6 +38,8 @@ examples:
   lockstep train --help           all options, with examples
   lockstep run -np 2 train.py     a program of yours, as two worker processes
   lockstep doctor                 what is here, and what to fix
+  lockstep top                    what running jobs are doing
+  lockstep explain                why the last run failed, once more
 """
 
 
@@ -106,6 +118,8 @@ def _fail(error: LockstepError, who: str, spell: Callable[[str], str], debug: bo
             message += f". Go on with: {who} --resume {shlex.quote(run)}"
     elif isinstance(error, ConfigError):
         message = f"error: {_in_one_line(error.render(spell(error.argument)))}"
+    elif error.report_json:
+        message = f"error: {failure_text(sys.stderr, error, len(f'{who}: error: '))}"
     elif isinstance(error, WorkerError):
         message = f"error: {str(error) if whole else _worker_message(error, spell)}"
     else:

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, LockstepError
 from ..launchers.choices import Choices
 from .parser import Help
+from .run_folders import choose_folder
 
 __all__ = ["add_to", "run_command"]
 
@@ -33,6 +34,9 @@ examples:
   srun --ntasks-per-node=4 python train.py
       stop at breakpoint() in rank 1 while the others wait:
   lockstep run -np 2 --debug-rank 1 train.py
+      where does the time go? (open trace.json at ui.perfetto.dev)
+  lockstep run -np 4 --timeline records train.py
+  lockstep timeline records -o trace.json
 
 exit codes: that of the rank that failed first; 0 when all ended well, 2 for
 bad input, 130 and 143 after Ctrl-C and SIGTERM
@@ -82,6 +86,8 @@ _OPTIONS = {
         _option("--start-method", metavar="M", help="forkserver: ranks are forked from a process that has PyTorch "
                 "loaded, which is quick (default); spawn: they begin from nothing"),
         _option("--preload", metavar="MODULES", help="modules that this process loads too, e.g. torchvision,numpy"),
+        _option("--as-horovod", action="store_true", help="a program of Horovod's as it is: `import horovod.torch` is "
+                "Lockstep's door, and HOROVOD_RANK and the like are set"),
         _option("--grace", metavar="S", help="seconds that ranks may take to save after Ctrl-C, where they ask for "
                 "it, as Lockstep's Trainer does (default: 120); others are ended after 1 s"),
     ],
@@ -102,8 +108,18 @@ _OPTIONS = {
                 "first machine)"),
         _option("--start-timeout", metavar="S", help="seconds to wait for the other machines (default: 60)"),
     ],
+    "the watch over ranks that wait for each other": [
+        _option("--stall-timeout", metavar="S", help="seconds that ranks may wait in a collective for one that does "
+                "not come, until that is an error that names it (default: 600); after 5 s there is a warning"),
+        _option("--strict", action="store_true", help="refuse collectives that are alike and called at different "
+                "lines of the program, where a warning is the rule"),
+        _option("--no-watch", action="store_true", help="do not compare what ranks call, nor look for the missing"),
+        _option("--timeline", metavar="DIR", help="keep records of all collectives there, for `lockstep timeline DIR`"),
+    ],
     "output": [
         _option("--output-dir", metavar="DIR", help="a file for each rank instead: DIR/rank-0.log, ..."),
+        _option("--tee", action="store_true", help="with --output-dir: show the output too, and keep the two streams "
+                "of each rank apart, in DIR/rank.0/stdout and stderr"),
         _option("--no-prefix", action="store_true", help="do not mark lines with [rank]"),
         _option("--quiet", "-q", action="store_true", help="say nothing but what goes wrong"),
         _option("--debug-rank", metavar="R", help="give that rank the terminal, for breakpoint(); collectives of all "
@@ -125,5 +141,24 @@ def run_command(arguments: argparse.Namespace) -> int:
     choices = Choices.of({**given, "program": tuple(program)})
     if choices.output_dir is not None and Path(choices.output_dir).is_file():
         raise ConfigError("output_dir", "a folder, made where it is missing", choices.output_dir)
-    start.start(choices)
+    try:
+        start.start(choices)
+    except LockstepError as error:
+        if error.report_json and not choices.as_host:
+            error.report_path = _keep(error.report_json, choices)
+        raise
     return 0
+
+
+def _keep(report_json: str, choices: Choices) -> str:
+    """Write the report on all ranks into the folder of the run; returns where it is, "" where it is not kept."""
+    from ..watch import files, report
+
+    found = report.from_json(report_json)
+    if choices.output_dir is not None:
+        folder = Path(choices.output_dir)
+    elif found.kind == "raised":
+        return ""  # the traceback, which is shown, says it all
+    else:
+        folder = choose_folder(None, None, Path(choices.program[0]).stem)
+    return files.write(folder, found)

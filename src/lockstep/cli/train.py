@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import environment
-from ..errors import ConfigError
+from ..errors import ConfigError, LockstepError
 from ..registry import import_path_here
 from ..training.options import GROUPS, TrainOptions
 from .gather import as_flag, resolve
@@ -138,7 +138,15 @@ def _run_here(options: TrainOptions) -> dict[str, Any]:
 def _run_launched(options: TrainOptions, workers: int) -> dict[str, Any]:
     from ..launchers import launch
 
-    result: dict[str, Any] = launch(_run_here, options, workers=workers)
+    try:
+        result: dict[str, Any] = launch(_run_here, options, workers=workers)
+    except LockstepError as error:
+        out = Path(str(options.out))
+        if error.report_json and out.is_dir():
+            from ..watch import files, report
+
+            error.report_path = files.write(out, report.from_json(error.report_json))
+        raise
     return result
 
 

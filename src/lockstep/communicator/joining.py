@@ -11,10 +11,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .. import environment, rendezvous
+from .. import environment, rendezvous, watch
 from ..errors import ConfigError
 from ..topology import World
 from ..transports.c10d import Store
+from ..transports.shm import host
 from .communicator import Communicator
 from .place import world_of
 
@@ -83,6 +84,7 @@ def _pick_carrier(transport: str | None) -> str:
 
 def _join(world: World, device: torch.device, carrier: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
     store = rendezvous.open_store(world, timeout, lambda: _store_over_mpi(world, timeout))
+    watch.install(host.host_key)
     backend = f"cpu:{carrier},cuda:nccl" if device.type == "cuda" else carrier
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
     atexit.register(_leave)
@@ -97,6 +99,7 @@ def _store_over_mpi(world: World, timeout: timedelta | None) -> Store:
 
 def _leave() -> None:
     """Give the process group back when the program ends."""
+    watch.left()
     global _default
     _default = None
     if dist.is_initialized():

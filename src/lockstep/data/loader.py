@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from .. import communicator
 from ..errors import CheckpointError, ConfigError
+from ..recorder import note_batch
 from ..shard_count import shard_count
 from ..shards import bounds, mix, step_range, steps_per_epoch
 from .fetch import Collate, Fetcher, to_device
@@ -147,6 +148,7 @@ class Loader:
         order = self.order(epoch)
         parts = [(step, *self._part(order, step)) for step in range(first, len(self))]
         key = mix((self.seed, _SAMPLES, epoch))
+        loop = mix((self.samples, self.global_batch)) or 1
         # A part without samples still needs their shapes: any one sample is fetched, and cut away again.
         spare = [int(order[0])]
         requests = ((key, self._cut(indices, whole) or indices.tolist() or spare) for _, indices, whole in parts)
@@ -158,7 +160,9 @@ class Loader:
             # Before the batch is handed out: whoever saves after using it saves the position behind it.
             self._epoch, self._step = epoch, step + 1
             part = data if len(indices) or self.shards else narrow(data, 0, 0)
+            note_batch(step, loop=loop)
             yield Batch(part, indices, len(indices), whole, epoch, step, self.shards)
+        note_batch(len(self), finished=True, loop=loop)
         self._epoch, self._step = epoch + 1, 0
 
     def _part(self, order: torch.Tensor, step: int) -> tuple[torch.Tensor, int]:

@@ -10,7 +10,9 @@ from ..errors import ConfigError
 from ..topology import World
 from .cores import usable_cores
 from .cublas import cublas_workspace, set_cublas_workspace
+from .horovod import hand_down, horovod_timeline, set_horovod_variables
 from .launchers import find_launcher, read_world
+from .watching import stall_timeout, stall_warning, timeline_dir, watch_dir, watch_mode
 from .workers import ask_for_time, attempt, debug_rank, preset, run_id, threads, variables_for_workers, wants_colours
 
 __all__ = [
@@ -20,18 +22,26 @@ __all__ = [
     "debug_rank",
     "debugging",
     "find_world",
+    "hand_down",
+    "horovod_timeline",
     "is_launched",
     "preset",
     "run_id",
     "set_cublas_workspace",
+    "set_horovod_variables",
     "shm_size",
+    "stall_timeout",
+    "stall_warning",
     "threads",
+    "timeline_dir",
     "transport",
     "under_launcher",
     "usable_cores",
     "variables",
     "variables_for_workers",
     "wants_colours",
+    "watch_dir",
+    "watch_mode",
 ]
 
 

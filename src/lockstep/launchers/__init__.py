@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from .. import environment
-from ..errors import ConfigError, LockstepError
+from ..errors import ConfigError, DesyncError, LockstepError, RankLostError, StallError
 from .options import GRACE, Options
 
 __all__ = ["launch"]
@@ -55,6 +55,7 @@ def launch(
     Raises:
         ConfigError: for a setting that cannot be used, or a function or argument that cannot be sent (it names which).
         WorkerError: a worker raised an exception or died; of several, the one that did so first.
+        DesyncError, RankLostError, StallError: the workers have parted, or wait in vain; it says which for whom.
         LockstepError: one of its kinds, e.g. ConfigError, where all workers raised the same: then it is no worker's
             own, and the first worker's error with its traceback is the cause.
         InterruptedRunError: the workers stopped in good order on a signal, or this process was sent SIGTERM.
@@ -73,8 +74,25 @@ def launch(
         path = Path(folder, "call")
         path.write_bytes(call.pack_call(fn, args, kwargs))
         job = local.Job(Path(folder), options, meeting.one_machine(), own)
-        values = local.run(functools.partial(call.call, path), job)
+        try:
+            values = local.run(functools.partial(call.call, path), job)
+        except LockstepError as error:
+            _explain(error)
+            raise
     return cast(T, None if values[0] is None else call.unpack(values[0]))
+
+
+def _explain(error: LockstepError) -> None:
+    """Let the error's text be the report on all workers, if the watch over them has made one."""
+    if not error.report_json:
+        return
+    from ..watch import render, report
+
+    text = render.as_text(report.from_json(error.report_json))
+    if isinstance(error, DesyncError | RankLostError | StallError):
+        error.message = text
+    else:
+        error.report_text = text
 
 
 def _check_settings(fn: object, workers: object, threads: object, grace: object) -> None:

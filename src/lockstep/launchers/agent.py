@@ -7,7 +7,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from multiprocessing.connection import wait
+from typing import Any, Protocol, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -26,6 +27,16 @@ MONITOR_SECONDS = 0.05
 NOISY = ("torch.distributed.elastic", "torch.multiprocessing")
 
 
+class Employer(Protocol):
+    """For whom the agent works."""
+
+    def begin(self, attempt: int, first_rank: int) -> None:
+        """Make ready for workers; called with the number of the attempt, and the rank of the first of them."""
+
+    def awaits_words(self) -> bool:
+        """Whether the end of one worker is to be passed over for now, as others may still say what they know of it."""
+
+
 class Variables(LogsSpecs):
     """The environment of the workers, given at the point where the agent asks where they log: nowhere.
 
@@ -33,7 +44,7 @@ class Variables(LogsSpecs):
 
     Args:
         inherited: what the agent's own variables (RANK, …) override.
-        own: what overrides all others.
+        own: what overrides all others, for the attempt of this number.
 
     Attributes:
         attempt: how often workers have been started before.
@@ -41,7 +52,7 @@ class Variables(LogsSpecs):
 
     attempt = 0
 
-    def __init__(self, inherited: Mapping[str, str], own: Mapping[str, str]) -> None:
+    def __init__(self, inherited: Mapping[str, str], own: Callable[[int], Mapping[str, str]]) -> None:
         super().__init__(os.devnull)
         self.inherited, self.own = inherited, own
 
@@ -53,7 +64,8 @@ class Variables(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Called by the agent with the variables of each local rank, which it sets in the worker."""
         # an agent counts only the failures on its own node, and by this number the workers of all nodes meet
-        ours = {"TORCHELASTIC_ERROR_FILE": "", "TORCHELASTIC_RESTART_COUNT": str(self.attempt), **self.own}
+        ours = {"TORCHELASTIC_ERROR_FILE": "", "TORCHELASTIC_RESTART_COUNT": str(self.attempt)}
+        ours |= self.own(self.attempt)
         for rank, agents in envs.items():
             envs[rank] = {**self.inherited, **agents, **ours}
         nowhere = dict.fromkeys(envs, "")
@@ -67,14 +79,16 @@ class Agent(LocalElasticAgent):
         spec: what it runs; its rendezvous handler is a `Meeting`.
         variables: the workers' environment.
         start_method: "forkserver" or "spawn".
-        begin: called before workers start, with the number of the attempt and the rank of the first of them.
+        job: told when workers are about to start, and asked whether their ends are to be waited for.
+
+    Attributes:
+        codes: exit codes by local rank of those workers of the last attempt that have ended by themselves.
     """
 
-    def __init__(
-        self, spec: WorkerSpec, variables: Variables, start_method: str, begin: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, variables: Variables, start_method: str, job: Employer) -> None:
         super().__init__(spec, variables, start_method=start_method)
-        self._variables, self._begin = variables, begin
+        self._variables, self._job = variables, job
+        self.codes: dict[int, int] = {}
         self._meeting = cast(Meeting, spec.rdzv_handler)
         self._given_up: set[int] = set()
 
@@ -92,14 +106,25 @@ class Agent(LocalElasticAgent):
         # an agent counts only those restarts for which its own node's workers were the reason
         left = worker_group.spec.max_restarts - self._meeting.round
         self._remaining_restarts = min(self._remaining_restarts, left)
-        self._begin(self._meeting.round, worker_group.workers[0].global_rank)
+        self._job.begin(self._meeting.round, worker_group.workers[0].global_rank)
+        self.codes = {}
         with unseen_main():
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._meeting.round in self._given_up:
             return RunResult(WorkerState.FAILED)
+        if self._note_ends() and self._job.awaits_words():
+            return RunResult(WorkerState.HEALTHY)  # once the agent has seen a failure, it ends the other workers
         return super()._monitor_workers(worker_group)  # type: ignore[no-any-return]
+
+    def _note_ends(self) -> bool:
+        """Note the exit codes of workers that have ended, and say whether any has in another way than it should."""
+        context: Any = self._pcontext  # it has no name for the processes that is meant for others
+        processes = dict(enumerate(context._pc.processes))
+        ends = wait([process.sentinel for rank, process in processes.items() if rank not in self.codes], 0)
+        self.codes |= {rank: process.exitcode for rank, process in processes.items() if process.sentinel in ends}
+        return any(self.codes.values())
 
     def _exit_barrier(self) -> None:
         self._meeting.finish()
@@ -111,7 +136,7 @@ def make_agent(
     options: Options,
     variables: Variables,
     meeting: Meeting,
-    begin: Callable[[int, int], None],
+    job: Employer,
 ) -> Agent:
     """An agent that runs ``entry(*args, local_rank)`` in worker processes.
 
@@ -126,7 +151,7 @@ def make_agent(
         max_restarts=options.restarts,
         monitor_interval=MONITOR_SECONDS,
     )
-    return Agent(spec, variables, options.start_method, begin)
+    return Agent(spec, variables, options.start_method, job)
 
 
 def run_quietly(agent: Agent) -> RunResult:

@@ -53,6 +53,12 @@ class Choices:
     quiet: bool = False
     debug_rank: int | None = None
     as_host: bool = False
+    no_watch: bool = False
+    strict: bool = False
+    stall_timeout: float | None = None
+    timeline: str | None = None
+    tee: bool = False
+    as_horovod: bool = False
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Choices:
@@ -68,6 +74,8 @@ class Choices:
         for name in ("grace", "start_timeout"):
             if name in values:
                 values[name] = _seconds(name, values[name])
+        if "stall_timeout" in values:
+            values["stall_timeout"] = _seconds("stall_timeout", values["stall_timeout"], above=True)
         for name in ("preload", "env"):
             if name in values:
                 texts = values[name].split(",") if isinstance(values[name], str) else values[name]
@@ -93,6 +101,13 @@ class Choices:
         if self.hosts and (self.workers or slots) > slots:
             names = ", ".join(f"{host.name}:{host.slots}" for host in self.hosts)
             raise ConfigError("workers", f"at most {slots}, the slots of {names}", self.workers)
+        if self.no_watch and (self.strict or self.stall_timeout is not None or self.timeline is not None):
+            other = "strict" if self.strict else "timeline" if self.timeline is not None else "stall_timeout"
+            raise ConfigError(other, "not to be given with --no-watch, which does without all of it", "both")
+        if self.tee and self.output_dir is None:
+            raise ConfigError("tee", "--output-dir as well, which says where the files go", "no folder")
+        if self.timeline is not None and Path(self.timeline).is_file():
+            raise ConfigError("timeline", "a folder, made where it is missing", self.timeline)
         if self.identity is not None and not Path(self.identity).is_file():
             raise ConfigError("identity", "a key file that is there", self.identity)
 
@@ -121,13 +136,13 @@ def _whole(name: str, text: object, least: int, most: int) -> int | None:
     return value
 
 
-def _seconds(name: str, text: object) -> float:
+def _seconds(name: str, text: object, above: bool = False) -> float:
     try:
         value = float(str(text))
     except ValueError:
         value = -1.0
-    if not 0 <= value < 1e9:
-        raise ConfigError(name, "a number of seconds, 0 or more", text)
+    if not 0 <= value < 1e9 or (above and value == 0):
+        raise ConfigError(name, f"a number of seconds, {'above 0' if above else '0 or more'}", text)
     return value
 
 

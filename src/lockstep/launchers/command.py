@@ -17,7 +17,7 @@ __all__ = ["commands_for", "shares", "ssh_words"]
 
 # variables that belong to the program rather than to the machine
 _OWN = ("PYTHONPATH", "PYTHONUNBUFFERED", "LOCKSTEP_", "TORCH", "NCCL_", "GLOO_", "OMP_NUM_THREADS")
-_NEVER = ("LOCKSTEP_RUN_ID", "LOCKSTEP_ASK_FOR_TIME", "LOCKSTEP_LAUNCHED")
+_NEVER = ("LOCKSTEP_RUN_ID", "LOCKSTEP_ASK_FOR_TIME", "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCH_DIR")
 
 # those options that every machine gets as they are
 _PASSED = {
@@ -28,6 +28,15 @@ _PASSED = {
     "network_interface": "--network-interface",
     "start_timeout": "--start-timeout",
     "output_dir": "--output-dir",
+    "stall_timeout": "--stall-timeout",
+    "timeline": "--timeline",
+}
+_PASSED_FLAGS = {
+    "no_prefix": "--no-prefix",
+    "no_watch": "--no-watch",
+    "strict": "--strict",
+    "tee": "--tee",
+    "as_horovod": "--as-horovod",
 }
 
 
@@ -77,7 +86,8 @@ def _launcher(choices: Choices, nodes: int, node: int, workers: int) -> list[str
         value, default = getattr(choices, name), Choices.__dataclass_fields__[name].default
         words += [flag, str(value)] if value != default else []
     words += ["--preload", ",".join(choices.preload)] if choices.preload else []
-    words += ["--no-prefix"] if choices.no_prefix else []
+    for name, flag in _PASSED_FLAGS.items():
+        words += [flag] if getattr(choices, name) else []
     words += ["-m"] if choices.module else []
     return [*words, choices.program[0], "--", *choices.program[1:]]
 

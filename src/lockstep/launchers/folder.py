@@ -28,6 +28,7 @@ class Report:
         checkpoint: what it saved before it stopped.
         packed: the exception itself as `call.pack` and Base64 make it text, where it is one of Lockstep's; else "".
         in_collective: whether it was raised while talking to other ranks, as it is where one of them has left.
+        is_joint: whether it only says what the report of all ranks says.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Report:
     checkpoint: str | None = None
     packed: str = ""
     in_collective: bool = False
+    is_joint: bool = False
 
     @property
     def stopped(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -22,11 +23,19 @@ from .outcome import Ending, conclude, first_failure
 from .streams import Streams
 from .supervision import Supervision
 from .sweep import sweep
+from .watching import Watching
 
 __all__ = ["Job", "run"]
 
 # An end is noticed at once in any case. At 50 ms this took 1.4 % of a core, which as many workers as cores would miss.
 POLL_SECONDS = 0.2
+
+WORDS_SECONDS = 4.0
+"""Seconds that workers have to find out that one of their group has ended, and to say so; they need one or two."""
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -39,7 +48,7 @@ class Job:
         options: how many workers, and how they are run.
         meeting: where the nodes meet.
         streams: where the workers write.
-        restarted: called when workers are about to be started afresh, with what happened.
+        tell: shows the launcher's own words.
         first_rank: the rank of this node's first worker, once the nodes have met.
         is_over: whether the job has ended for a reason that lies with another node.
         why: that reason; "" where this node's workers had failed before.
@@ -50,7 +59,7 @@ class Job:
     options: Options
     meeting: Meeting
     streams: Streams
-    restarted: Callable[[str], None] = print
+    tell: Callable[[str], None] = _print
     first_rank: int = 0
     signals: list[int] = field(default_factory=list)
     watch: Supervision | None = None
@@ -58,16 +67,35 @@ class Job:
     why: str = ""
     has_noted: bool = False
 
+    def __post_init__(self) -> None:
+        self.watching = Watching(self.folder.name, self.options.watch, self.options.debug_rank, self.tell)
+        self._words_due = 0.0
+
     def begin(self, attempt: int, first_rank: int) -> None:
         """Make ready for the workers that the agent is about to start."""
         if self.watch is not None:
             failure = first_failure(self.ending({}))
-            self.restarted("workers are started afresh" + (f" after {str(failure).splitlines()[0]}" if failure else ""))
+            self.tell("workers are started afresh" + (f" after {str(failure).splitlines()[0]}" if failure else ""))
         self.first_rank = first_rank
         folder = Folder(self.folder).attempt(attempt)
         folder.path.mkdir(mode=0o700)
         options = self.options
+        self.watching.begin(attempt, first_rank, options.workers)
+        self._words_due = 0.0
         self.watch = Supervision(folder, range(options.workers), self.signals, options.patience, options.grace)
+
+    def awaits_words(self) -> bool:
+        """Whether workers that were in a group with one that has ended may still say what they know of it."""
+        if self.watch is None or self.signals:
+            return False
+        self._words_due = self._words_due or time.monotonic() + WORDS_SECONDS
+        silent = [rank for rank in range(self.options.workers) if not self.watch.folder.has_ended(rank)]
+        states, first = self.watching.states(), self.first_rank
+        speaking = [first + rank for rank in silent if states.get(first + rank, "runs") in ("waits", "runs")]
+        if time.monotonic() < self._words_due and self.watching.are_recorded(speaking):
+            return True
+        self.watch.end(rank for rank in silent if states.get(first + rank) == "frozen")  # it does not hear anything
+        return False
 
     def ending(self, codes: dict[int, int]) -> Ending:
         """What is known of the last attempt; `codes` are exit codes by local rank."""
@@ -75,7 +103,8 @@ class Job:
         if watch is None:
             return Ending(signals=list(self.signals), workers=size)
         lost, at = watch.lost, watch.checked
-        return Ending(watch.reports(), lost, codes, list(self.signals), watch.killed, size, first, at)
+        report = self.watching.report()
+        return Ending(watch.reports(), lost, codes, list(self.signals), watch.killed, size, first, at, report)
 
 
 def run(task: Callable[[], object], job: Job) -> dict[int, Any]:
@@ -98,12 +127,15 @@ def run(task: Callable[[], object], job: Job) -> dict[int, Any]:
         elastic = _agent_for(task, setup, job)
         try:
             result = _supervise(elastic, job)
+            ended = job.watch.ended if job.watch is not None else set()
+            codes = {rank: code for rank, code in elastic.codes.items() if code and rank not in ended}
+            ending = job.ending(codes)
         finally:
             sweep(run_id, spare_children=True)
+            job.watching.close()
     if job.why and not job.signals:
         raise LockstepError(f"the run was ended: {job.why}")  # the workers have been ended because of that
-    failed = {} if isinstance(result, Exception) else result.failures
-    conclude(job.ending({rank - job.first_rank: failure.exitcode for rank, failure in failed.items()}))
+    conclude(ending)
     if isinstance(result, Exception):
         raise LockstepError(f"the workers could not be run: {type(result).__name__}: {result}") from result
     return result.return_values
@@ -113,8 +145,8 @@ def _agent_for(task: Callable[[], object], setup: worker.Setup, job: Job) -> age
     # The fork server has the variables of the first launch; workers get those of now.
     inherited = environment.variables()
     own = environment.variables_for_workers(setup.run_id, setup.threads, time_file(job.folder), job.options.debug_rank)
-    variables = agent.Variables(inherited, own)
-    return agent.make_agent(worker.main, (task, setup), job.options, variables, job.meeting, job.begin)
+    variables = agent.Variables(inherited, lambda attempt: own | job.watching.variables(attempt))
+    return agent.make_agent(worker.main, (task, setup), job.options, variables, job.meeting, job)
 
 
 def _supervise(elastic: agent.Agent, job: Job) -> RunResult | Exception:
@@ -146,6 +178,7 @@ def _look(elastic: agent.Agent, job: Job) -> None:
     if job.signals and not job.has_noted:
         job.has_noted = True
         job.meeting.note_interruption(job.signals[0])
+    job.watching.pass_on()
     watch = job.watch
     if watch is not None and not watch.check(is_over=job.is_over) and watch.is_late:
         elastic.give_up()

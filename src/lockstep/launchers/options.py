@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GRACE", "PATIENCE", "Options"]
+__all__ = ["GRACE", "PATIENCE", "Options", "Watch"]
 
 GRACE = 120.0
 """Seconds to finish a step and save. At the 100 MB/s of a slow disk that is a checkpoint of 12 GB; who does not want to
@@ -12,6 +12,23 @@ wait for it sends a second signal."""
 
 PATIENCE = 1.0
 """Seconds to leave for a program that does not say that it needs time."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What has been chosen for the watch over ranks that wait for each other; None: what the environment says.
+
+    Attributes:
+        mode: "on", "strict" or "off".
+        stall_timeout: seconds after which ranks that do not come are an error.
+        timeline: a folder for the records of all collectives.
+        folder: the folder for the workers' output, for those who look for the job by it.
+    """
+
+    mode: str | None = None
+    stall_timeout: float | None = None
+    timeline: str | None = None
+    folder: str = ""
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,7 @@ class Options:
         restarts: how often workers are started afresh when some have failed.
         start_method: "forkserver", or "spawn" for processes that begin from nothing.
         debug_rank: the rank that has the terminal to itself.
+        watch: the watch over them.
     """
 
     workers: int
@@ -35,3 +53,4 @@ class Options:
     restarts: int = 0
     start_method: str = "forkserver"
     debug_rank: int | None = None
+    watch: Watch = Watch()

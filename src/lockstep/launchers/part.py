@@ -11,7 +11,7 @@ from .. import environment
 from ..errors import ConfigError
 from .choices import Choices
 from .fork_server import start_fork_server
-from .options import PATIENCE, Options
+from .options import PATIENCE, Options, Watch
 from .screen import Screen
 from .script import Script
 
@@ -37,12 +37,19 @@ def run_part(script: Script, choices: Choices, workers: int, screen: Screen, mee
     threads = _threads(choices, workers)
     if not choices.quiet:
         screen.tell(_greeting(workers, threads, choices))
-    options = Options(
-        workers, threads, choices.grace, PATIENCE, choices.restarts, choices.start_method, choices.debug_rank
-    )
+    method, debug_rank = choices.start_method, choices.debug_rank
+    watch = _watch(choices)
+    options = Options(workers, threads, choices.grace, PATIENCE, choices.restarts, method, debug_rank, watch)
     folder = Path(choices.output_dir) if choices.output_dir is not None else None
-    alone = workers == 1 and meeting.nodes == 1
-    program.run_program(script, options, program.Output(screen, folder, direct=alone), meeting)
+    alone = workers == 1 and meeting.nodes == 1 and folder is None
+    program.run_program(script, options, program.Output(screen, folder, alone, choices.tee), meeting)
+
+
+def _watch(choices: Choices) -> Watch:
+    mode = "off" if choices.no_watch else "strict" if choices.strict else None
+    timeline = None if choices.timeline is None else str(Path(choices.timeline).absolute())
+    folder = "" if choices.output_dir is None else str(Path(choices.output_dir).absolute())
+    return Watch(mode, choices.stall_timeout, timeline, folder)
 
 
 def default_workers() -> int:
@@ -60,7 +67,9 @@ def _threads(choices: Choices, workers: int) -> int:
 def _greeting(workers: int, threads: int, choices: Choices) -> str:
     of = f"{threads} thread{'s'[: threads != 1]}" + (" each" if workers > 1 else "")
     text = f"lockstep run: {workers} worker{'s'[: workers != 1]}, {of} ({environment.usable_cores()} cores)"
-    return text + (f", output in {choices.output_dir}/rank-*.log" if choices.output_dir is not None else "")
+    if choices.output_dir is None:
+        return text
+    return f"{text}, output in {choices.output_dir}/" + ("rank.*/std*" if choices.tee else "rank-*.log")
 
 
 def check_debug_rank(choices: Choices, ranks: int) -> None:

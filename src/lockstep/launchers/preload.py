@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import torch.distributed.elastic.multiprocessing.api  # noqa: F401
 
+from ..watch import hooks  # noqa: F401
 from . import worker  # noqa: F401
 
 __all__: list[str] = []

@@ -11,7 +11,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import watch
 from ..errors import ConfigError
+from ..registry import import_object
 
 __all__ = ["Script"]
 
@@ -24,11 +26,13 @@ class Script:
         name: path of a file (or of a folder or archive with a `__main__.py`), or a module's name.
         arguments: what the program finds in `sys.argv` after its own name.
         is_module: whether `name` is a module's.
+        before: `module:function` of what is called first, or "".
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    before: str = ""
 
     def check(self) -> None:
         """Raise ConfigError where there is no such file; a module is looked for by the workers."""
@@ -44,10 +48,15 @@ class Script:
         sys.argv = [self.name, *self.arguments]
         sys.path[0] = str(Path.cwd()) if self.is_module else str(Path(self.name).resolve().parent)
         try:
+            if self.before:
+                import_object("before", self.before)()
             if self.is_module:
                 runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(self.name, run_name="__main__")
+        except BaseException as error:
+            watch.raised(error)  # its threads may never end, and the other ranks need not wait for that
+            raise
         finally:
             _finish()
 

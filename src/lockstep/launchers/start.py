@@ -11,6 +11,8 @@ from .script import Script
 
 __all__ = ["start"]
 
+_HOROVOD = "lockstep.doors.horovod.as_horovod:enter"  # above this floor: the worker imports it when it is asked to
+
 
 def start(choices: Choices) -> None:
     """Run the program to its end.
@@ -22,7 +24,8 @@ def start(choices: Choices) -> None:
         LockstepError: when workers cannot be started.
     """
     choices = _with_place(choices)
-    script = Script(choices.program[0], choices.program[1:], choices.module)
+    before = _HOROVOD if choices.as_horovod else ""
+    script = Script(choices.program[0], choices.program[1:], choices.module, before)
     if choices.hosts:
         from . import remote
 

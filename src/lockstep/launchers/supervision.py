@@ -28,6 +28,7 @@ class Supervision:
         patience: seconds that workers may take to leave after a signal.
         grace: the same where one of them has asked for time, to save what it has.
         lost: the ranks that had died, at the first check at which any had.
+        ended: the ranks that have been killed here, whose exit codes therefore say nothing.
         checked: when the check before that was made, in nanoseconds since the epoch: they were alive then.
         killed: whether time ran out and the rest was killed.
     """
@@ -39,6 +40,7 @@ class Supervision:
     grace: float
     lost: list[int] = field(default_factory=list)
     killed: bool = False
+    ended: set[int] = field(default_factory=set)
     checked: int = field(default_factory=time.time_ns)
     _told: set[int] = field(default_factory=set)
     _deadline: float = float("inf")
@@ -67,7 +69,7 @@ class Supervision:
         self._set_deadline(failed or is_over or (agent_is_gone and not self._asked))
         if agent_is_gone:
             # it would have told them that they may leave
-            self._end(rank for rank in present if self.folder.is_finished(rank))
+            self.end(rank for rank in present if self.folder.is_finished(rank))
         if present and self.is_late:
             self.kill()
         return bool(present)
@@ -81,10 +83,12 @@ class Supervision:
     def kill(self) -> None:
         """End every worker that is there, and the processes that it has started, at once."""
         self.killed = True
-        self._end(self.ranks)
+        self.end(self.ranks)
 
-    def _end(self, ranks: Iterable[int]) -> None:
-        for pid in self.folder.present(ranks).values():
+    def end(self, ranks: Iterable[int]) -> None:
+        """The same for some of them."""
+        for rank, pid in self.folder.present(ranks).items():
+            self.ended.add(rank)
             # The group holds what the worker has started. A worker makes its group just after it has shown up.
             for send in (os.killpg, os.kill):
                 with suppress(ProcessLookupError):

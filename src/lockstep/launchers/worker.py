@@ -21,8 +21,10 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ..environment import attempt
+from .. import watch
+from ..environment import attempt, watch_dir
 from ..errors import InterruptedRunError, LockstepError
+from ..transports.shm import host
 from .call import pack
 from .folder import Folder, Report
 from .streams import Streams
@@ -40,7 +42,11 @@ COMPANY_SECONDS = 1.0
 
 PR_SET_PDEATHSIG = 1
 
-_TALKING = ("torch.distributed.", "torch.autograd.", "torch.nn.parallel.", f"{__package__.split('.')[0]}.transports.")
+_OWN = __package__.partition(".")[0]
+_TALKING = (
+    *("torch.distributed.", "torch.autograd.", "torch.nn.parallel."),
+    *(f"{_OWN}.transports.", f"{_OWN}.doors.horovod."),
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ def main(task: Callable[[], object], setup: Setup, local_rank: str) -> object:
         setup.folder.enter(rank)
         _settle(setup, rank)
         value = task()
+        watch.left()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     except InterruptedRunError as error:
@@ -82,6 +89,7 @@ def main(task: Callable[[], object], setup: Setup, local_rank: str) -> object:
         value = None
     except BaseException as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        watch.raised(error)
         report = _report(rank, error, setup)
         if report.exit_code:
             _fail(report, setup)
@@ -102,6 +110,7 @@ def _settle(setup: Setup, local_rank: int) -> None:
         if isinstance(text, io.TextIOWrapper):
             text.reconfigure(line_buffering=True)
     torch.set_num_threads(setup.threads)
+    watch.install(host.host_key, lasting=True)
 
 
 def refuse_bad_fork() -> None:
@@ -128,7 +137,9 @@ def _end_with_launcher(setup: Setup) -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()  # reads a pipe whose other end only the launcher holds
-    shutil.rmtree(setup.folder.path.parent, ignore_errors=True)
+    recordings = watch_dir()
+    for folder in (setup.folder.path.parent, *([recordings.parent] if recordings is not None else [])):
+        shutil.rmtree(folder, ignore_errors=True)
     sweep(setup.run_id, spare_children=False)
     os.killpg(os.getpid(), signal.SIGKILL)
 
@@ -148,6 +159,7 @@ def _report(rank: int, error: BaseException, setup: Setup) -> Report:
         error.checkpoint if isinstance(error, InterruptedRunError) else None,
         _packed(error) if isinstance(error, LockstepError) and not stopped else "",
         _is_in_collective(error),
+        is_joint=bool(getattr(error, "report_json", "")),
     )
 
 
@@ -199,7 +211,7 @@ def _fail(report: Report, setup: Setup) -> None:
     setup.folder.write(report)
     if report.after or report.packed:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if report.after:
+        if report.after and not report.is_joint:
             time.sleep(FOLLOW_SECONDS)
         else:
             _await_others(setup)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .make import pipeline
-from .pipeline import Pipeline
+from .pipe import Pipeline
 
 __all__ = ["Pipeline", "pipeline"]

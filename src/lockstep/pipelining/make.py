@@ -13,7 +13,7 @@ from ..communicator.place import carriers_of
 from ..errors import ConfigError, unknown_name
 from ..strategies.consistency import make_same
 from .cutting import begins, refuse_shared, sequence
-from .pipeline import Pipeline
+from .pipe import Pipeline
 from .schedules import SCHEDULES
 from .tracing import traced
 

@@ -66,7 +66,8 @@ class Meeting:
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of all shards' `values`, in the association of `tree`."""
-        return total(self.table(values.reshape(-1)), torch.add).view_as(values)
+        summed: torch.Tensor = total(self.table(values.reshape(-1)), torch.add)
+        return summed.view_as(values)
 
     def run(self, bodies: Sequence[Callable[[], T]], threads: int | None) -> list[T]:
         """Call `bodies`, one for each shard of this worker; they meet each other. Returns what they return.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..data.loader import Batch
 from ..errors import DataError, DivergedError
 from ..randomness import seed_torch
+from ..recorder import note_samples
 from ..shards import mix
 from ..strategies.base import Strategy
 from .arguments import check_step, choose, learning_rate_factor, parameters_of
@@ -154,6 +155,7 @@ class TrainStep:
             result.check()
         self._update(batch.global_size / count)
         self.steps_done += 1
+        note_samples(batch.size)
         return result
 
     def _take_groups(self) -> None:

@@ -59,8 +59,10 @@ class Connection:
         """
         self._held.append(work)
         del work
-        while not self._held[-1].is_completed():
+        while self._held and not self._held[-1].is_completed():
             yield _others
+        if not self._held:  # another thread has hung up
+            raise TransportError("shm: this group has been destroyed, or cannot be used since an earlier error")
         try:
             self._held.pop().wait()
         except RuntimeError as error:

@@ -46,6 +46,7 @@ class Board:
         self._mine = rank * _WORDS
         self._others = tuple((i, i * _WORDS) for i in range(self.size) if i != rank)
         self._peers: Peers | None = None
+        self.given_up = ""  # why waits of this rank are to end, if they are
         self.state = make_state(segment, layout, rank)
 
     def open(self, pid: int) -> None:
@@ -129,8 +130,11 @@ class Board:
         Raises:
             RankLostError: it has ended, or has left the group; or another rank has given up because of that.
             StallError: more than `timeout` seconds have been `waited`, here or where a rank has given up.
-            TransportError: a rank has given up for another reason; its words are in the message.
+            TransportError: a rank has given up for another reason; its words are in the message. Or this one has, in
+                another thread.
         """
+        if self.given_up:
+            raise TransportError(f"shm: this rank gave up: {self.given_up}")
         for rank, block in self._others:
             if self._words[block + _STATE] == _FAILED:
                 raise self._failure(rank)

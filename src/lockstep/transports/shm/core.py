@@ -155,9 +155,13 @@ class Core:
         return work
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
-        """Give up the group: every wait of the others ends with `reason`, and an error of the kind of `error`."""
+        """Give up the group: every wait of the others ends with `reason`, and an error of the kind of `error`.
+
+        So do the waits of this rank, in whatever thread.
+        """
         self._broken = self._broken or reason
         if self._parts is not None:
+            self._parts.board.given_up = self._broken
             self._parts.board.fail(reason, error)
             self.on_end()
 

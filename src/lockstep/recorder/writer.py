@@ -1,0 +1,228 @@
+"""Writes one rank's recording: a few words and one record for each collective, in memory that others may read."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from .layout import DEPTH, HEADER, LANES, MAGIC, PHASES, RECORD, RING, VERSION, WORDS, WORDS_BYTES, Layout, State
+from .places import rank_file
+from .texts import Texts
+
+__all__ = ["Call", "Recorder"]
+
+_RUNS, _WAITS, _LEFT, _ENDED, _RAISED = range(len(PHASES))
+_AT = State()
+_LEFT_AT = RECORD.size - 4 - 5 * 4 - 8  # of the field that says when a collective was left
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a collective's record says beside where and when it was called.
+
+    Attributes:
+        fingerprint: of its operation, shapes, dtypes, reduction and root: 64 bits on which the ranks must agree.
+        text: the same in words.
+        number: of that text in the recording.
+    """
+
+    fingerprint: int
+    text: str
+    number: int
+
+
+class Recorder:
+    """The recording of this rank, which lies in `folder`.
+
+    A writer never waits and never asks the system for anything.
+
+    Args:
+        folder: of the job on this machine; it must be there.
+        rank: this rank in the job.
+        world_size: number of ranks.
+        host: name of this machine.
+        program: what is run.
+
+    Raises:
+        OSError: there is no room.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, host: str, program: str) -> None:
+        self.rank, self.world_size, self.layout = rank, world_size, Layout(world_size)
+        self.path, self.pid = rank_file(folder, rank), os.getpid()
+        self._map = _make(self.path, self.layout.total)
+        self._look_at(memoryview(self._map))
+        self._rows, self._ring, self._heads = self.layout.rows >> 3, self.layout.ring, self.layout.heads >> 3
+        self.texts = Texts(self.memory, self.layout.texts)
+        self.count = 0  # of records
+        self.batch, self.loop = -1, 0
+        self._lanes: list[int] = [0] * LANES  # the number of the use of each lane; the oldest left one is used again
+        self._uses = 0
+        now = time.monotonic()
+        offset = time.time() - now
+        names = host.encode(errors="replace")[:64], program.encode(errors="replace")[:256]
+        for word, value in ((_AT.since, now), (_AT.heartbeat, now)):
+            self.reals[word] = value
+        self._signed[_AT.batch] = self._signed[_AT.samples] = -1
+        HEADER.pack_into(self.memory, 0, MAGIC, VERSION, rank, world_size, self.pid, now, offset, *names)
+
+    def _look_at(self, memory: memoryview) -> None:
+        self.memory = memory
+        self.words, self.reals, self._signed = memory.cast("Q"), memory.cast("d"), memory.cast("q")
+
+    def close(self) -> None:
+        """Let go of the memory; what is noted from here on nobody sees."""
+        views = (self.words, self.reals, self._signed, self.memory)
+        self._look_at(memoryview(bytearray(self.layout.total)))
+        self.texts.memory = self.memory
+        for view in views:
+            view.release()
+        self._map.close()
+
+    # groups
+
+    def open_lane(self, key: int) -> int:
+        """Room for the group `key`; its number."""
+        lane = min(range(LANES), key=self._lanes.__getitem__)
+        self._uses += 1
+        self._lanes[lane] = self._uses + (1 << 62)
+        self.words[(self.layout.lanes >> 3) + lane] = 0
+        start = self._rows + lane * DEPTH
+        for row in (*range(start, start + DEPTH), self._heads + lane):
+            self.words[row] = 0
+        self.words[(self.layout.lanes >> 3) + lane] = key
+        return lane
+
+    def close_lane(self, lane: int) -> None:
+        """The group has been left; others may still read what it has done, until the room is needed."""
+        self._uses += 1
+        self._lanes[lane] = self._uses
+
+    # collectives
+
+    def enter(
+        self, key: int, lane: int, sequence: int, call: Call, line: int, place: int, group: int, name: int, peer: int
+    ) -> int:
+        """Note that a collective begins; returns the number of its record.
+
+        Args:
+            key: of its group.
+            lane: of the group.
+            sequence: its number in the group, from 1; 0 for a message, which has none.
+            call: what it is.
+            line: 64 bits made of the user's source line.
+            place: number of the text of that line.
+            group: number of the text of the group's name.
+            name: number of the text of the name that the user has given the collective.
+            peer: the other rank of a message, or -1.
+        """
+        self.count = number = self.count + 1
+        words, at = self.words, self._ring + number % RING * RECORD.size
+        RECORD.pack_into(
+            self.memory,
+            at,
+            number,
+            key,
+            sequence,
+            call.fingerprint,
+            line,
+            self.batch,
+            self.loop,
+            time.monotonic(),
+            0.0,
+            call.number,
+            place,
+            group,
+            name,
+            peer,
+        )
+        if sequence:
+            words[self._rows + lane * DEPTH + sequence % DEPTH] = number
+            words[self._heads + lane] = sequence
+        words[_AT.records] = number
+        return number
+
+    def leave(self, number: int, now: float) -> None:
+        """Note that the collective of that record has ended."""
+        if number + RING > self.count:
+            self.reals[(self._ring + number % RING * RECORD.size + _LEFT_AT) >> 3] = now
+
+    def take_back(self, lane: int, sequence: int) -> None:
+        """The group's last collective has been refused before anything was sent."""
+        self.words[self._heads + lane] = sequence - 1
+        self.words[self._rows + lane * DEPTH + sequence % DEPTH] = 0
+
+    # the rank
+
+    def wait(self, number: int) -> None:
+        """Note that the rank is inside the blocking call of that record."""
+        self.words[_AT.since_record] = number
+        self.reals[_AT.since] = time.monotonic()
+        self.words[_AT.phase] = _WAITS
+
+    def run(self) -> float:
+        """Note that it computes again; returns the time."""
+        now, reals = time.monotonic(), self.reals
+        self.words[_AT.phase] = _RUNS
+        reals[_AT.waited] += now - reals[_AT.since]
+        reals[_AT.since] = now
+        return now
+
+    def beat(self) -> None:
+        """Note that the process is alive."""
+        self.reals[_AT.heartbeat] = time.monotonic()
+
+    def turn(self, phase: str) -> None:
+        """Note another phase."""
+        self.reals[_AT.since] = time.monotonic()
+        self.words[_AT.phase] = PHASES.index(phase)
+
+    @property
+    def phase(self) -> str:
+        """The phase that was noted last."""
+        return PHASES[self.words[_AT.phase]]
+
+    def note_batch(self, batch: int, loop: int) -> None:
+        """Note the batch, -1 for none, and the loop over batches that it belongs to, 0 for none."""
+        self.batch, self.loop = batch, loop
+        self._signed[_AT.batch] = batch
+        self.words[_AT.loop] = loop
+
+    def note_samples(self, samples: int) -> None:
+        """Note that so many more samples have been seen."""
+        self._signed[_AT.samples] = max(0, self._signed[_AT.samples]) + samples
+
+    def note(self, word: int, value: int) -> None:
+        """Set one of the words of `State`."""
+        self.words[word] = value
+
+    def say(self, text: str) -> None:
+        """Leave last words."""
+        data = text.encode(errors="replace")[-(WORDS_BYTES - 8) :]
+        self.words[WORDS >> 3] = 0
+        self.memory[WORDS + 8 : WORDS + 8 + len(data)] = data
+        self.words[WORDS >> 3] = len(data)
+
+    def count_message(self, peer: int, sent: bool) -> None:
+        """Note a message sent to `peer`, or waited for from it."""
+        start = self.layout.sent if sent else self.layout.received
+        self.words[(start >> 3) + peer] += 1
+
+
+def _make(path: Path, size: int) -> mmap.mmap:
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # in full: a file system without room is an error now and not a bus error later
+        os.posix_fallocate(descriptor, 0, size)
+        made = mmap.mmap(descriptor, size)
+        draft.rename(path)
+    except BaseException:
+        draft.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return made

@@ -1,0 +1,44 @@
+"""Finds ranks that wait for each other in vain, and says who is to blame."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+__all__ = ["install", "left", "raised", "uninstall"]
+
+
+def install(machine: Callable[[], str], lasting: bool = False) -> None:
+    """Watch every process group that is made from here on, unless LOCKSTEP_WATCH=off.
+
+    Args:
+        machine: gives a text that is the same for two processes if they can open each other's files.
+        lasting: also after the group of all ranks has been destroyed.
+
+    Raises:
+        ConfigError: a variable says something else than it can.
+    """
+    from . import hooks
+
+    hooks.install(machine, lasting)
+
+
+def uninstall() -> None:
+    """Watch nothing any more."""
+    from . import hooks
+
+    hooks.uninstall()
+
+
+def raised(error: BaseException) -> None:
+    """Tell the other ranks that this one ends with `error`; nothing where nobody watches."""
+    hooks = sys.modules.get(f"{__name__}.hooks")
+    if hooks is not None:
+        hooks.raised(error)
+
+
+def left() -> None:
+    """Tell the other ranks that this one has come to its end; nothing where nobody watches."""
+    hooks = sys.modules.get(f"{__name__}.hooks")
+    if hooks is not None:
+        hooks.left()

@@ -1,0 +1,161 @@
+"""What is known of ranks on other machines: one rank of each machine tells and asks for all of them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from . import machines
+from . import report as reports
+from .finding import Finding
+from .report import RankRow, Report
+from .rounds import PERIOD_S, Rounds
+from .telling import told_of
+
+if TYPE_CHECKING:
+    from .view import Session
+
+__all__ = ["Far"]
+
+_TIMEOUT = timedelta(seconds=5)
+
+
+class Far:
+    """See the module. Where all ranks are on one machine it does nothing.
+
+    Args:
+        session: of this process.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, met = session, session.met
+        self._rounds: Rounds | None = None
+        self._told: dict[int, Any] = {}
+        self._next = self._failing = 0.0
+        self._warned: dict[tuple[int, int], float] = {}
+        if len(met.machines) > 1:
+            self._machine = next(i for i, ranks in enumerate(met.machines) if session.rank in ranks)
+            store = met.store.clone() if hasattr(met.store, "clone") else met.store
+            store.set_timeout(_TIMEOUT)
+            self._rounds = Rounds(store, self._machine, len(met.machines))
+            if session.rank == met.machines[self._machine][0]:
+                self._rounds.begin()
+
+    def look(self) -> None:
+        """Tell and hear what is new, twice a second, if this rank speaks for its machine."""
+        rounds, now = self._rounds, time.monotonic()
+        if rounds is None or now < self._next or not self._speaks():
+            return
+        self._next = now + PERIOD_S
+        try:
+            rounds.tell(self._own())
+            report, self._told = rounds.hear()
+        except RuntimeError as error:
+            self._failing = self._failing or now
+            if now - self._failing > machines.SILENT_S:
+                self._session.fail(_cut_off(error))
+            return
+        self._failing = 0.0
+        if report:
+            self._take(report)
+        else:
+            self._judge(rounds)
+
+    def _speaks(self) -> bool:
+        """Whether this is the first of its machine's ranks that can speak."""
+        session = self._session
+        for rank in session.met.machines[self._machine]:
+            if rank == session.rank:
+                return True
+            peer = session.peers.get(rank)
+            able = peer is not None and peer.phase not in ("ended", "left") and rank not in session.health.gone
+            if able and not session.health.is_stopped(rank):
+                return False
+        return False
+
+    def _own(self) -> dict[str, Any]:
+        session = self._session
+        stopped = [rank for rank in session.peers if session.health.is_stopped(rank)]
+        near = {member.key for member in session.members if not member.far}
+        return told_of(session.recordings, session.health.gone, stopped, near)
+
+    def _judge(self, rounds: Rounds) -> None:
+        session = self._session
+        silent = self._silent()
+        if self._machine == 0:
+            finding = machines.compare(self._job(), self._told, silent, bool(session.uneven))
+            if finding is None and not session.limits.debugging:
+                finding = self._slow()
+        else:
+            finding = self._first_machine(silent[0])
+        if finding is not None:
+            session.fail(finding)
+
+    def _job(self) -> machines.Job:
+        session = self._session
+        return machines.Job(session.met.machines, {each.key: each.ranks for each in session.members if each.far})
+
+    def _silent(self) -> dict[int, float]:
+        """The seconds since something new was heard of each machine that is asked for."""
+        if self._rounds is None:
+            return {}
+        return {machine: self._rounds.silent_s(machine) for machine in range(len(self._session.met.machines))}
+
+    def _first_machine(self, silent_s: float) -> Finding | None:
+        if silent_s <= machines.SILENT_S + 1 or not any(member.first() for member in self._session.members):
+            return None
+        rows = self._told.get(0, {}).get("ranks", {})
+        if rows and all(row[0] in ("ended", "raised", "died") for row in rows.values()):
+            return None
+        return Finding(
+            "lost",
+            f"Nothing is heard of the machine of rank {self._session.met.machines[0][0]} for {silent_s:.1f} s.",
+            self._session.met.machines[0],
+        )
+
+    def _slow(self) -> Finding | None:
+        """Say which ranks come late, or that they have come too late."""
+        limits = self._session.limits
+        for key, sequence, seconds, what, late, waiting in machines.slow_of(self._job(), self._told):
+            if seconds >= limits.stall_s:
+                text = f"Ranks {late} did not come to {what} within {limits.stall_s:.0f} s."
+                return Finding("stall", text, tuple(late), "", "", key, sequence)
+            # ranks of one machine have told of each other
+            machine_of = {rank: i for i, ranks in enumerate(self._session.met.machines) for rank in ranks}
+            apart = {machine_of[rank] for rank in (*late, *waiting)}
+            if seconds > limits.warning_s and len(apart) > 1 and (key, sequence) not in self._warned:
+                self._warned = {(key, sequence): seconds}
+                self._session.say(f"slow: ranks {late} have not come to {what} for {seconds:.1f} s; {waiting} wait.")
+        return None
+
+    def _take(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            reports.write_once(self._session.folder, reports.from_json(text))
+        self._session.look()
+
+    def rows(self) -> dict[int, RankRow]:
+        """What is known of each rank on other machines."""
+        return machines.rows_of(self._job(), self._told, self._silent())
+
+    def tell(self, report: Report) -> None:
+        """Let the other machines know of a report."""
+        if self._rounds is not None:
+            with suppress(RuntimeError):  # they will hear nothing of this machine any more, and know
+                self._rounds.report(report.to_json())
+
+    def close(self) -> None:
+        """Ask no more, and let the others know how this machine's ranks have ended."""
+        if self._rounds is not None and self._speaks():
+            with suppress(RuntimeError, OSError, ValueError):
+                self._rounds.tell(self._own())
+
+
+def _cut_off(error: RuntimeError) -> Finding:
+    return Finding(
+        "lost",
+        "The job's store cannot be reached any more: the machine that keeps it, or the way to it, is lost.",
+        (),
+        str(error)[:200],
+    )

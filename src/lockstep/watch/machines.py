@@ -1,0 +1,162 @@
+"""What is wrong between machines, of what each of them has told (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .finding import Finding
+from .report import Call, RankRow
+
+__all__ = ["SILENT_S", "Job", "compare", "rows_of", "slow_of"]
+
+SILENT_S = 3.0  # a machine of which nothing is heard for so long, while others wait for its ranks, is lost
+
+Told = Mapping[int, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Ranks of one machine of which the same is told in one group; see `telling`."""
+
+    machine: int
+    ranks: tuple[int, ...]
+    head: int
+    waits: tuple[int, float] | None
+    records: Mapping[int, tuple[int, ...]]
+    texts: tuple[str, str]
+
+    def called(self) -> str:
+        """What they have called last."""
+        return f"{self.texts[0]} at {self.texts[1].partition(chr(10))[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Attributes: machines, the ranks of each; groups, the ranks of each group that is known here, by its key."""
+
+    machines: Sequence[Sequence[int]]
+    groups: Mapping[int, Sequence[int]]
+
+    def machine_of(self, rank: int) -> int:
+        """The number of a rank's machine."""
+        return next(number for number, ranks in enumerate(self.machines) if rank in ranks)
+
+
+def rows_of(job: Job, told: Told, silent: Mapping[int, float]) -> dict[int, RankRow]:
+    """What is known of every rank."""
+    rows: dict[int, RankRow] = {}
+    for machine, seconds in silent.items():
+        if seconds > SILENT_S:
+            note = f"nothing is heard of its machine for {seconds:.1f} s"
+            rows |= {rank: RankRow(rank, "lost", note) for rank in job.machines[machine]}
+    for machine, said in told.items():
+        for text, (state, note, host, pid, batch, waiting, call, words) in said.get("ranks", {}).items():
+            rank, made = int(text), None if call is None else Call(*call)
+            if silent.get(machine, 0.0) > SILENT_S and state not in ("ended", "raised", "died"):
+                state, note = "lost", f"nothing is heard of its machine for {silent[machine]:.1f} s"
+            rows[rank] = RankRow(rank, state, note, host, pid, batch, made, waiting, (), words)
+    return rows
+
+
+def compare(job: Job, told: Told, silent: Mapping[int, float], uneven: bool = False) -> Finding | None:
+    """The first thing that is wrong.
+
+    Args:
+        job: who is where.
+        told: by each machine.
+        silent: the seconds since something new was heard of each.
+        uneven: ranks have different numbers of batches on purpose.
+    """
+    rows = rows_of(job, told, silent)
+    for key, parts in _groups(job, told).items():
+        found = _differing(key, parts, uneven) or _never_coming(key, parts, rows)
+        if found is not None:
+            return found
+    raised = [row for row in rows.values() if row.state == "raised"]
+    if raised:
+        return Finding("raised", f"Rank {raised[0].rank} has raised {raised[0].note}.", (raised[0].rank,))
+    return None
+
+
+def slow_of(job: Job, told: Told) -> Iterator[tuple[int, int, float, str, list[int], list[int]]]:
+    """(group, sequence number, seconds, what, who has not come, who waits) of each collective that is waited in."""
+    for key, parts in _groups(job, told).items():
+        for part in parts:
+            if part.waits is not None:
+                sequence, seconds = part.waits
+                late = [rank for each in parts if each.head < sequence for rank in each.ranks]
+                if late:
+                    yield key, sequence, seconds, part.called(), sorted(late), list(part.ranks)
+
+
+def _groups(job: Job, told: Told) -> dict[int, list[_Part]]:
+    found: dict[int, list[_Part]] = {}
+    for machine, said in told.items():
+        for key, parts in said.get("groups", {}).items():
+            for ranks, head, waits, records, texts in parts:
+                kept = {record[0]: tuple(record[1:]) for record in records}
+                pair = (waits[0], waits[1]) if waits else None
+                found.setdefault(int(key), []).append(
+                    _Part(machine, tuple(ranks), head, pair, kept, (texts[0], texts[1]))
+                )
+    for number, members in job.groups.items():
+        known = {rank for part in found.get(number, []) for rank in part.ranks}
+        for rank in members:
+            if rank not in known:  # it has said nothing yet
+                silent = _Part(job.machine_of(rank), (rank,), 0, None, {}, ("", ""))
+                found.setdefault(number, []).append(silent)
+    return found
+
+
+def _differing(key: int, parts: list[_Part], uneven: bool) -> Finding | None:
+    first: dict[int, _Part] = {}  # by sequence number: all others are compared with the first that tells of it
+    for part in parts:
+        for sequence, record in part.records.items():
+            other = first.setdefault(sequence, part)
+            if record != other.records[sequence] and other.machine != part.machine:
+                found = _difference(key, sequence, other, part, uneven)
+                if found is not None:
+                    return found
+    return None
+
+
+def _difference(key: int, sequence: int, one: _Part, other: _Part, uneven: bool) -> Finding | None:
+    mine, theirs = one.records[sequence], other.records[sequence]
+    if mine[0] != theirs[0]:
+        told = [
+            f"rank {each.ranks[0]} called " + (each.called() if each.head == sequence else "something else")
+            for each in (one, other)
+        ]
+        advice = "Let every rank of the group call the same collectives in the same order."
+        sentence = f"As collective {sequence} of a group, {told[0]} and {told[1]}."
+        return Finding("desync", sentence, (), "", advice, key, sequence)
+    batches, same_loop = (mine[2], theirs[2]), mine[3] == theirs[3] and mine[3]
+    if same_loop and min(batches) >= 0 and batches[0] != batches[1] and not uneven:
+        ranks = one.ranks[0], other.ranks[0]
+        sentence = f"Rank {ranks[0]} is on batch {batches[0]}, rank {ranks[1]} is on batch {batches[1]}."
+        return Finding("batches", sentence, (), "", "", key, sequence)
+    return None
+
+
+def _never_coming(key: int, parts: list[_Part], rows: Mapping[int, RankRow]) -> Finding | None:
+    for part in parts:
+        if part.waits is None:
+            continue
+        for rank in (rank for each in parts if each.head < part.waits[0] for rank in each.ranks):
+            row = rows.get(rank)
+            if row is not None and row.state in _SENTENCES:
+                kind, text = _SENTENCES[row.state]
+                where = f" on {row.host}" if row.host else ""
+                sentence = f"Rank {rank}{where} {text} for it in {part.called()}."
+                return Finding(kind, sentence, (rank,), row.note, "", key, part.waits[0])
+    return None
+
+
+_SENTENCES = {
+    "died": ("lost", "died while others waited"),
+    "ended": ("left", "has come to its end while others waited"),
+    "frozen": ("frozen", "is stopped, and others wait"),
+    "lost": ("lost", "is not heard of any more, nor is its machine, and others wait"),
+}

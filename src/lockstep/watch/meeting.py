@@ -1,0 +1,121 @@
+"""Where the ranks of a job find each other's recordings: once, when their first group is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
+
+from .. import environment
+from ..errors import LockstepError
+from ..recorder import Recorder, Recording, places
+from . import jobs
+
+__all__ = ["Met", "meet", "program"]
+
+_PATIENCE = timedelta(seconds=20)  # others make the same group at this moment; one that does not watch says nothing
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a rank has learnt.
+
+    Attributes:
+        folder: with the recordings of this machine.
+        made: whether this job has made the folder, and removes it.
+        recorder: this rank's.
+        peers: recordings of the other ranks of this machine that watch, by rank.
+        store: where machines tell each other how their ranks do.
+        machines: the ranks that watch, machine by machine; this one's among them.
+    """
+
+    folder: Path
+    made: bool
+    recorder: Recorder
+    peers: dict[int, Recording]
+    store: Any
+    machines: tuple[tuple[int, ...], ...]
+
+
+def meet(store: Any, rank: int, world_size: int, machine: str) -> Met:
+    """Tell the others where this rank's recording lies, and learn about theirs; every rank must call it.
+
+    Args:
+        store: where the ranks meet.
+        rank: this rank.
+        world_size: number of ranks.
+        machine: a text that is the same for two ranks if they can open each other's files.
+
+    Raises:
+        OSError, LockstepError, RuntimeError: this rank cannot record, or cannot learn of the others.
+    """
+    turn = f"lockstep-watch/{store.add(f'lockstep-watch/turn/{rank}', 1)}"
+    mine = {"machine": machine, "pid": os.getpid(), "token": secrets.token_hex(6)}
+    said = _exchange(store, f"{turn}/who", rank, mine, world_size)
+    local = [each for each, text in said.items() if text["machine"] == machine]
+    folder, made = _folder(said, local, rank)
+    recorder = _record(folder, rank, world_size)
+    ready = _exchange(store, f"{turn}/recorded", rank, {"ready": recorder is not None}, world_size)
+    if recorder is None:
+        raise LockstepError(f"there is no room for a recording in {folder}")
+    peers = {}
+    for each in local:
+        if each != rank and ready.get(each, {}).get("ready"):
+            with suppress(OSError, ValueError):  # of another version, or gone already
+                peers[each] = Recording(places.rank_file(folder, each))
+    return Met(folder, made, recorder, peers, PrefixStore(turn, store), _machines(said))
+
+
+def _record(folder: Path, rank: int, world_size: int) -> Recorder | None:
+    try:
+        return Recorder(folder, rank, world_size, socket.gethostname(), program())
+    except OSError:
+        return None
+
+
+def _exchange(store: Any, topic: str, rank: int, said: dict[str, Any], count: int) -> dict[int, dict[str, Any]]:
+    """What each rank has said about `topic`; without those that have not come in time."""
+    store.set(f"{topic}/{rank}", json.dumps(said))
+    keys = [f"{topic}/{each}" for each in range(count)]
+    with suppress(RuntimeError):  # some have not come in time
+        store.wait(keys, _PATIENCE)
+    return {each: json.loads(store.get(key).decode()) for each, key in enumerate(keys) if store.check([key])}
+
+
+def _machines(said: dict[int, dict[str, Any]]) -> tuple[tuple[int, ...], ...]:
+    found: dict[str, list[int]] = {}
+    for rank, text in said.items():
+        found.setdefault(text["machine"], []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+def _folder(said: dict[int, dict[str, Any]], local: Sequence[int], rank: int) -> tuple[Path, bool]:
+    given = environment.watch_dir()
+    if given is not None:
+        if rank == local[0]:
+            (given / "report.json").unlink(missing_ok=True)  # of groups that have been destroyed since
+        return given, False
+    folder = jobs.make_base() / f"{said[local[0]]['token']}-{local[0]}" / "attempt-0"
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+    if rank == local[0]:
+        jobs.remove_dead()
+        about = (program(), os.getpid(), len(local), rank, time.time(), socket.gethostname(), str(Path.cwd()))
+        jobs.describe(folder, jobs.About(*about))
+    return folder, True
+
+
+def program() -> str:
+    """What is run, as it is typed."""
+    return " ".join(sys.argv)[:200]

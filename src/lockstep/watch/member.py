@@ -1,0 +1,191 @@
+"""This rank's part in one process group: its collectives are recorded, and compared before any data moves."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..recorder import Raw, Recording
+from .judge import differs
+from .places import digest
+
+if TYPE_CHECKING:
+    import torch
+
+    from .view import Session
+
+__all__ = ["Member", "Other", "Started"]
+
+_LONG_S = 1.0  # a process that has been stopped for so long may have been given up
+_AGAIN_S = 2e-3  # what is seen to differ is read once more after so long: it may have been read while it was written
+
+
+@dataclass
+class Other:
+    """Another rank of the group, on this machine. Attributes: lane, of the group in its recording; -1: not known."""
+
+    rank: int
+    recording: Recording
+    lane: int = -1
+
+    def at(self, key: int) -> int:
+        """Where its recording has the group `key`; -1 where it has not made it (yet)."""
+        if self.lane < 0 or not self.recording.has_lane(self.lane, key):
+            self.lane = self.recording.lane(key)
+        return self.lane
+
+
+@dataclass(eq=False, slots=True)
+class Started:
+    """A collective that may still be under way. Attributes: work, what c10d knows of it; None for a blocking one."""
+
+    number: int
+    sequence: int
+    entered: float
+    work: Any = None
+
+
+class Member:
+    """See the module.
+
+    Args:
+        session: of this process.
+        name: of the group in c10d.
+        title: of the group for the user, "" for that of all ranks.
+        ranks: of its members in the job.
+        uses: how many groups of that name and those ranks this rank has made before.
+    """
+
+    def __init__(self, session: Session, name: str, title: str, ranks: Sequence[int], uses: int) -> None:
+        self.session, self.title, self.ranks = session, title, tuple(ranks)
+        self.key = digest(f"{name} {self.ranks} {uses}")
+        self.sequence = 0
+        self.started: deque[Started] = deque()
+        self.inside: set[int] = set()  # threads that are in a call
+        recorder = session.recorder
+        self.lane = recorder.open_lane(self.key)
+        self.title_number = recorder.texts.number(title)
+        own = self.ranks.index(recorder.rank)
+        around = (*self.ranks[own + 1 :], *self.ranks[:own])
+        self.others = [Other(rank, session.peers[rank]) for rank in around if rank in session.peers]
+        self.far = tuple(rank for rank in around if rank not in session.peers)
+
+    def enter(self, operation: str, key: tuple[Any, ...], peer: int = -1) -> Started:
+        """Record that this rank calls a collective, and compare it with what others have called.
+
+        Raises:
+            DesyncError: they have called something else.
+        """
+        session = self.session
+        if session.error is not None:
+            session.check()
+        recorder, name = session.recorder, session.current.thread.name
+        call = session.signs.of(operation, key, name)
+        place = session.places.of(sys._getframe(1))
+        name_number = recorder.texts.number(name) if name else 0
+        with session.lock:
+            sequence = 0
+            if peer < 0:
+                sequence = self.sequence = self.sequence + 1
+            number = recorder.enter(
+                self.key, self.lane, sequence, call, place.line, place.text, self.title_number, name_number, peer
+            )
+            started = Started(number, sequence, time.monotonic())
+            if sequence:
+                self.reap()
+                self.started.append(started)
+        if started.entered - session.looked > _LONG_S and session.look():
+            session.check()
+        if sequence:
+            self._compare(number, sequence, call.fingerprint, place.line)
+        return started
+
+    def send_or_receive(self, operation: str, tensors: Sequence[torch.Tensor], peer: int) -> Started:
+        """Record a message to or from rank `peer` of the job; -1 for one from anybody."""
+        word = "to" if operation == "send" else "from"
+        key = tuple((tensor.shape, tensor.dtype) for tensor in tensors), (word, peer if peer >= 0 else "any rank")
+        started = self.enter("recv" if word == "from" else "send", key, peer if peer >= 0 else self.session.rank)
+        if peer >= 0:
+            self.session.recorder.count_message(peer, sent=word == "to")
+        return started
+
+    def leave(self, started: Started, now: float) -> None:
+        """Record that a collective has ended."""
+        self.session.recorder.leave(started.number, now)
+        if started.sequence:
+            with self.session.lock:
+                if started in self.started:
+                    self.started.remove(started)
+
+    def take_back(self, started: Started) -> None:
+        """The call was refused before anything was sent."""
+        with self.session.lock:
+            if started.sequence and started.sequence == self.sequence:
+                self.sequence -= 1
+                self.session.recorder.take_back(self.lane, started.sequence)
+
+    def reap(self) -> None:
+        """Record the end of those that have ended by themselves."""
+        while self.started and self.started[0].work is not None and self.started[0].work.is_completed():
+            self.session.recorder.leave(self.started.popleft().number, time.monotonic())
+
+    def _compare(self, number: int, sequence: int, fingerprint: int, line: int) -> None:
+        # one that has come is enough: those that have come before it were compared with each other
+        recorder, key = self.session.recorder, self.key
+        expected = (key, sequence, fingerprint, line, recorder.batch, recorder.loop)
+        for other in self.others:
+            lane = other.at(key)
+            theirs = other.recording.row(lane, sequence) if lane >= 0 else 0
+            if not theirs:
+                continue
+            fields = other.recording.fields(theirs)
+            if fields[1:7] == expected:
+                return
+            if fields[:3] == (theirs, key, sequence):
+                own = self.session.own.raw(number)
+                if own is not None:
+                    self.judge(own, other)
+                return
+
+    def judge(self, own: Raw, other: Other) -> None:
+        """Look closely at two records of one collective that are not the same in every respect."""
+        session = self.session
+        raw = self.record_of(other, own.sequence)
+        kind = differs(own, raw, bool(session.uneven)) if raw is not None else ""
+        if raw is None or not kind or (kind == "lines" and session.has_told(own, raw)):
+            return
+        time.sleep(_AGAIN_S)
+        raw = self.record_of(other, own.sequence)
+        if raw is not None:
+            session.compare(self, own, other, raw)
+
+    def record_of(self, other: Other, sequence: int) -> Raw | None:
+        """The record of another rank's collective of that number, while it is kept; None where it has not come."""
+        lane = other.at(self.key)
+        theirs = other.recording.row(lane, sequence) if lane >= 0 else 0
+        raw = other.recording.raw(theirs) if theirs else None
+        return raw if raw is not None and raw.key == self.key and raw.sequence == sequence else None
+
+    def missing(self, sequence: int) -> list[int]:
+        """The other ranks of this machine that have not come to that collective."""
+        late = []
+        for other in self.others:
+            lane = other.at(self.key)
+            if lane < 0 or other.recording.head(lane) < sequence:
+                late.append(other.rank)
+        return late
+
+    def first(self) -> Started | None:
+        """This rank's first collective that has not ended."""
+        with self.session.lock:
+            self.reap()
+            return next(iter(self.started), None)
+
+    def close(self) -> None:
+        """The group has been left."""
+        self.session.recorder.close_lane(self.lane)
+        self.started.clear()

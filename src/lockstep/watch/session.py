@@ -1,0 +1,263 @@
+"""The watch of this process while it has groups: what it records, whom it knows, and what has gone wrong."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from .. import environment
+from ..errors import LockstepError, TransportError
+from ..recorder import Log, Raw, Recording, current, places
+from ..recorder.layout import State
+from . import blame, judge, notes, reporting
+from . import report as reports
+from .delivery import Doorbell
+from .ending import Ending
+from .far import Far
+from .finding import Finding
+from .health import Health
+from .limits import Limits
+from .meeting import Met
+from .member import Member, Other, Started
+from .places import Places
+from .signs import Signs
+from .sockets import Sockets
+from .stacks import StackFile, ask
+from .watcher import Watcher
+
+__all__ = ["Session"]
+
+
+class Session:
+    """See the module.
+
+    Args:
+        met: what this rank has learnt of the others.
+        limits: what the user wants.
+    """
+
+    def __init__(self, met: Met, limits: Limits) -> None:
+        self.folder, self.recorder, self.peers, self.limits = met.folder, met.recorder, met.peers, limits
+        self.rank = met.recorder.rank
+        self.own = Recording(places.rank_file(met.folder, self.rank))
+        self.recordings = dict(sorted({**met.peers, self.rank: self.own}.items()))
+        self.met, self.current = met, current
+        self.lock = threading.RLock()
+        self.members: list[Member] = []
+        self.error: TransportError | None = None
+        self.delivered = threading.Event()  # the main thread has got the error
+        self.uneven = 0  # whether ranks have different numbers of batches on purpose
+        self.inside: set[int] = set()  # threads that are in a blocking call
+        texts = met.recorder.texts
+        self.signs, self.places = Signs(texts.number), Places(texts.number)
+        texts.on_turn = self._forget_texts
+        self.health = Health({rank: recording.pid for rank, recording in met.peers.items()})
+        self.stacks = StackFile(met.folder, met.recorder)
+        self.sockets = Sockets()
+        self.groups: dict[Any, Member] = {}
+        self.is_ending = False  # the program is over, or has raised an exception
+        self.far = Far(self)
+        self._made: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._threads: set[int] = set()  # that have ever waited
+        self.looked = time.monotonic()  # when the watcher has last looked
+        self._told: set[tuple[int, ...]] = set()
+
+    def start(self, end: Callable[[], None], log: Log | None) -> None:
+        """Begin to watch. `end` is called when the program ends; `log` gets all records."""
+        self.doorbell = Doorbell(self)
+        self._ending = Ending(self, end)
+        self._watcher = Watcher(self, log)
+
+    # groups
+
+    def join(self, name: str, title: str, ranks: tuple[int, ...]) -> Member:
+        """Take part in a group."""
+        uses = self._made[name, ranks] = self._made.get((name, ranks), 0) + 1
+        member = Member(self, name, title, ranks, uses)
+        with self.lock:
+            self.members.append(member)
+        return member
+
+    def forget(self, group: Any) -> None:
+        """`group` is about to be destroyed."""
+        member = self.groups.pop(group, None)
+        if member is not None:
+            group.watch_member = None
+            member.close()
+            with self.lock:
+                self.members.remove(member)
+
+    def leave_all(self) -> None:
+        """All groups are about to be destroyed: whoever waits for this rank shall know that it has not died."""
+        if self.recorder.phase not in ("raised", "ended"):
+            self.recorder.turn("left")
+
+    def waits_in(self) -> Raw | None:
+        """The record of the blocking call that this rank is in."""
+        number = self.own.word(State().since_record)
+        return self.own.raw(number) if self.recorder.phase == "waits" else None
+
+    def started(self, raw: Raw) -> Started:
+        """The collective or message of that record."""
+        return Started(raw.number, raw.sequence, raw.entered)
+
+    @contextmanager
+    def blocking(self, number: int) -> Iterator[None]:
+        """Around a wait for the collective of that record; raises what has gone wrong instead of a mere symptom."""
+        thread = threading.get_ident()
+        self.recorder.wait(number)
+        self.begin(thread)
+        try:
+            yield
+        except BaseException as error:
+            self.explain(error)
+            raise
+        finally:
+            self.inside.discard(thread)
+            self.recorder.run()
+
+    # what goes wrong
+
+    def compare(self, member: Member, own: Raw, other: Other, theirs: Raw) -> None:
+        """Two records of one collective seem to differ."""
+        kind = judge.differs(own, theirs, bool(self.uneven))
+        if kind == "lines" and not self.limits.strict:
+            self._tell_lines(own, other, theirs)
+        elif kind:
+            calls = self.own.record(own), other.recording.record(theirs)
+            found = judge.explain(kind, (self.rank, other.rank), calls)
+            kind = "desync" if kind == "lines" else found.kind
+            if self.recorder.phase == "runs":
+                self.recorder.wait(own.number)
+            self.fail(
+                Finding(kind, found.sentence, (), found.cause, found.advice, member.key, own.sequence), raises=True
+            )
+
+    def has_told(self, own: Raw, theirs: Raw) -> bool:
+        """Whether somebody knows already that these two lines have met, and that is no error."""
+        return not self.limits.strict and (own.line, theirs.line) in self._told
+
+    def _tell_lines(self, own: Raw, other: Other, theirs: Raw) -> None:
+        self._told |= {(own.line, theirs.line), (theirs.line, own.line)}
+        calls = self.own.record(own), other.recording.record(theirs)
+        found = judge.explain("lines", (self.rank, other.rank), calls)
+        with suppress(FileExistsError):  # the other rank has said it
+            (self.folder / f"lines-{own.line ^ theirs.line:x}").touch(exist_ok=False)
+            self.say(f"warning: {found.sentence} {found.cause} {found.advice}")
+
+    def say(self, text: str) -> None:
+        """Tell whoever looks at the screen."""
+        try:
+            notes.say(self.folder if environment.under_launcher() else None, text)
+        except OSError:  # the launcher has gone, or the disk is full
+            return
+
+    def fail(self, finding: Finding, raises: bool = False) -> None:
+        """Make a report, unless there is one, and take it up.
+
+        Raises:
+            DesyncError, RankLostError, StallError: with `raises`.
+        """
+        if self.error is None and not self.look():
+            try:
+                reports.write_once(self.folder, self.report(finding))
+            except OSError:  # no room: at least this rank says what is wrong
+                self.take(self.report(finding))
+            self.look()
+        if raises:
+            self.check()
+
+    def look(self) -> bool:
+        """Take up a report that somebody has made; whether there is one."""
+        path = self.folder / "report.json"
+        if self.error is None and path.exists():
+            try:
+                self.take(reports.read(path))
+            except LockstepError:  # the folder has gone: the job is over
+                return False
+        return self.error is not None
+
+    def take(self, report: reports.Report) -> None:
+        """Let every collective of this rank raise this report, and end the waits."""
+        with self.lock:
+            if self.error is not None:
+                return
+            self.error = blame.error_of(report)
+        self.far.tell(report)
+        self._end_waits()
+
+    def _end_waits(self) -> None:
+        self.sockets.shut()
+        for group in list(self.groups):
+            with suppress(Exception):  # it may be gone already
+                group.abort()
+
+    def report(self, finding: Finding) -> reports.Report:
+        """The report of a finding, with the stacks of the ranks that are in no collective."""
+        gone = self.health.look()
+        stopped = {rank for rank in self.peers if self.health.is_stopped(rank)}
+        running = [
+            each
+            for rank, each in self.recordings.items()
+            if rank not in gone and rank not in stopped and each.phase == "runs"
+        ]
+        found, rows = ask(self.folder, running), self.far.rows()
+        several = len(self.met.machines) > 1
+        for rank, each in self.recordings.items():
+            rows[rank] = reporting.row_of(each.state(), several, rank in gone, rank in stopped, found.get(rank, ()))
+        return reporting.make_report(finding, self.recordings, rows, self.recorder.world_size)
+
+    def explain(self, error: BaseException) -> None:
+        """Raise what an error comes from, if that is the end of the others and is known within a moment."""
+        blame.explain(self, error)
+
+    def check(self) -> None:
+        """Raise what has gone wrong, if anything has."""
+        if self.error is not None:
+            self.hand_over()
+            raise self.error
+
+    def hand_over(self) -> None:
+        """Note that the main thread gets the error."""
+        if threading.current_thread() is threading.main_thread():
+            self.delivered.set()
+
+    def begin(self, thread: int) -> None:
+        """Note that a thread is in a blocking call."""
+        self.inside.add(thread)
+        if thread not in self._threads:
+            self._threads.add(thread)
+            self.recorder.note(State().threads, len(self._threads))
+
+    def _forget_texts(self) -> None:
+        self.signs.forget()
+        self.places.forget()
+
+    def close(self) -> None:
+        """Watch no more, and leave nothing behind."""
+        self._watcher.stop()
+        self._ending.close()
+        self.doorbell.close()
+        self.far.close()
+        self.stacks.close()
+        self.health.close()
+        for group in list(self.groups):
+            group.watch_member = None
+        self.groups.clear()
+        for recording in self.recordings.values():
+            recording.close()
+        self.recorder.close()
+        if self.met.made:
+            self._remove()
+
+    def _remove(self) -> None:
+        """Remove this rank's files, and the folder with the last of them."""
+        with suppress(OSError):  # another rank has removed the folder
+            for name in (f"rank-{self.rank}", f"stack-{self.rank}"):
+                (self.folder / name).unlink(missing_ok=True)
+            if not any(self.folder.glob("rank-*")):
+                shutil.rmtree(self.folder.parent, ignore_errors=True)

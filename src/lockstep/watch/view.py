@@ -1,0 +1,81 @@
+"""What the parts of the watch see of the session that they belong to; see session.py."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import TransportError
+from ..recorder import Raw, Recorder, Recording
+from .finding import Finding
+from .health import Health
+from .limits import Limits
+from .meeting import Met
+from .places import Places
+from .signs import Signs
+
+__all__ = ["Session"]
+
+
+class Session(Protocol):
+    """See `session.Session`. Members are `member.Member`."""
+
+    rank: int
+    folder: Path
+    met: Met
+    limits: Limits
+    recorder: Recorder
+    own: Recording
+    peers: dict[int, Recording]
+    recordings: dict[int, Recording]
+    health: Health
+    signs: Signs
+    places: Places
+    lock: threading.RLock
+    members: list[Any]
+    error: TransportError | None
+    delivered: threading.Event
+    inside: set[int]
+    uneven: int
+    looked: float
+    is_ending: bool
+    doorbell: Any
+    far: Any
+    current: Any
+
+    def look(self) -> bool:
+        """Take up a report that somebody has made; whether there is one."""
+
+    def fail(self, finding: Finding, raises: bool = False) -> None:
+        """Make a report, unless there is one, and take it up."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong, if anything has."""
+
+    def explain(self, error: BaseException) -> None:
+        """Raise what an error comes from, if that is the end of the others and is known within a moment."""
+
+    def hand_over(self) -> None:
+        """Note that the main thread gets the error."""
+
+    def say(self, text: str) -> None:
+        """Tell whoever looks at the screen."""
+
+    def begin(self, thread: int) -> None:
+        """Note that a thread is in a blocking call."""
+
+    def blocking(self, number: int) -> Any:
+        """Around a wait for the collective of that record."""
+
+    def waits_in(self) -> Raw | None:
+        """The record of the blocking call that this rank is in."""
+
+    def started(self, raw: Raw) -> Any:
+        """The collective or message of that record."""
+
+    def has_told(self, own: Raw, theirs: Raw) -> bool:
+        """Whether somebody knows already that these two lines have met, and that is no error."""
+
+    def compare(self, member: Any, own: Raw, other: Any, theirs: Raw) -> None:
+        """Two records of one collective seem to differ."""

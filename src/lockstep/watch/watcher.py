@@ -1,0 +1,163 @@
+"""The thread that looks, ten times a second, whether the ranks still go together."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from ..recorder import Log
+from .causes import Cycle, has_raised, in_words, names, why_late
+from .delivery import deliver
+from .finding import Finding
+from .judge import differs
+from .stacks import ask
+
+if TYPE_CHECKING:
+    from .member import Member, Started
+    from .view import Session
+
+__all__ = ["Watcher"]
+
+_TICK_S = 0.1
+_AGAIN = 6.0  # a warning comes again when the wait is so many times as long
+
+
+class Watcher:
+    """See the module.
+
+    Args:
+        session: of this process.
+        log: gets all records, where they are kept.
+    """
+
+    def __init__(self, session: Session, log: Log | None = None) -> None:
+        self._session, self._log = session, log
+        self._stop = threading.Event()
+        self._cycle = Cycle(session)
+        self._stopped: dict[int, float] = {}  # since when processes have been stopped
+        self._warned: dict[tuple[int, int], float] = {}  # how long the wait for a collective was when it was told
+        self._thread = threading.Thread(target=self._run, name="lockstep watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2.0)  # the interpreter must not end while it is inside a call of the store's
+        if self._log is not None:
+            self._log.close()
+
+    def _run(self) -> None:
+        session = self._session
+        while not self._stop.wait(_TICK_S):
+            session.health.look()
+            if os.getpid() != session.recorder.pid:
+                return
+            session.recorder.beat()
+            try:
+                if session.look():
+                    deliver(session, self._stop)
+                    return
+                session.looked = time.monotonic()
+                self._look()
+            except (OSError, ValueError, KeyError):  # memory of a rank that is ending at this moment
+                continue
+
+    def _look(self) -> None:
+        session = self._session
+        if self._log is not None:
+            self._log.flush()
+        session.far.look()
+        waits = session.recorder.phase == "waits" or any(member.first() for member in list(session.members))
+        finding = has_raised(session, waits)
+        if finding is None and session.recorder.phase not in ("raised", "ended", "left"):
+            self._look_for_stopped()
+            finding = self._collectives() or self._messages()
+            if finding is None and not session.limits.debugging:
+                finding = self._cycle.look()
+        if finding is not None:
+            session.fail(finding)
+
+    def _look_for_stopped(self) -> None:
+        health, now = self._session.health, time.monotonic()
+        for rank in self._session.peers:
+            if health.is_stopped(rank):
+                self._stopped.setdefault(rank, now)
+            else:
+                self._stopped.pop(rank, None)
+
+    def _collectives(self) -> Finding | None:
+        session = self._session
+        for member in list(session.members):
+            first = member.first()
+            if first is None:
+                continue
+            self._compare(member, first)
+            late = member.missing(first.sequence)
+            if late:
+                finding = why_late(session, member, first, late, self._stopped)
+                finding = finding or self._slow(first, late, member.ranks, member.key)
+                if finding is not None:
+                    return finding
+        return None
+
+    def _compare(self, member: Member, started: Started) -> None:
+        """See what both ranks have missed if they came at the same moment."""
+        own = self._session.own.raw(started.number)
+        for other in member.others:
+            raw = member.record_of(other, started.sequence)
+            if own is not None and raw is not None and differs(own, raw, bool(self._session.uneven)):
+                member.judge(own, other)
+
+    def _messages(self) -> Finding | None:
+        """What is to be said of the message that this rank waits for."""
+        session = self._session
+        raw = session.waits_in()
+        if raw is None or raw.peer < 0 or raw.peer == session.rank:
+            return None
+        peer, is_recv = session.peers.get(raw.peer), session.own.text(raw.what).startswith("recv")
+        expected = session.own.messages(raw.peer, sent=False)
+        if is_recv and peer is not None and peer.messages(session.rank, sent=True) >= expected:
+            return None  # it is on its way, whatever has become of its sender
+        started = session.started(raw)
+        member = next((each for each in session.members if each.key == raw.key), None)
+        if member is None:
+            return None
+        finding = why_late(session, member, started, [raw.peer], self._stopped)
+        return finding or self._slow(started, [raw.peer], (session.rank, raw.peer), raw.key)
+
+    def _slow(self, started: Started, late: list[int], ranks: tuple[int, ...], key: int) -> Finding | None:
+        session, limits = self._session, self._session.limits
+        waited = time.monotonic() - started.entered
+        if limits.debugging or waited < limits.warning_s:
+            return None
+        guilty = [rank for rank in late if rank not in session.peers or session.peers[rank].phase != "waits"] or late
+        where = in_words(session, started.number)
+        if waited >= limits.stall_s:
+            return Finding(
+                "stall",
+                f"{names(guilty)} did not come to {where} within {limits.stall_s:.0f} s.",
+                tuple(guilty),
+                "They are slow, or in an endless loop; their stacks say where.",
+                "Make the slow part quicker, or let all ranks do it. LOCKSTEP_STALL_TIMEOUT is how long is waited.",
+                key,
+                started.sequence,
+            )
+        last = self._warned.get((key, started.number), 0.0)
+        if session.rank == min(set(ranks) - set(late), default=session.rank) and waited > last * _AGAIN:
+            self._warned = {(key, started.number): waited}
+            self._warn(where, guilty, sorted(set(ranks) - set(late)), waited)
+        return None
+
+    def _warn(self, where: str, late: list[int], waiting: list[int], waited: float) -> None:
+        session = self._session
+        asked = [session.peers[rank] for rank in late if rank in session.peers]
+        stacks = ask(session.folder, asked)
+        verb = "has" if len(late) == 1 else "have"
+        who = f"{names(waiting).lower()} {'waits' if len(waiting) == 1 else 'wait'}"
+        text = f"{names(late).lower()} {verb} not come to {where} for {waited:.1f} s; {who}."
+        for rank, stack in sorted(stacks.items())[:3]:
+            text += f" Rank {rank} is at {' < '.join(stack[:3])}."
+        session.say(f"slow: {text} This is an error after {session.limits.stall_s:.0f} s.")

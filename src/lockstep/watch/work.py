@@ -1,0 +1,83 @@
+"""An asynchronous operation of a watched group: c10d's `Work`, whose errors say what has gone wrong."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .member import Member, Started
+
+__all__ = ["WatchedWork"]
+
+
+class WatchedWork(dist.Work):
+    """Hands on what `inner` says.
+
+    Args:
+        inner: the backend's own.
+        member: of the group.
+        started: the operation's record.
+    """
+
+    def __init__(self, inner: Any, member: Member, started: Started) -> None:
+        super().__init__()
+        self._inner, self._member, self._started = inner, member, started
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the operation has ended.
+
+        Raises:
+            DesyncError, RankLostError, StallError: it never will.
+        """
+        session = self._member.session
+        if session.error is None and self._inner.is_completed():
+            answer: bool = self._inner.wait()
+        else:
+            with session.blocking(self._started.number):
+                answer = self._inner.wait(timeout) if timeout else self._inner.wait()
+        self._member.leave(self._started, time.monotonic())
+        return answer
+
+    def block_current_stream(self) -> None:
+        """Let the current stream wait for it; as `wait` where there are none."""
+        self._inner.block_current_stream()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        ended: bool = self._inner.is_completed()
+        return ended
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        well: bool = self._inner.is_success()
+        return well
+
+    def exception(self) -> BaseException | None:
+        """What it ended with, if not well."""
+        error: BaseException | None = self._inner.exception()
+        return error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that it filled."""
+        tensors: list[torch.Tensor] = self._inner.result()
+        return tensors
+
+    def source_rank(self) -> int:
+        """Whom a receive from any rank got its message from."""
+        rank: int = self._inner._source_rank()
+        return rank
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """Wait as the backend does."""
+        self._inner.synchronize()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that gives the result, or raises what ended the operation."""
+        future: torch.futures.Future[Any] = self._inner.get_future()
+        return future

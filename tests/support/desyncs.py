@@ -1,0 +1,137 @@
+"""Programs in which ranks part, in all the ways in which users have seen them hang."""
+
+from __future__ import annotations
+
+__all__ = ["CASES", "program"]
+
+# Each rank tells when it begins to go wrong, so that a test can say how long the end took.
+_START = """
+import os, sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+last, me = rank == size - 1, rank
+os.environ.update({environment!r})
+from lockstep import watch
+from lockstep.transports.shm import host
+{machines}
+watch.install(lambda: host.host_key(), lasting=True)
+dist.init_process_group({backend!r}, init_method="file://" + path, rank=rank, world_size=size)
+x = torch.ones(4)
+dist.all_reduce(x)
+print("began", time.monotonic(), flush=True)
+"""
+
+_LOOP = """
+data = torch.arange(160.).view(40, 4)
+ddp = DDP(torch.nn.Linear(4, 4))
+for number, batch in enumerate(DataLoader(data[:{samples}], batch_size=4)):
+    {first}
+    ddp(batch).sum().backward()
+"""
+
+# what the last rank does otherwise than the rest: (program, what every living rank says)
+CASES: dict[str, tuple[str, str]] = {
+    "one rank alone, the others end": ("if last: dist.all_reduce(x)", r"Ranks? .*(end|destroyed).*while others waited"),
+    "one rank alone, the others go on": (
+        "if last: dist.all_reduce(x)\ndist.broadcast(x, 0)\ndist.barrier()",
+        r"called broadcast\(float32\[4\], root=0\)",
+    ),
+    "other shape": ("dist.all_reduce(torch.ones(4 + last))", r"all_reduce\(float32\[5\], sum\)"),
+    "other shape of the same size": (
+        "dist.all_reduce(torch.ones(6) if last else torch.ones(2, 3))",
+        r"all_reduce\(float32\[2, 3\], sum\)",
+    ),
+    "other dtype": ("dist.all_reduce(x.double() if last else x)", r"all_reduce\(float64\[4\], sum\)"),
+    "other dtype of the same size": ("dist.all_reduce(x.int() if last else x)", r"all_reduce\(int32\[4\], sum\)"),
+    "other operation": (
+        "dist.broadcast(x, 0) if last else dist.all_reduce(x)\ndist.barrier()",
+        r"called broadcast\(float32\[4\], root=0\)",
+    ),
+    "other reduction": (
+        "dist.all_reduce(x, dist.ReduceOp.MAX if last else dist.ReduceOp.SUM)",
+        r"all_reduce\(float32\[4\], max\)",
+    ),
+    "other root": ("dist.broadcast(x, int(last))\ndist.all_reduce(x)", r"broadcast\(float32\[4\], root=1\)"),
+    "other order": (
+        "for n in (4, 5) if last else (5, 4): dist.all_reduce(torch.ones(n))",
+        r"all_reduce\(float32\[5\], sum\)",
+    ),
+    "other group": (
+        "pair = dist.new_group([0, size - 1])\nif me: dist.all_reduce(x)\nelse: dist.all_reduce(x, group=pair)",
+        r"waits in all_reduce.*waits in all_reduce",
+    ),
+    "exception": ("if last: raise ValueError('mine')\ndist.all_reduce(x)", r"has raised ValueError: mine"),
+    "exception beside a thread": (
+        "import threading\nif last:\n  threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "  raise ValueError('mine')\ndist.all_reduce(x)",
+        r"has raised ValueError: mine",
+    ),
+    "exception while the others compute": (
+        "if last: raise ValueError('mine')\nwhile True: pass",
+        r"has raised ValueError: mine",
+    ),
+    "undefined name": ("if not last: name = 1\nname\ndist.all_reduce(x)", r"has raised NameError: .*'name'"),
+    "full disk": (
+        "if last:\n  with open('/dev/full', 'w', buffering=1) as f: f.write('line\\n')\ndist.all_reduce(x)",
+        r"has raised OSError: .*No space left",
+    ),
+    "killed": ("if last: os.kill(os.getpid(), 9)\ndist.all_reduce(x)", r"Rank \d (on \S+ )?died while others waited"),
+    "stopped": (
+        # stopped until the first rank has ended, but not for ever
+        "open(path + f'.pid{rank}', 'w').write(str(os.getpid()))\ndist.barrier()\n"
+        "if last:\n  first = '/proc/' + open(path + '.pid0').read()\n  if os.fork() == 0:\n"
+        "    for _ in range(400):\n      os.path.exists(first) and time.sleep(0.1)\n"
+        "    os.kill(os.getppid(), 9); os._exit(0)\n"
+        "  os.kill(os.getpid(), 19)\ndist.all_reduce(x)",
+        r"Rank \d .*is stopped, and others wait",
+    ),
+    "exits early": ("if last: sys.exit(0)\ndist.all_reduce(x)", r"Rank \d (on \S+ )?has come to its end while others"),
+    "recv without send": ("dist.recv(x, size - 1) if me == 0 else dist.all_reduce(x)", r"waits in recv\(float32\[4\]"),
+    "skipped batch": (
+        _LOOP.format(samples=40, first="if last and number == 3: continue"),
+        r"on batch 3.*on batch 4|on batch 4.*on batch 3",
+    ),
+    "uneven batches": (_LOOP.format(samples="40 - 8 * last", first=""), r"end after 8 batches|destroyed.*8 batches"),
+    "uneven batches, then a metric": (
+        _LOOP.format(samples="40 - 8 * last", first="") + "dist.all_reduce(torch.ones(1))",
+        r"called all_reduce\(float32\[1\], sum\)",
+    ),
+    "uneven batches, then a like metric": (
+        _LOOP.format(samples="40 - 8 * last", first="") + "dist.all_reduce(torch.ones(20))",
+        r"has run out of batches after 8",
+    ),
+    "unused parameters": (
+        "class Model(torch.nn.Module):\n  def __init__(self):\n    super().__init__()\n"
+        "    self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)\n"
+        "  def forward(self, x): return self.a(x) if last else self.b(self.a(x))\n"
+        "ddp = DDP(Model())\nfor _ in range(3): ddp(x[None]).sum().backward()",
+        r"has parameters without gradients \(numbers 2, 3",
+    ),
+    "more layers": (
+        "DDP(torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(1 + last)]))",
+        r"The models differ in their parameters",
+    ),
+    "other layers": ("DDP(torch.nn.Linear(4, 4 + last))", r"The models differ in their parameters"),
+    "layers in another order": (
+        "DDP(torch.nn.ModuleList([torch.nn.Linear(4, n) for n in ((3, 5) if last else (5, 3))]))",
+        r"The models differ in their parameters",
+    ),
+    "layers of one shape in another order": (
+        "layers = [torch.nn.Linear(4, 4), torch.nn.ReLU()]\nDDP(torch.nn.Sequential(*layers[:: -1 if last else 1]))",
+        r"The models differ in their parameters.*0\.weight of Linear.*1\.weight of Linear|1\.weight.*0\.weight",
+    ),
+}
+
+
+def program(text: str, backend: str, machines: str = "", **environment: str) -> str:
+    """The source of a program whose ranks are watched.
+
+    Args:
+        text: what they do.
+        backend: of their group.
+        machines: the machine of each rank, a letter each; "" where they are on one.
+        environment: variables.
+    """
+    apart = f"host.host_key = lambda: 'machine ' + {machines!r}[rank]" if machines else ""
+    return _START.format(backend=backend, machines=apart, environment=environment) + text

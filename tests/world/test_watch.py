@@ -1,0 +1,273 @@
+"""No silent hang: however ranks part, every living one ends soon with an error that names the culprit."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from support.desyncs import CASES, program
+from support.programs import Ending, run_programs
+
+SOON_S = 30.0  # load must not make a test fail; how soon it is on a quiet machine is in docs/watch.md
+DEAD = ("killed", "stopped")  # the last rank says nothing
+QUIET = ("one rank alone, the others end", "exits early", "uneven batches")  # those that leave do so without an error
+OWN = {  # what the last rank says instead
+    "exception": "ValueError",
+    "exception beside a thread": "ValueError",
+    "exception while the others compute": "ValueError",
+    "undefined name": "NameError",
+    "full disk": "OSError",
+    "unused parameters": "RuntimeError",
+}
+# with three ranks, and over Gloo, those that mean something else there
+THREE = ("one rank alone, the others go on", "other shape", "other group", "exception", "killed", "exits early")
+GLOO = (*THREE, "other dtype of the same size", "stopped", "recv without send", "skipped batch", "unused parameters")
+PRELOAD = ("lockstep.watch.hooks", "torch._dynamo", "torch.utils.data")
+
+Run = Callable[[Sequence[tuple[str, int]]], list[list[Ending]]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return lambda programs: run_programs(programs, tmp_path_factory.mktemp("programs"), 115, PRELOAD)
+
+
+def check(name: str, ended: Sequence[Ending]) -> None:
+    """Every living rank of the case `name` has ended soon, and said what it should."""
+    size, expected = len(ended), CASES[name][1]
+    for rank, ending in enumerate(ended):
+        last = rank == size - 1
+        alone = name == "one rank alone, the others end"
+        if (last and name in DEAD) or (name in QUIET and last != alone):
+            continue
+        assert ending.code not in (0, -6, -11), (rank, ending)
+        began = float(re.findall(r"began ([\d.]+)", ending.out)[0])
+        assert ending.at - began < SOON_S, (rank, ending)
+        text = " ".join(ending.err.split())
+        if last and name in OWN:
+            assert OWN[name] in text, (rank, ending.err)
+        else:
+            assert re.search(expected, text), (rank, ending.err)
+            assert re.search(r"(DesyncError|RankLostError): ", text), (rank, ending.err)
+            assert 'File "program"' in text, "it is raised at the user's own line"
+    assert "wrong" not in "".join(ending.out for ending in ended)
+
+
+def cases(names: Sequence[str], backend: str, size: int) -> list[tuple[str, int]]:
+    return [(program(CASES[name][0], backend), size) for name in names]
+
+
+NAMES = list(CASES)
+PARTS = [NAMES[start::3] for start in range(3)]  # so that no test takes too long
+
+
+@pytest.mark.parametrize("part", range(len(PARTS)))
+def test_every_way_to_part_over_shared_memory(run: Run, part: int) -> None:
+    names = PARTS[part]
+    for name, ended in zip(names, run(cases(names, "shm", 2)), strict=True):
+        check(name, ended)
+
+
+def test_three_ranks(run: Run) -> None:
+    for name, ended in zip(THREE, run(cases(THREE, "shm", 3)), strict=True):
+        check(name, ended)
+
+
+def test_over_gloo(run: Run) -> None:
+    """Waits inside C++ end as well, also those of a backward pass."""
+    for name, ended in zip(GLOO, run(cases(GLOO, "gloo", 2)), strict=True):
+        check(name, ended)
+
+
+def test_between_machines(run: Run) -> None:
+    names = ("other shape", "exception", "killed", "stopped", "exits early")
+    programs = [(program(CASES[name][0], "shm", "AABB"), 4) for name in names]
+    programs.append((program(CASES["killed"][0], "shm", "AB"), 2))
+    *ended, alone = run(programs)
+    for name, endings in zip(names, ended, strict=True):
+        check(name, endings)
+    assert re.search(r"RankLostError: Rank 1 is not heard of any more", " ".join(alone[0].err.split())), alone
+
+
+SWAPPED = """
+a, b = torch.tensor([1.]), torch.tensor([2.])
+def first(): dist.all_reduce(a)
+def second(): dist.all_reduce(b)
+for call in (second, first) if last else (first, second): call()
+print("values", a.item(), b.item())
+"""
+BRANCHES = """
+for _ in range(20):
+    if rank == 0: dist.broadcast(x, 0)
+    else: dist.broadcast(x, 0)
+print("done")
+"""
+NAMED = """
+from lockstep.recorder import named
+with named("loss" if last else "accuracy"): dist.all_reduce(x)
+print("wrong")
+"""
+
+
+def test_like_collectives_on_other_lines(run: Run) -> None:
+    """A warning with both lines, or in strict mode, or with names, an error before any value is returned."""
+    programs = [
+        (program(SWAPPED, "shm"), 2),
+        (program(SWAPPED, "shm", LOCKSTEP_WATCH="strict"), 2),
+        (program(BRANCHES, "shm"), 2),
+        (program(NAMED, "shm"), 2),
+    ]
+    warned, strict, branches, named = run(programs)
+    assert [ending.code for ending in (*warned, *branches)] == [0] * 4
+    text = "".join(ending.err for ending in warned)
+    assert "program:" in text
+    assert "in first" in text
+    assert "in second" in text
+    assert "".join(ending.err for ending in branches).count("warning: ") == 1  # said once
+    for ending in (*strict, *named):
+        assert ending.code == 1, ending
+        assert "DesyncError: " in ending.err
+        assert "values" not in ending.out
+        assert "wrong" not in ending.out
+    assert "'loss'" in named[0].err
+
+
+SLOW = """
+class Data:
+    def __len__(self): return 3
+    def __getitem__(self, i):
+        if last and i == 1: {wait}
+        return torch.ones(4)
+for batch in DataLoader(Data()): dist.all_reduce(batch)
+print("done")
+"""
+HOLDS_THE_INTERPRETER = "import ctypes; ctypes.PyDLL(None).usleep(900_000); ctypes.PyDLL(None).usleep(900_000)"
+FOR_EVER = "if last:\n  while True: pass\ndist.all_reduce(x)"
+
+
+def test_slow_is_not_stuck(run: Run) -> None:
+    """A warning names the late rank and where it is, also inside a loader and C code; an error comes at the limit."""
+    soon = {"LOCKSTEP_STALL_WARNING": "0.6"}
+    programs = [
+        (program(SLOW.format(wait="time.sleep(2)"), "shm", **soon), 2),
+        (program(SLOW.format(wait=HOLDS_THE_INTERPRETER), "gloo", **soon), 2),
+        (program(FOR_EVER, "shm", **soon, LOCKSTEP_STALL_TIMEOUT="1.5"), 2),
+        (program(SLOW.format(wait="time.sleep(2)"), "shm", **soon, LOCKSTEP_DEBUG_RANK="1"), 2),
+    ]
+    slow, held, stuck, debugged = run(programs)
+    assert [ending.code for ending in (*slow, *held, *debugged)] == [0] * 6
+    for ended in (slow, held):
+        said = " ".join(ended[0].err.split())
+        assert re.search(r"slow: rank 1 has not come to all_reduce\(float32\[1, 4\], sum\)", said), said
+        assert re.search(r"Rank 1 is at program:\d+ in __getitem__", said), said
+    for ending in stuck:
+        assert ending.code == 1
+        assert "StallError: Rank 1 did not come to all_reduce" in " ".join(ending.err.split()), ending
+    assert debugged[0].err == ""
+
+
+TWO_JOBS = """
+job, rank, size = rank // 2, rank % 2, 2
+"""
+JOB = """
+if job and rank: raise ValueError("mine")
+for _ in range(30):
+    dist.all_reduce(x); time.sleep(0.02)
+print("done")
+"""
+
+
+def test_two_jobs_at_once_are_not_confused(run: Run) -> None:
+    text = program(JOB, "shm").replace("last, me =", "job, rank, size = rank // 2, rank % 2, 2\nlast, me =")
+    (ended,) = run([(text.replace('"file://" + path', '"file://" + path + str(job)'), 4)])
+    assert [ending.code for ending in ended] == [0, 0, 1, 1]
+    assert [ending.out.endswith("done\n") for ending in ended] == [True, True, False, False]
+
+
+INNOCENT = """
+if os.fork() == 0: raise ValueError("a child is no rank")
+os.wait()
+dist.barrier()
+if rank == 0:
+    dist.send(x, 1); sys.exit(0)  # before it is received
+time.sleep(0.5)
+dist.recv(x, 0)
+try: dist.all_reduce(torch.ones(2), group=dist.new_group([1], use_local_synchronization=True))
+except RuntimeError: print("wrong")
+print("done")
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_what_is_no_fault(run: Run, backend: str) -> None:
+    (ended,) = run([(program(INNOCENT, backend), 2)])
+    assert [ending.code for ending in ended] == [0, 0], ended
+    assert ended[1].out.endswith("done\n")
+    assert "Desync" not in ended[1].err
+
+
+OFF = "import threading\nprint([thread.name for thread in threading.enumerate()], type(dist.group.WORLD))"
+
+
+def test_it_can_be_turned_off(run: Run) -> None:
+    (ended,) = run([(program(OFF, "gloo", LOCKSTEP_WATCH="off"), 2)])
+    assert [ending.code for ending in ended] == [0, 0]
+    assert "watch" not in ended[0].out
+
+
+SOAK = """
+import random
+shared, own = random.Random(1), random.Random(rank)
+groups = [dist.group.WORLD, dist.new_group([0, size - 1]), dist.new_group(list(range(size)))]
+for number in range({rounds}):
+    if number % 150 == 149: groups.append(dist.new_group([0, size - 1])); dist.destroy_process_group(groups.pop(1))
+    group, kind, n = shared.choice(groups), shared.randrange(7), shared.randrange(1, 9)
+    if own.random() < 0.05: time.sleep(own.random() / 50)
+    if rank not in dist.get_process_group_ranks(group): continue
+    count, t = dist.get_world_size(group), torch.full((n,), float(rank + 1))
+    if kind == 0: dist.all_reduce(t, group=group)
+    elif kind == 1:
+        if rank == 0: dist.broadcast(t, 0, group=group)
+        else: dist.broadcast(t, 0, group=group)
+        assert t[0] == 1
+    elif kind == 2: dist.all_gather([torch.empty(n) for _ in range(count)], t, group=group)
+    elif kind == 3: dist.barrier(group)
+    elif kind == 4: [work.wait() for work in [dist.all_reduce(t, group=group, async_op=True) for _ in range(5)]]
+    elif kind == 5:
+        if rank == 0: dist.send(t, size - 1, group=group)
+        elif last: dist.recv(t, 0, group=group); assert t[0] == 1
+    else: dist.all_gather_object([None] * count, (rank, "x" * own.randrange(50)), group=group)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_no_false_alarm(run: Run, backend: str) -> None:
+    """More ranks than cores; LOCKSTEP_SOAK_ROUNDS makes it a long run."""
+    rounds = int(os.environ.get("LOCKSTEP_SOAK_ROUNDS", "600"))
+    (ended,) = run([(program(SOAK.format(rounds=rounds), backend), 4)])
+    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 4, ended
+    assert all("warning: broadcast" in line for ending in ended for line in ending.err.splitlines() if line), ended
+
+
+def test_nothing_is_left_behind(run: Run) -> None:
+    from lockstep.recorder import places
+
+    before = set(places.base().glob("*")) if places.base().exists() else set()
+    run([(program("dist.all_reduce(x)\ndist.destroy_process_group()", "shm"), 2), (program("", "gloo"), 2)])
+    left = {path for path in set(places.base().glob("*")) - before if _is_of_no_living_rank(path)}
+    assert left == set()
+
+
+def _is_of_no_living_rank(folder: Path) -> bool:
+    from lockstep.recorder import open_job
+
+    found = [recording for path in folder.glob("*") for recording in open_job(path).values()]
+    living = any(Path(f"/proc/{recording.pid}").exists() for recording in found)
+    for recording in found:
+        recording.close()
+    return not living
