@@ -62,7 +62,7 @@ class Case:
     timed_steps: int
     workers: int
     backend: str
-    rounds: int = 12
+    rounds: int = 6
 
     @property
     def sides(self) -> list[Side]:
@@ -85,7 +85,7 @@ class Case:
         return InvarianceJob(self.model, *counts, meter, who, self.backend, passes)
 
 
-KINDS = {"lenet": (256, 16), "convnet": (256, 4), "resnet18": (64, 1), "transformer": (256, 4), "mlp": (256, 4)}
+KINDS = {"lenet": (256, 16), "convnet": (64, 2), "resnet18": (32, 1), "transformer": (256, 4), "mlp": (256, 4)}
 CASES = [
     Case(model, batch, steps, workers, backend)
     for model, (batch, steps) in KINDS.items()
@@ -179,7 +179,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round of the smallest blocks: does it run?")
     parser.add_argument("--model", choices=list(KINDS), help="only this one")
     parser.add_argument("--workers", type=int, choices=[1, 2], help="only so many")
-    parser.add_argument("--rounds", type=int, help="instead of 12")
+    parser.add_argument("--rounds", type=int, help="instead of 6")
     parser.add_argument("--json", type=Path, help="where all goes that was measured (default: results/invariance.json)")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/")
     args = parser.parse_args()

@@ -1,0 +1,106 @@
+"""``hvd.start_timeline`` and ``stop_timeline``: what Horovod's operations took, as a trace for Perfetto and Chrome."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep import environment
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.timeline import write_trace
+
+from ..engine import operations
+from ..engine.job import current as current_job
+from ..engine.operations import Operations
+
+__all__ = ["begin_timeline", "start_timeline", "stop_timeline"]
+
+_DYNAMIC = "DYNAMIC"
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """Attributes: path, of the trace; folder, of this machine's ranks; records, this rank's."""
+
+    path: Path
+    folder: Path
+    records: Operations
+
+
+_numbers = itertools.count(1)
+_timeline: _Timeline | None = None
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Keep records of all operations from now on; all ranks call it, with the same path.
+
+    Args:
+        file_path: where `stop_timeline`, or the end of the job, writes the trace, on the machine of rank 0. It has a
+            lane for each of that machine's ranks.
+        mark_cycles: accepted; there are no cycles.
+
+    Raises:
+        ConfigError: a ValueError, before `init`, for a second timeline, or a path that cannot be written to.
+    """
+    global _timeline
+    comm = current_job("start_timeline").comm
+    if _timeline is not None:
+        raise ConfigError("start_timeline", "one timeline at a time", f"another one than {_timeline.path}")
+    path = Path(file_path).expanduser().absolute()
+    folder = path.with_name(f".{path.name}.records-{_run()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        records = Operations(folder, comm.rank, comm.size)
+    except OSError as error:
+        raise ConfigError("file_path", "a file that can be written", f"{path} ({error.strerror})") from None
+    _timeline = _Timeline(path, folder, records)
+    operations.current = records
+
+
+def stop_timeline() -> None:
+    """Write the trace; all ranks call it. The last of a machine's ranks to do so writes it."""
+    global _timeline
+    found, _timeline = _timeline, None
+    operations.current = None
+    if found is None:
+        return
+    found.records.close()
+    try:
+        _end(found)
+    except (OSError, LockstepError) as error:
+        print(f"the timeline {found.path} was not written: {error}", file=sys.stderr)
+
+
+def begin_timeline() -> None:
+    """Start the timeline that HOROVOD_TIMELINE names, if it names one."""
+    path = environment.horovod_timeline()
+    if path and path != _DYNAMIC:
+        start_timeline(path)
+
+
+def _end(timeline: _Timeline) -> None:
+    timeline.records.path.with_suffix(".ended").touch()
+    with timeline.folder.with_name(f"{timeline.folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept, ended = ([*timeline.folder.glob(f"rank-*.{kind}")] for kind in ("records", "ended"))
+        if len(ended) < len(kept):
+            return
+        try:
+            if timeline.folder.joinpath("rank-0.records") in kept:
+                write_trace(timeline.folder, timeline.path)
+        finally:
+            shutil.rmtree(timeline.folder, ignore_errors=True)  # another rank has been the last, perhaps
+            Path(lock.name).unlink(missing_ok=True)
+
+
+def _run() -> str:
+    """What this machine's ranks of this job have in common, and no other job has."""
+    variables = environment.variables()
+    names = ("LOCKSTEP_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    text = " ".join([*(variables.get(name, "") for name in names), str(next(_numbers))])
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH, in which a package is called `horovod`."""

@@ -1,0 +1,79 @@
+"""Requests for reductions, made of Horovod's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.errors import ConfigError
+
+from ..engine.request import OP_NAMES, Adasum, Average, Request, Sum
+from . import handles
+
+__all__ = ["How", "how_to", "reduction", "scattering", "shown"]
+
+Tensors = Sequence[torch.Tensor]
+How = dict[str, Any]
+
+
+def how_to(op: int | None, average: bool | None, before: float, after: float) -> How:
+    """What is done to numbers, of Horovod's arguments.
+
+    Raises:
+        ConfigError: a ValueError, for an unknown `op`, or `average` beside it.
+    """
+    if average is not None:
+        if op is not None:
+            raise ConfigError("average", "one of op and average", f"both, op={shown(op)} and average={average}")
+        op = Average if average else Sum
+    op = Average if op is None else op
+    if op not in range(len(OP_NAMES)):
+        raise ConfigError("op", f"one of hvd.{', hvd.'.join(OP_NAMES)}", op)
+    return {"op": int(op), "prescale_factor": float(before), "postscale_factor": float(after)}
+
+
+def shown(op: Any) -> str:
+    """`op` as users write it."""
+    return f"hvd.{OP_NAMES[op]}" if op in range(len(OP_NAMES)) else repr(op)
+
+
+def reduction(plain: Tensors, outputs: Tensors, name: str | None, how: How) -> Request:
+    """An all-reduce of `plain` into `outputs`.
+
+    Raises:
+        ConfigError: a ValueError, for a dtype for which the operation is not defined.
+    """
+    for tensor in plain:
+        _check_dtype(tensor, how["op"])
+    return Request("allreduce", name or "", plain, outputs, how, (*_said(how), *handles.form_of(plain)))
+
+
+def _said(how: How) -> tuple[tuple[str, Any], ...]:
+    return ("op", OP_NAMES[how["op"]]), *((label, how[label]) for label in ("prescale_factor", "postscale_factor"))
+
+
+def _check_dtype(tensor: torch.Tensor, op: int) -> None:
+    real = tensor.is_floating_point() and tensor.element_size() > 1
+    fits = op in (Average, Sum) if tensor.is_complex() else real
+    whole = not tensor.is_complex() and not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    if not fits and (op == Adasum or not whole):
+        hint = "Convert it first."
+        raise ConfigError("tensor", f"a dtype for which hvd.{OP_NAMES[op]} is defined", tensor.dtype, hint)
+
+
+def scattering(plain: Tensors, name: str | None, op: int, before: float, after: float) -> Request:
+    """A reduce-scatter.
+
+    Raises:
+        ConfigError: a ValueError, for another `op` than Average and Sum, or a tensor without dimensions.
+    """
+    if op not in (Average, Sum):
+        raise ConfigError("op", "hvd.Average or hvd.Sum", shown(op))
+    for tensor in plain:
+        _check_dtype(tensor, op)
+        if not tensor.dim():
+            raise ConfigError("tensor", "at least one dimension", "none")
+    how = {"op": int(op), "prescale_factor": float(before), "postscale_factor": float(after)}
+    return Request("reducescatter", name or "", plain, (), how, (*_said(how), *handles.form_of(plain)))

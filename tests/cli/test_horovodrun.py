@@ -1,0 +1,201 @@
+"""`lockstep horovodrun` and `lockstep run --as-horovod`: Horovod's programs as they are, with Horovod's options."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.horovodrun import handed_down, program_of
+from lockstep.cli.host_discovery import Discovery
+from lockstep.cli.main import main
+from lockstep.errors import ConfigError
+
+SCRIPTS = Path(__file__).parent / "horovod_scripts"
+DEADLINE = 100.0
+ANY = "lockstep.cli.any_command"
+
+
+def lockstep(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_NUM", "HOROVOD_"))}
+    command = [sys.executable, "-m", "lockstep", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=own | env, capture_output=True, text=True, timeout=DEADLINE)
+
+
+# --- what is made of the options ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "arguments", "is_module"),
+    [
+        ("python train.py --lr 1", "train.py", ["--lr", "1"], False),
+        ("python3 -u train.py -x", "train.py", ["-x"], False),
+        (f"{sys.executable} -u -m pack.train a", "pack.train", ["a"], True),
+        ("-- python3.11 train.py", "train.py", [], False),
+        ("train.py --lr 1", "train.py", ["--lr", "1"], False),
+        ("bash -c ls", ANY, ["bash", "-c", "ls"], True),
+        ("python -O train.py", ANY, [sys.executable, "-O", "train.py"], True),
+        ("/other/bin/python train.py", ANY, ["/other/bin/python", "train.py"], True),
+    ],
+)
+def test_the_program_of_a_command(command: str, script: str, arguments: list[str], is_module: bool) -> None:
+    found = program_of(command.split())
+    assert (found["script"], found["arguments"], found.get("module", False)) == (script, arguments, is_module)
+
+
+def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    warning = "LOCKSTEP_STALL_WARNING"
+    assert handed_down({"timeline_filename": "t.json"}, {}) == {"HOROVOD_TIMELINE": str(tmp_path / "t.json")}
+    seconds = "HOROVOD_STALL_CHECK_TIME_SECONDS"
+    assert handed_down({}, {seconds: "7"}) == {warning: "7", seconds: "7"}
+    assert handed_down({"stall_warning": "9"}, {seconds: "7"}) == {warning: "9", seconds: "9"}
+    assert handed_down({"no_stall_check": True}, {}) == handed_down({}, {"HOROVOD_STALL_CHECK_DISABLE": "1"})
+    assert float(handed_down({"no_stall_check": True}, {})[warning]) > 1e5
+    disable = "HOROVOD_STALL_CHECK_DISABLE"
+    assert handed_down({"no_stall_check": True}, {})[disable] == "1"
+    assert handed_down({"no_stall_check": False}, {disable: "1"}) == {disable: "0"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-np 2", "command: expected a command"),
+        ("-np two python x.py", "-np: expected a whole number"),
+        ("-np 2 --max-np 1 python x.py", "--max-np: expected at least 2"),
+        ("-np 2 -H a:2 --host-discovery-script s python x.py", "--host-discovery-script: expected either that"),
+        ("-np 2 --stall-check-warning-time-seconds 0 python x.py", "--stall-check-warning-time-seconds: expected"),
+        ("-np 2 --slots 3 python x.py", "Did you mean --slots-per-host?"),
+        ("-np 2 python not-there.py", "script: expected a Python file that is there"),
+        ("-np 2 -hostfile not-there python x.py", "-hostfile: expected a text file"),
+    ],
+)
+def test_bad_options_are_named(words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["horovodrun", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_without_meaning_are_said_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "-np 2 --autotune --fusion-threshold-mb 32 --blacklist-cooldown-range 1 2 --mpi-args=-x --gloo --verbose"
+    assert main(["horovodrun", *words.split(), "python", "not-there.py", "--autotune"]) == 2
+    ignored, run, _ = capsys.readouterr().err.splitlines()
+    assert ignored.endswith(
+        "ignored: --autotune, --fusion-threshold-mb, --blacklist-cooldown-range, --mpi-args, --gloo"
+    )
+    assert run == "horovodrun: lockstep run --as-horovod -np 2 not-there.py --autotune"
+
+
+def test_what_can_be_used_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["horovodrun", "--check-build"]) == 0
+    said = capsys.readouterr().out
+    assert all(text in said for text in ("[X] PyTorch", "[ ] TensorFlow", "[X] Gloo", "[ ] MPI"))
+
+
+def discovery(path: Path, body: str, **wanted: float) -> Discovery:
+    script = path / "discover.sh"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o700)
+    return Discovery(str(script), **{"timeout": 60.0, **wanted})  # type: ignore[arg-type]
+
+
+def test_machines_are_found_by_a_script_and_keep_their_order(tmp_path: Path) -> None:
+    # at first there is b; later a comes, and is named first
+    again = f"test -e {tmp_path}/again && echo a:3; touch {tmp_path}/again; echo b"
+    hosts = discovery(tmp_path, again, needed=5, slots=2).find()
+    assert [(host.name, host.slots) for host in hosts] == [("b", 2), ("a", 3)]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("echo a:1", "expected 2 slots within 0 s, got 1: a:1"),
+        ("true", "expected 2 slots within 0 s, got 0: no machine"),
+        ("echo no >&2; exit 3", "exit code 3: no"),
+        ("echo a:b:c", "expected"),
+        ("echo a:1,b:1", "one machine a line"),
+    ],
+)
+def test_a_script_that_does_not_name_enough_machines_is_an_error(tmp_path: Path, body: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        discovery(tmp_path, body, needed=2, timeout=0.0).find()
+
+
+# --- programs -----------------------------------------------------------------------------------------------
+
+
+def endings(text: str, pattern: str) -> list[str]:
+    """What `pattern` finds in the lines of rank 0 and of rank 1, one each."""
+    found = [re.findall(rf"^\[{rank}\] .*{pattern}", text, re.MULTILINE) for rank in (0, 1)]
+    assert [len(each) for each in found] == [1, 1], text
+    return [each[0] for each in found]
+
+
+def test_a_training_runs_unchanged(tmp_path: Path) -> None:
+    ended = lockstep("horovodrun", "-np", 2, "--output-filename", "out", "python", SCRIPTS / "mnist.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    weights = endings(ended.stdout, r"rank \d of 2: weights (.*)")
+    assert weights[0] == weights[1]
+    assert float(re.findall(r"Accuracy: (.*)%", ended.stdout)[-1]) > 50
+    for rank in (0, 1):
+        said = (tmp_path / "out" / f"rank.{rank}" / "stdout").read_text()
+        assert [f"[{rank}] {line}" for line in said.splitlines()] == [
+            line for line in ended.stdout.splitlines() if line.startswith(f"[{rank}]")
+        ]
+        assert (tmp_path / "out" / f"rank.{rank}" / "stderr").read_text() == ""
+
+
+def test_a_training_with_checkpoints_runs_unchanged_and_resumes(tmp_path: Path) -> None:
+    ended = lockstep("run", "-np", 2, "--as-horovod", SCRIPTS / "imagenet.py", "--fp16-allreduce", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    losses = [endings(ended.stdout, rf"epoch {epoch} from 0: (.*)") for epoch in (0, 1)]
+    assert all(one == other for one, other in losses)
+    assert float(losses[0][0].split()[1][:-1]) > float(losses[1][0].split()[1][:-1])
+    (tmp_path / "checkpoint-2.pth.tar").unlink()
+    again = lockstep("run", "-np", 1, "--as-horovod", SCRIPTS / "imagenet.py", cwd=tmp_path)
+    assert "epoch 1 from 1: loss" in again.stdout, again.stderr
+    assert (tmp_path / "checkpoint-2.pth.tar").exists()
+
+
+def test_an_elastic_training_goes_on_from_its_last_commit(tmp_path: Path) -> None:
+    script = tmp_path / "discover.sh"
+    script.write_text("#!/bin/sh\necho localhost:3\n")
+    script.chmod(0o700)
+    options = ("-np", 2, "--min-np", 2, "--max-np", 2, "--host-discovery-script", script)
+    ended = lockstep("horovodrun", *options, sys.executable, SCRIPTS / "elastic.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "horovodrun: 2 ranks, to the end of the job" in ended.stderr
+    assert endings(ended.stdout, "reset at (.*)") == ["epoch 1, batch 2, with 2 ranks"] * 2
+    # six batches in the first epoch, three up to the failure, and the four that were not done before the commit
+    weights = endings(ended.stdout, "ended with 1 failure, 13 batches, weights (.*)")
+    assert weights[0] == weights[1]
+
+
+def test_other_commands_and_their_children_find_the_door(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(
+        "import horovod, horovod.torch as hvd, lockstep.doors.horovod.torch as door, importlib.util, torch, sys\n"
+        "assert hvd is door and hvd.__spec__.name == door.__name__, hvd.__spec__\n"
+        "assert importlib.util.find_spec('horovod.tensorflow') is None\n"
+        "hvd.init()\n"
+        "print('sum', hvd.allreduce(torch.ones(1), op=hvd.Sum, name='ones').item())\n"
+        "sys.exit(hvd.rank() * 7)\n"
+    )
+    command = f"exec {sys.executable} -W error work.py"
+    trace = tmp_path / "trace.json"
+    options = ("-np", 2, "--timeline-filename", "trace.json")
+    ended = lockstep("horovodrun", *options, "sh", "-c", command, cwd=tmp_path)
+    assert ended.returncode == 7, ended.stderr
+    assert endings(ended.stdout, "sum (.*)") == ["2.0", "2.0"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["name"].startswith("allreduce ones")} == {0, 1}
+    assert [path.name for path in tmp_path.iterdir() if "records" in path.name] == []
+
+
+def test_a_command_that_is_not_there_is_said(tmp_path: Path) -> None:
+    ended = lockstep("horovodrun", "-np", 1, "no-such-command", cwd=tmp_path)
+    assert ended.returncode == 127
+    assert "no-such-command: No such file" in ended.stderr

@@ -1,0 +1,147 @@
+"""Elastic states and the timeline of the door to Horovod, on several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lockstep.doors.horovod.torch as hvd
+
+
+def test_sync_commit_and_restore(pool: Any) -> None:
+    def body() -> dict[str, Any]:
+        hvd.init()
+        torch.manual_seed(hvd.rank())
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + hvd.rank()))
+        for _ in range(1 + hvd.rank()):
+            model(torch.ones(2, 3) * torch.arange(2)[:, None]).sum().backward()
+            optimizer.step()
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, last_epoch=-1)
+        sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+        state = hvd.elastic.TorchState(model, optimizer, schedule=schedule, sampler=sampler, seen=[hvd.rank()])
+        state.sync()
+
+        def now() -> list[Any]:
+            steps = [float(each["step"]) for each in optimizer.state_dict()["state"].values()]
+            sums = [float(value.double().sum()) for value in model.state_dict().values()]
+            return [sums, steps, optimizer.param_groups[0]["lr"], schedule.last_epoch, state.seen, list(sampler)]
+
+        found: dict[str, Any] = {"synced": now()}
+        sampler.record_indices([hvd.rank()])  # each rank knows of its own alone
+        state.seen.append(7)
+        state.commit()
+        sampler.set_epoch(3)
+        optimizer.zero_grad()
+        model(torch.ones(2, 3) * torch.arange(2)[:, None]).sum().backward()
+        optimizer.step()
+        schedule.step()
+        state.seen.clear()
+        found["changed"] = now()
+        state.restore()
+        found["restored"] = now()
+        state.model = other = nn.Linear(1, 1)
+        found["replaced"] = state.model is other
+        state.sync()
+        found["other"] = float(other.weight.detach())
+        hvd.shutdown()
+        return found
+
+    one, other = pool.run(body, backend="shm")
+    assert one["synced"][:5] == other["synced"][:5]
+    assert one["synced"][1:5] == [[1.0] * 4, 0.1, 0, [0]]
+    assert (one["synced"][5], other["synced"][5]) == ([0, 2, 4, 6], [1, 3, 5, 7])
+    assert one["changed"][0] != one["synced"][0]
+    for found in (one, other):
+        assert found["restored"][:4] == found["synced"][:4]
+        assert found["restored"][4] == [0, 7]
+        assert found["replaced"]
+    assert (one["restored"][5], other["restored"][5]) == ([2, 4, 6], [3, 5, 7])
+    assert one["other"] == other["other"]
+
+
+def test_a_training_goes_on_after_a_failed_operation_and_new_hosts(pool: Any) -> None:
+    def body() -> list[str]:
+        hvd.init()
+        said: list[str] = []
+
+        @hvd.elastic.run
+        def train(state: Any) -> str:
+            said.append(f"from {state.step}")
+            while state.step < 6:
+                if state.step == 3 and len(said) == 1:
+                    hvd.allreduce(torch.ones(1 + hvd.rank()), name="odd")
+                if state.step == 5 and len(said) == 3:
+                    state.on_hosts_updated(1, 2)
+                    state.check_host_updates()
+                state.total += hvd.allreduce(torch.ones(1), op=hvd.Sum, name="one").item()
+                state.step += 1
+                if state.step == 2:
+                    state.commit()
+            return f"{state.total:g} on {hvd.size()}"
+
+        state = hvd.elastic.ObjectState(step=0, total=0.0)
+        state.register_reset_callbacks([lambda: said.append(f"reset at {state.step}")])
+        said.append(train(state))
+        hvd.shutdown()
+        return said
+
+    for said in pool.run(body, backend="shm"):
+        assert said == ["from 0", "reset at 2", "from 2", "reset at 5", "from 5", "12 on 2"]
+
+
+def test_a_timeline_has_a_lane_for_each_rank_and_every_operation(pool: Any, tmp_path: Path) -> None:
+    def body(path: str) -> str:
+        os.environ["HOROVOD_TIMELINE"] = path
+        hvd.init()
+        try:
+            hvd.start_timeline(path)
+        except ValueError as error:
+            said = str(error)
+        some = hvd.add_process_set([0, 1])
+        for _ in range(2):
+            hvd.allreduce(torch.ones(2, 3), op=hvd.Sum, name="weights")
+        if some.included():
+            hvd.broadcast(torch.ones(1, dtype=torch.int64), 0, name="count", process_set=some)
+        hvd.shutdown()
+        del os.environ["HOROVOD_TIMELINE"]
+        return said
+
+    said = pool.run(body, str(tmp_path / "new" / "trace.json"), workers=3, backend="shm")
+    assert all("one timeline at a time" in each for each in said)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["trace.json"]
+    events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
+    sums = [event for event in events if event["name"].startswith("allreduce weights")]
+    assert sorted(event["pid"] for event in sums) == [0, 0, 1, 1, 2, 2]
+    assert {event["name"] for event in sums} == {
+        "allreduce weights (op Sum, dtype torch.float32, shape (2, 3), device cpu)"
+    }
+    assert all("test_horovod_elastic.py" in event["args"]["place"] for event in sums)
+    sent = [event for event in events if event["name"].startswith("broadcast count")]
+    assert sorted(event["pid"] for event in sent) == [0, 1]
+    assert {event["args"]["group"] for event in sent} == {"ranks 0, 1"}
+
+
+def test_a_timeline_can_be_started_and_stopped(pool: Any, tmp_path: Path) -> None:
+    def body(folder: str) -> None:
+        hvd.init()
+        hvd.stop_timeline()  # does nothing
+        for name in "ab":
+            hvd.start_timeline(f"{folder}/{name}.json")
+            hvd.allreduce(torch.ones(1), name=f"in {name}")
+            hvd.stop_timeline()
+            hvd.allreduce(torch.ones(1), name="in none")
+        hvd.shutdown()
+
+    pool.run(body, str(tmp_path), backend="shm")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
+    for name in "ab":
+        text = (tmp_path / f"{name}.json").read_text()
+        assert text.count(f"allreduce in {name}") == 2
+        assert text.count("allreduce in") == 2
