@@ -50,12 +50,14 @@ TYPED: dict[str, tuple[str, Any]] = {
     "out": ("somewhere", "somewhere"),
     "log": ("tensorboard", "tensorboard"),
     "loader_workers": ("2", 2),
+    "in_flight": ("4", 4),
     "quiet": ("", True),
     "allow_different": ("", True),
 }
 
 # those that contradict some of the others
 WITH_SHARDS = {"shards": ("12", 12), "threads": ("3", 3)}
+WITH_REPLICAS = {"devices": ("cpu,cpu", "cpu,cpu")}
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +85,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_every_option_is_tried_here() -> None:
-    every = {**TYPED, **WITH_SHARDS}
+    every = {**TYPED, **WITH_SHARDS, **WITH_REPLICAS}
     assert set(every) == {option.name for option in fields(TrainOptions)} - {"resume"}
     assert all(getattr(TrainOptions(), name) != value for name, (_, value) in every.items())
 
@@ -103,6 +105,11 @@ def test_flags_become_options(started: list[Any]) -> None:
 def test_shards_with_a_number_and_without(started: list[Any], typed: str, expected: tuple[int, int | None]) -> None:
     assert main(["train", "--workers", "1", "--quiet", *typed.split()]) == 0
     assert (started[0].shards, started[0].threads) == expected
+
+
+def test_devices_of_replicas(started: list[Any]) -> None:
+    assert main(["train", "--quiet", "--strategy", "replicas", "--devices", "cpu,cpu"]) == 0
+    assert (started[0].strategy, started[0].devices) == ("replicas", "cpu,cpu")
 
 
 def test_keys_of_a_file_become_options(started: list[Any], empty_folder: Path) -> None:
@@ -217,7 +224,7 @@ def test_help_does_not_load_torch() -> None:
 
 
 def test_the_summary_shows_paths_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    result = {"test_accuracy": 0.987, "epochs": 1, "workers": 2, "samples_per_second": 1234.5}
+    result = {"test_accuracy": 0.987, "epochs": 1, "workers": 2, "devices": ["CPU"] * 2, "samples_per_second": 1234.5}
     train._show(Path("a [/b] :cat: " + "long" * 30), result)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:3] == ["test accuracy  98.70% after 1 epoch", "speed          1,234 samples/s with 2 workers"]
