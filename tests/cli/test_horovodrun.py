@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cli import any_command
 from lockstep.cli.horovodrun import handed_down, program_of
 from lockstep.cli.host_discovery import Discovery
 from lockstep.cli.main import main
@@ -70,7 +71,7 @@ def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest
         ("-np 2 --max-np 1 python x.py", "--max-np: expected at least 2"),
         ("-np 2 -H a:2 --host-discovery-script s python x.py", "--host-discovery-script: expected either that"),
         ("-np 2 --stall-check-warning-time-seconds 0 python x.py", "--stall-check-warning-time-seconds: expected"),
-        ("-np 2 --slots 3 python x.py", "Did you mean --slots-per-host?"),
+        ("-np 2 --slot-per-host 3 python x.py", "Did you mean --slots-per-host?"),
         ("-np 2 python not-there.py", "script: expected a Python file that is there"),
         ("-np 2 -hostfile not-there python x.py", "-hostfile: expected a text file"),
     ],
@@ -195,7 +196,8 @@ def test_other_commands_and_their_children_find_the_door(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir() if "records" in path.name] == []
 
 
-def test_a_command_that_is_not_there_is_said(tmp_path: Path) -> None:
-    ended = lockstep("horovodrun", "-np", 1, "no-such-command", cwd=tmp_path)
-    assert ended.returncode == 127
-    assert "no-such-command: No such file" in ended.stderr
+def test_a_command_that_cannot_be_run_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").touch()
+    assert any_command.main(["no-such-command"]) == 127
+    assert any_command.main([str(tmp_path / "text")]) == 126
+    assert "no-such-command: No such file" in capfd.readouterr().err

@@ -31,7 +31,7 @@ def test_sync_commit_and_restore(pool: Any) -> None:
         def now() -> list[Any]:
             steps = [float(each["step"]) for each in optimizer.state_dict()["state"].values()]
             sums = [float(value.double().sum()) for value in model.state_dict().values()]
-            return [sums, steps, optimizer.param_groups[0]["lr"], schedule.last_epoch, state.seen, list(sampler)]
+            return [sums, steps, optimizer.param_groups[0]["lr"], schedule.last_epoch, list(state.seen), list(sampler)]
 
         found: dict[str, Any] = {"synced": now()}
         sampler.record_indices([hvd.rank()])  # each rank knows of its own alone
@@ -123,6 +123,8 @@ def test_a_timeline_has_a_lane_for_each_rank_and_every_operation(pool: Any, tmp_
         "allreduce weights (op Sum, dtype torch.float32, shape (2, 3), device cpu)"
     }
     assert all("test_horovod_elastic.py" in event["args"]["place"] for event in sums)
+    numbers = sorted({event["args"]["number"] for event in sums})  # by which operations of several ranks are one
+    assert len(numbers) == 2 and numbers[1] == numbers[0] + 1 > 1
     sent = [event for event in events if event["name"].startswith("broadcast count")]
     assert sorted(event["pid"] for event in sent) == [0, 1]
     assert {event["args"]["group"] for event in sent} == {"ranks 0, 1"}

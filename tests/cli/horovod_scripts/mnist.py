@@ -10,11 +10,11 @@ import torch.utils.data.distributed
 from torch import nn, optim
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--batch-size", type=int, default=16)
+parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--test-batch-size", type=int, default=50)
-parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--lr", type=float, default=0.01)
-parser.add_argument("--momentum", type=float, default=0.5)
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--lr", type=float, default=0.02)
+parser.add_argument("--momentum", type=float, default=0.9)
 parser.add_argument("--no-cuda", action="store_true", default=False)
 parser.add_argument("--seed", type=int, default=42)
 parser.add_argument("--log-interval", type=int, default=4)

@@ -54,7 +54,7 @@ class Operations:
         place = self._begun.pop(request, None)
         if place is None:
             return
-        form = ", ".join(f"{label} {value}" for label, value in request.form)
+        form = ", ".join(f"{label} {value}" for label, value in request.form if not _is_usual(label, value))
         what = f"{request.kind} {request.name}" + (f" ({form})" if form else "")
         with self._lock:
             self._count += 1
@@ -69,6 +69,10 @@ class Operations:
     def _write(self, line: dict[str, object]) -> None:
         if not self._file.closed:
             self._file.write(json.dumps(line) + "\n")
+
+
+def _is_usual(label: str, value: object) -> bool:
+    return label.endswith("_factor") and value == 1.0
 
 
 def _place(frame: FrameType | None) -> tuple[str, str]:
