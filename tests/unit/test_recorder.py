@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -131,8 +132,10 @@ def test_the_end_of_a_loop_is_told_from_its_batches(recorder: Recorder, recordin
     note_samples(8)
     assert recording.state().samples == 40
     with named("loss"):
-        assert current.name == "loss"
-    assert current.name == ""
+        assert current.thread.name == "loss"
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: current.thread.name).result() == ""
+    assert current.thread.name == ""
 
 
 def test_last_words_are_kept_whole_or_from_their_end(recorder: Recorder, recording: Recording) -> None:
