@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from multiprocessing import process
 from typing import Any
 
 import pytest
@@ -164,3 +167,30 @@ def test_a_stack_shows_the_users_frames_and_where_it_is_inside() -> None:
         "train.py:9 in <module>",
     ]
     assert not is_internal("<stdin>")
+
+
+def test_a_stack_does_not_show_how_multiprocessing_has_started_the_process() -> None:
+    frames = [("/home/me/train.py", 7, "main"), (process.__file__, 1, "run"), ("<string>", 1, "<module>")]
+    assert [line.rpartition("/")[2] for line in stack_of(frames)] == ["train.py:7 in main"]
+    assert len(stack_of([frames[0], frames[2]])) == 2
+
+
+def test_a_program_without_a_line_of_the_users_is_where_lockstep_is() -> None:
+    program = """
+import sys, threading
+from lockstep import verify
+from lockstep.watch.places import Places
+
+def of_lockstep():
+    texts = []
+    Places(texts.append).of(sys._getframe())
+    print(texts[0].splitlines()[0])
+
+code = of_lockstep.__code__.replace(co_filename=verify.__file__)
+thread = threading.Thread(target=type(of_lockstep)(code, globals()))
+def spawn_main(): pass  # as in the line with which multiprocessing starts a process
+spawn_main.__module__ = "multiprocessing.spawn"
+thread.start(); thread.join()
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert shown.strip().endswith("lockstep/verify/__init__.py:8 in of_lockstep")
