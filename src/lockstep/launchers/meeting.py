@@ -137,10 +137,14 @@ class Meeting(RendezvousHandler):
 
     def interruption(self) -> tuple[str, int] | None:
         """The host that was interrupted first, and the signal; None where none was."""
-        if self._pulse is None or self._pulse.is_cut or not self.store.check(["interruption"]):
+        if self._pulse is None:
             return None
-        host, number = self.store.get("interruption").decode().split()
-        return host, int(number)
+        words = self._pulse.interruption
+        with suppress(Exception):  # the first node is gone, and the store with it
+            if not words and not self._pulse.is_cut and self.store.check(["interruption"]):
+                words = self.store.get("interruption").decode()
+        host, _, number = words.partition(" ")
+        return (host, int(number)) if words else None
 
     def announce(self, failure: Failure) -> None:
         """Tell all nodes that this one's workers have failed for good."""

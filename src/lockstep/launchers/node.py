@@ -98,9 +98,13 @@ def _run(script: Script, choices: Choices, workers: int, screen: Screen, meeting
 
 
 def _check_interruption(error: LockstepError, meeting: Meeting) -> None:
-    """Raise InterruptedRunError where a worker has failed because those of an interrupted node have left."""
-    cause = error if isinstance(error, WorkerError) else error.__cause__
-    if isinstance(cause, WorkerError) and cause.in_collective and (found := meeting.interruption()):
+    """Raise InterruptedRunError where workers fail, or cannot go on, as those of an interrupted node have left."""
+    found, cause = meeting.interruption(), error if isinstance(error, WorkerError) else error.__cause__
+    if isinstance(cause, WorkerError):
+        follows = cause.in_collective or (error.report_json and json.loads(error.report_json)["kind"] != "raised")
+    else:
+        follows = bool(meeting.keep_in_touch())  # the first node is gone, and the store with it
+    if found and follows:
         host, number = found
         raise InterruptedRunError(f"stopped by {signal.Signals(number).name} on {host}: its workers have left", number)
 

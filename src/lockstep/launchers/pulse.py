@@ -31,11 +31,13 @@ class Pulse:
     Attributes:
         round: how many times some node has started its workers afresh.
         is_cut: whether the store can no longer be reached.
+        interruption: what a node has said of a signal that it was sent, "" where none has.
     """
 
     def __init__(self, address: str, port: int, node: int, nodes: int) -> None:
         self.round = 0
         self.is_cut = False
+        self.interruption = ""
         self._why = ""
         self._answered = time.monotonic()
         self._address, self._port, self._node, self._nodes = address, port, node, nodes
@@ -71,6 +73,8 @@ class Pulse:
 
     def _listen(self) -> str:
         self.round = int(self._store.add("round", 0))
+        if not self.interruption and self._store.check(["interruption"]):
+            self.interruption = self._store.get("interruption").decode()
         if int(self._store.add("failures", 0)):
             return "another host's workers have failed"
         others = [node for node in range(self._nodes) if node != self._node] if self._node == 0 else []
