@@ -70,8 +70,7 @@ class Watcher:
         if self._log is not None:
             self._log.flush()
         session.far.look()
-        waits = session.recorder.phase == "waits" or any(member.first() for member in list(session.members))
-        finding = has_raised(session, waits)
+        finding = has_raised(session, self._waits())
         if finding is None and session.recorder.phase not in ("raised", "ended", "left"):
             self._look_for_stopped()
             finding = self._collectives() or self._messages()
@@ -79,6 +78,14 @@ class Watcher:
                 finding = self._cycle.look()
         if finding is not None:
             session.fail(finding)
+
+    def _waits(self) -> bool:
+        """Whether this rank waits for one that has not come; one that has, and then raises, keeps nobody waiting."""
+        raw = self._session.waits_in()
+        if raw is not None and raw.peer >= 0:
+            return True
+        firsts = [(member, member.first()) for member in list(self._session.members)]
+        return any(first is not None and bool(member.missing(first.sequence)) for member, first in firsts)
 
     def _look_for_stopped(self) -> None:
         health, now = self._session.health, time.monotonic()
