@@ -6,7 +6,7 @@ __all__ = ["CASES", "program"]
 
 # Each rank tells when it begins to go wrong, so that a test can say how long the end took.
 _START = """
-import os, sys, time, torch, torch.distributed as dist
+import os, pathlib, sys, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -79,8 +79,8 @@ CASES: dict[str, tuple[str, str]] = {
     "killed": ("if last: os.kill(os.getpid(), 9)\ndist.all_reduce(x)", r"Rank \d (on \S+ )?died while others waited"),
     "stopped": (
         # stopped until the first rank has ended, but not for ever
-        "open(path + f'.pid{rank}', 'w').write(str(os.getpid()))\ndist.barrier()\n"
-        "if last:\n  first = '/proc/' + open(path + '.pid0').read()\n  if os.fork() == 0:\n"
+        "with open(path + f'.pid{rank}', 'w') as f: f.write(str(os.getpid()))\ndist.barrier()\n"
+        "if last:\n  first = '/proc/' + pathlib.Path(path + '.pid0').read_text()\n  if os.fork() == 0:\n"
         "    for _ in range(400):\n      os.path.exists(first) and time.sleep(0.1)\n"
         "    os.kill(os.getppid(), 9); os._exit(0)\n"
         "  os.kill(os.getpid(), 19)\ndist.all_reduce(x)",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing import process
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,10 +17,14 @@ import torch.distributed as dist
 
 from lockstep.recorder import Raw
 from lockstep.watch.causes import first_line
+from lockstep.watch.far import Far
+from lockstep.watch.finding import Finding
 from lockstep.watch.judge import differs
 from lockstep.watch.machines import Job, compare, rows_of, slow_of
 from lockstep.watch.places import is_internal, stack_of
+from lockstep.watch.report import Report, read
 from lockstep.watch.rounds import Rounds
+from lockstep.watch.session import Session
 from lockstep.watch.signs import KINDS, in_words
 
 RAW = Raw(1, 2, 3, fingerprint=4, line=5, batch=6, loop=7, entered=0, left=0, what=0, place=0, group=0, name=0, peer=-1)
@@ -123,6 +130,9 @@ class Store:
             self.values[key] = desired
         return self.values[key].encode()
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        assert timeout <= timedelta(seconds=5)  # the watch goes on without a store
+
 
 def test_each_machine_sends_two_messages_a_round_and_the_first_hears_all() -> None:
     store = Store()
@@ -139,6 +149,24 @@ def test_each_machine_sends_two_messages_a_round_and_the_first_hears_all() -> No
     assert machines[7].report("first") == "first"
     assert machines[8].report("second") == "first"
     assert {machine.hear()[0] for machine in machines} == {"first"}
+
+
+def report(sentence: str) -> Report:
+    return Report("lost", sentence, (), (1,), (), "", "", 0.0, "")
+
+
+def test_the_first_report_of_any_machine_is_that_of_all(tmp_path: Path) -> None:
+    store = Store()
+    met = SimpleNamespace(machines=((0,), (1,)), store=store)
+    one, two = (Far(cast("Any", SimpleNamespace(met=met, rank=rank))) for rank in (0, 1))
+    assert one.first(report("first")) == report("first")
+    session = SimpleNamespace(
+        error=None, look=lambda: False, far=two, folder=tmp_path, report=lambda finding: report(finding.sentence)
+    )
+    Session.fail(cast("Any", session), Finding("lost", "it follows from the first", ()))
+    assert read(tmp_path / "report.json") == report("first")
+    store.values["report"] = "damaged"
+    assert two.first(report("second")) == report("second")
 
 
 def test_calls_in_words() -> None:

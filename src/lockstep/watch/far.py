@@ -139,11 +139,15 @@ class Far:
         """What is known of each rank on other machines."""
         return machines.rows_of(self._job(), self._told, self._silent())
 
-    def tell(self, report: Report) -> None:
-        """Let the other machines know of a report."""
+    def first(self, report: Report) -> Report:
+        """Let the other machines know of a report; the first that any of them has made, which may be another.
+
+        What a machine finds after that may only follow from it: ranks end, and their peers' connections with them.
+        """
         if self._rounds is not None:
-            with suppress(RuntimeError):  # they will hear nothing of this machine any more, and know
-                self._rounds.report(report.to_json())
+            with suppress(RuntimeError, ValueError):  # they will hear nothing of this machine any more, and know
+                return reports.from_json(self._rounds.report(report.to_json()))
+        return report
 
     def close(self) -> None:
         """Ask no more, and let the others know how this machine's ranks have ended."""

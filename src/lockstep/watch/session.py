@@ -163,10 +163,11 @@ class Session:
             DesyncError, RankLostError, StallError: with `raises`.
         """
         if self.error is None and not self.look():
+            report = self.far.first(self.report(finding))
             try:
-                reports.write_once(self.folder, self.report(finding))
+                reports.write_once(self.folder, report)
             except OSError:  # no room: at least this rank says what is wrong
-                self.take(self.report(finding))
+                self.take(report)
             self.look()
         if raises:
             self.check()
@@ -187,7 +188,7 @@ class Session:
             if self.error is not None:
                 return
             self.error = blame.error_of(report)
-        self.far.tell(report)
+        self.far.first(report)
         self._end_waits()
 
     def _end_waits(self) -> None:
