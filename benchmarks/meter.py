@@ -112,15 +112,16 @@ class Meter:
     def step(self, loss: torch.Tensor) -> None:
         """Called after each step with its loss: starts and stops the clock, and waits for the next turn."""
         self._done += 1
-        self._losses += loss.detach()
+        self._losses = self._losses.to(loss.device) + loss.detach()
         place = self._done % self._job.steps
         if place == self._job.warm_up:
+            float(self._losses)  # a GPU has done what it was given before the clock starts
             self._started = time.perf_counter(), time.process_time()
         elif place == 0:
+            mean = float(self._losses) / self._job.steps  # and before it stops
             seconds, cpu = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
-            mean = float(self._losses) / self._job.steps
             self._report_and_wait({"seconds": seconds, "cpu_seconds": cpu, "loss": mean})
-            self._losses.zero_()
+            self._losses = torch.zeros(())
 
     def _report_and_wait(self, message: dict[str, Any]) -> None:
         if not self._line.report(message):

@@ -1,14 +1,17 @@
 """Measures two replicas in one process, with a thread each, against one model, and against two processes.
 
-Every replica and every process computes with one thread, on its half of a batch of 256 that lies in memory; nothing is
-loaded. The sides are one model alone; two replicas in the tutorials' loop, one after the other; two replicas of
-`lockstep.DataParallel`; and two processes with DistributedDataParallel over Gloo and over "shm". All are started at
+On the CPU every replica and every process computes with one thread, on its half of a batch of 256 that lies in memory;
+nothing is loaded. The sides are one model alone; two replicas in the tutorials' loop, one after the other; two replicas
+of `lockstep.DataParallel`; and two processes with DistributedDataParallel over Gloo and over "shm". All are started at
 once and take turns: a round is one block of steps of each, every second round in the opposite order. A block's first
 step, and the first round, are not counted. A round gives one ratio; the median over the rounds counts.
 
     python benchmarks/one_process.py             # some ten minutes on two idle cores
     python benchmarks/one_process.py --quick     # a smoke run; its figures say nothing
     python benchmarks/one_process.py --write     # also the table in docs/performance.md
+
+With --device cuda each replica and each process has a GPU of its own, of which there must be two. The sides are then
+one model on one of them, both kinds of replicas, `nn.DataParallel`, and two processes, DDP over NCCL.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common import (
     DOCS,
     RESULTS,
@@ -36,17 +41,30 @@ from common import (
     write_json,
 )
 from meter import Controlled
-from ranks import GLOO, SHM
+from ranks import BACKENDS, GLOO, NCCL, SHM
 from side_ddp_step import StepJob
-from side_one_process import ALONE, LOOP, THREADS
+from side_one_process import ALONE, LOOP, THREADS, TORCH
 
+REPLICAS = {LOOP: "two replicas, one after the other", THREADS: "two replicas, `DataParallel`"}
 SIDES = {
-    ALONE: "one model, one thread",
-    LOOP: "two replicas, one after the other",
-    THREADS: "two replicas, `DataParallel`",
-    GLOO: "two processes, DDP over Gloo",
-    SHM: "two processes, DDP over shm",
+    "cpu": {
+        ALONE: "one model, one thread",
+        **REPLICAS,
+        GLOO: "two processes, DDP over Gloo",
+        SHM: "two processes, DDP over shm",
+    },
+    "cuda": {
+        ALONE: "one model, one GPU",
+        **REPLICAS,
+        TORCH: "two replicas, `nn.DataParallel`",
+        NCCL: "two processes, DDP over NCCL",
+    },
 }
+OVER = {
+    "cpu": {ALONE: "over one", GLOO: "over Gloo", SHM: "over shm"},
+    "cuda": {ALONE: "over one", TORCH: "over `nn.DataParallel`", NCCL: "over DDP"},
+}
+"""What the columns of the table compare with."""
 
 Speeds = dict[str, list[float]]
 """Side → samples per second, one value a round."""
@@ -60,11 +78,14 @@ class Case:
     timed_steps: int
     rounds: int
     global_batch: int = 256
+    device: str = "cpu"
 
     def job(self, side: str, meter: str) -> StepJob:
         """One side's job; the first step of a block is not timed, and the first round not counted."""
-        workers = 2 if side in (GLOO, SHM) else 1
-        return StepJob(self.model, self.global_batch, 1, self.timed_steps, self.rounds + 1, workers, meter, side)
+        workers = 2 if side in BACKENDS else 1
+        return StepJob(
+            self.model, self.global_batch, 1, self.timed_steps, self.rounds + 1, workers, meter, side, self.device
+        )
 
 
 CASES = [Case("lenet", timed_steps=12, rounds=12), Case("resnet18", timed_steps=2, rounds=8)]
@@ -77,7 +98,7 @@ def running(case: Case) -> Iterator[dict[str, Controlled]]:
     script = str(Path(__file__).resolve().parent / "side_one_process.py")
     with tempfile.TemporaryDirectory(prefix="one-process-") as folder, ExitStack() as stack:
         jobs = {}
-        for side in SIDES:
+        for side in SIDES[case.device]:
             job = case.job(side, f"{folder}/{side}")
             jobs[side] = Controlled([sys.executable, script, *job.arguments()], job, env)
             stack.callback(jobs[side].close)
@@ -88,7 +109,7 @@ def running(case: Case) -> Iterator[dict[str, Controlled]]:
 
 def measure(case: Case) -> tuple[Speeds, dict[str, float]]:
     """The speeds of every round, and the mean loss that each side's rank 0 came to in its last block."""
-    speeds: Speeds = {side: [] for side in SIDES}
+    speeds: Speeds = {side: [] for side in SIDES[case.device]}
     losses: dict[str, float] = {}
     with running(case) as jobs:
         for number in range(case.rounds + 1):
@@ -115,24 +136,24 @@ def summarise(case: Case, speeds: Speeds) -> list[dict[str, Any]]:
         {
             "model": case.model,
             "global_batch": case.global_batch,
+            "device": case.device,
             "side": side,
             "samples_per_second": asdict(Spread.of(speeds[side])),
-            "over_one": ratio(speeds, side, ALONE),
-            "over_gloo": ratio(speeds, side, GLOO),
-            "over_shm": ratio(speeds, side, SHM),
+            "over": {other: ratio(speeds, side, other) for other in OVER[case.device]},
         }
         for side in speeds
     ]
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
+    device = rows[0]["device"]
     return markdown_table(
-        ["", "samples/s", "over one", "over Gloo", "over shm"],
+        ["", "samples/s", *OVER[device].values()],
         [
             [
-                f"{TITLES[row['model']]}, batch {row['global_batch']}: {SIDES[row['side']]}",
+                f"{TITLES[row['model']]}, batch {row['global_batch']}: {SIDES[device][row['side']]}",
                 f"{row['samples_per_second']['median']:,.0f}",
-                *(Spread(**row[name]).text(2) for name in ("over_one", "over_gloo", "over_shm")),
+                *(Spread(**row["over"][other]).text(2) for other in OVER[device]),
             ]
             for row in rows
         ],
@@ -143,6 +164,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of the smallest blocks: does it run?")
     parser.add_argument("--model", choices=[case.model for case in CASES], help="only this one")
+    parser.add_argument("--device", choices=list(SIDES), default="cpu", help="of the replicas (default: cpu)")
     parser.add_argument("--rounds", type=int, help="instead of 12 for LeNet, 8 for ResNet-18")
     parser.add_argument(
         "--json", type=Path, help="where all goes that was measured (default: results/one_process.json)"
@@ -151,13 +173,15 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.rounds is not None and args.rounds < 1:
         parser.error("--rounds: expected a whole number of at least 1")
-    if args.write and (args.quick or args.model):
-        parser.error("--write: only the whole run is for the documentation: every model, without --quick")
+    if args.write and (args.quick or args.model or args.device != "cpu"):
+        parser.error("--write: only the whole run is for the documentation: every model, on the CPU, without --quick")
+    if args.device == "cuda" and torch.cuda.device_count() < 2:
+        parser.error(f"--device cuda: expected two GPUs, found {torch.cuda.device_count()}")
     return args
 
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
-    cases = [case for case in CASES if args.model in (None, case.model)]
+    cases = [replace(case, device=args.device) for case in CASES if args.model in (None, case.model)]
     if args.quick:
         cases = [replace(case, global_batch=16, timed_steps=1, rounds=1) for case in cases]
     return cases if args.rounds is None else [replace(case, rounds=args.rounds) for case in cases]

@@ -11,8 +11,10 @@ from torch.multiprocessing.spawn import start_processes
 
 import lockstep  # noqa: F401 - makes "shm" known
 
-SHM, SHM_PYTHON, GLOO = "shm", "shm-python", "gloo"
+SHM, SHM_PYTHON, GLOO, NCCL = "shm", "shm-python", "gloo", "nccl"
 TITLES = {SHM: "shm", SHM_PYTHON: "shm, Python only", GLOO: "Gloo"}
+BACKENDS = {SHM: "shm", SHM_PYTHON: "shm", GLOO: "gloo", NCCL: "nccl"}
+"""What torch calls the backend of a side."""
 
 
 def run_ranks(body: Callable[[int], None], workers: int) -> None:
@@ -27,7 +29,7 @@ def join_group(side: str, rank: int, workers: int, meter: str) -> None:
     """Make the default process group of a side.
 
     Args:
-        side: "shm", "shm-python" (without its compiled part) or "gloo".
+        side: "shm", "shm-python" (without its compiled part), "gloo" or "nccl".
         rank: this worker.
         workers: how many.
         meter: the path of the controller's socket, beside which the ranks meet.
@@ -35,5 +37,4 @@ def join_group(side: str, rank: int, workers: int, meter: str) -> None:
     if side == SHM_PYTHON:
         state: Any = import_module("lockstep.transports.shm.state")
         state._native = None
-    backend = "gloo" if side == GLOO else "shm"
-    dist.init_process_group(backend, init_method=f"file://{meter}.store", rank=rank, world_size=workers)
+    dist.init_process_group(BACKENDS[side], init_method=f"file://{meter}.store", rank=rank, world_size=workers)

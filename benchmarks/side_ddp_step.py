@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import load_images, make_model
 from meter import Job, Meter, parse_as
-from ranks import TITLES, join_group, run_ranks
+from ranks import BACKENDS, join_group, run_ranks
 
 
 @dataclass(frozen=True)
@@ -19,21 +19,25 @@ class StepJob(Job):
     """What is trained, and what the workers exchange gradients with.
 
     Attributes:
-        side: a name of `ranks.TITLES`; anything else exchanges nothing.
+        side: a name of `ranks.BACKENDS`; anything else exchanges nothing.
+        device: type of the device of each worker; a GPU has the number of its rank.
     """
 
     side: str
+    device: str = "cpu"
 
 
 def train(job: StepJob, rank: int) -> None:
     torch.set_num_threads(1)
-    together = job.side in TITLES
+    together = job.side in BACKENDS
+    device = torch.device("cpu") if job.device == "cpu" else torch.device(job.device, rank)
     if together:
         join_group(job.side, rank, job.workers, job.meter)
     bare, optimizer = make_model(job.model)
+    bare.to(device)  # the optimizer keeps its parameters: a module's are moved in place
     model: nn.Module = DistributedDataParallel(bare) if together else bare
     images = load_images(job.global_batch)
-    inputs, labels = images.collated_batch(range(rank, job.global_batch, job.workers))
+    inputs, labels = (t.to(device) for t in images.collated_batch(range(rank, job.global_batch, job.workers)))
     loss_fn = nn.CrossEntropyLoss()
     meter = Meter(job, rank)
     model.train()

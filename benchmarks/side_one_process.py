@@ -1,4 +1,7 @@
-"""One side of the benchmark of one process: a model alone, two replicas in threads or in a loop, or two processes."""
+"""One side of the benchmark of one process: a model alone, two replicas in threads or in a loop, or two processes.
+
+On GPUs also `nn.DataParallel`, which knows no other devices.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,19 @@ import lockstep
 from common import load_images, make_model
 from lockstep.replicas import allreduce_, replicate, scatter
 from meter import Meter, parse_as
-from ranks import TITLES, run_ranks
+from ranks import BACKENDS, run_ranks
 from side_ddp_step import StepJob
 from side_ddp_step import train as train_ddp
 
-DEVICES = ["cpu", "cpu"]
-ALONE, LOOP, THREADS = "alone", "loop", "threads"
+DEVICES = {"cpu": ["cpu", "cpu"], "cuda": ["cuda:0", "cuda:1"]}
+ALONE, LOOP, THREADS, TORCH = "alone", "loop", "threads", "torch"
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(images, labels) → the loss."""
 
 
-def make_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def make_alone(model: nn.Module, optimizer: torch.optim.Optimizer, devices: list[str]) -> Step:
+    """The model as it is, or what looks like one."""
     loss_fn = nn.CrossEntropyLoss()
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -36,8 +40,12 @@ def make_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def make_threads(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    parallel = lockstep.DataParallel(model, DEVICES, loss=nn.CrossEntropyLoss())
+def make_torch(model: nn.Module, optimizer: torch.optim.Optimizer, devices: list[str]) -> Step:
+    return make_alone(nn.DataParallel(model, devices), optimizer, devices)
+
+
+def make_threads(model: nn.Module, optimizer: torch.optim.Optimizer, devices: list[str]) -> Step:
+    parallel = lockstep.DataParallel(model, devices, loss=nn.CrossEntropyLoss())
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -49,16 +57,16 @@ def make_threads(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def make_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def make_loop(model: nn.Module, optimizer: torch.optim.Optimizer, devices: list[str]) -> Step:
     """The tutorials' way: one replica after the other, a sum for each parameter, an update of each replica."""
-    replicas = replicate(model, DEVICES)
+    replicas = replicate(model, devices)
     loss_fn = nn.CrossEntropyLoss(reduction="sum")
     kind, options = type(optimizer), optimizer.defaults
     optimizers = [kind(replica.parameters(), lr=options["lr"], momentum=options["momentum"]) for replica in replicas]
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = []
-        for replica, own, (x, y) in zip(replicas, optimizers, scatter((images, labels), DEVICES), strict=True):
+        for replica, own, (x, y) in zip(replicas, optimizers, scatter((images, labels), devices), strict=True):
             own.zero_grad()
             losses.append(loss_fn(replica(x), y) / len(images))
         for loss in losses:
@@ -67,12 +75,12 @@ def make_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
             allreduce_([copy.grad for copy in copies])
         for own in optimizers:
             own.step()
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return torch.stack([loss.detach().to(devices[0]) for loss in losses]).sum()
 
     return step
 
 
-MAKE = {ALONE: make_alone, LOOP: make_loop, THREADS: make_threads}
+MAKE = {ALONE: make_alone, LOOP: make_loop, THREADS: make_threads, TORCH: make_torch}
 
 
 def use_one_arena() -> None:
@@ -89,9 +97,11 @@ def use_one_arena() -> None:
 def train(job: StepJob) -> None:
     torch.set_num_threads(1)
     use_one_arena()
-    step = MAKE[job.side](*make_model(job.model))
+    devices = DEVICES[job.device]
+    model, optimizer = make_model(job.model)
+    step = MAKE[job.side](model.to(devices[0]), optimizer, devices)
     images = load_images(job.global_batch)
-    inputs, labels = images.collated_batch(range(job.global_batch))
+    inputs, labels = (t.to(devices[0]) for t in images.collated_batch(range(job.global_batch)))
     meter = Meter(job, 0)
     for _ in range(job.epochs * job.steps):
         meter.step(step(inputs, labels))
@@ -99,4 +109,4 @@ def train(job: StepJob) -> None:
 
 if __name__ == "__main__":
     job = parse_as(StepJob)
-    run_ranks(lambda rank: train_ddp(job, rank) if job.side in TITLES else train(job), job.workers)
+    run_ranks(lambda rank: train_ddp(job, rank) if job.side in BACKENDS else train(job), job.workers)
