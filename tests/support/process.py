@@ -103,7 +103,8 @@ class WorkerProcess:
         """What it still holds after tidying up."""
         answer = self._receive(TIDY_LIMIT)
         if answer is None and self.process.is_alive():
-            return [f"a process group that it cannot leave within {TIDY_LIMIT:g} s\n{self.dump_stacks()}"]
+            wrote = self.new_text(self.output)  # an exception of its own, if it no longer serves
+            return [f"a process group that it cannot leave within {TIDY_LIMIT:g} s\n{self.dump_stacks()}\n{wrote}"]
         if answer is None:
             return [f"nothing, as its process died while tidying up with exit code {self.process.exitcode}"]
         left: list[str] = answer
