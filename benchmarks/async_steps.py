@@ -16,8 +16,6 @@ left when all has been waited for. The three ways take turns; every second round
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import time
 from collections import deque
@@ -30,20 +28,11 @@ import torch
 from torch import nn
 
 import lockstep
-from common import (
-    DOCS,
-    RESULTS,
-    Spread,
-    describe_machine,
-    load_images,
-    machine_line,
-    make_model,
-    markdown_table,
-    write_between,
-    write_json,
-)
+from common import Spread, describe_machine, load_images, make_model, markdown_table
+from frame import Benchmark
 from lockstep.training.settling import Unsettled
 
+BENCHMARK = Benchmark("async_steps", __doc__, "asynchronous.md")
 WAYS = {"at once": 1, "bounded": 2, "unbounded": None}
 """Way → how many pieces of work may be under way."""
 
@@ -193,37 +182,15 @@ def as_table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of a few pieces: does it run?")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each way (default: 7)")
-    parser.add_argument(
-        "--json", type=Path, help="where all goes that was measured (default: results/async_steps.json)"
-    )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/")
-    args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("--rounds: expected a whole number of at least 1")
-    if args.write and args.quick:
-        parser.error("--write: only the whole run is for the documentation, without --quick")
-    return args
-
-
 def main() -> None:
-    args = parse()
-    rounds = 1 if args.quick else args.rounds
+    args = BENCHMARK.parse(BENCHMARK.parser("7"))
+    rounds = args.rounds or (1 if args.quick else 7)
     cases = [replace(case, count=10) for case in CASES] if args.quick else CASES
     machine, rows, kept = describe_machine(), [], {}
     for case in cases:
         kept[case.title] = measure(case, rounds)
         rows += summarise(case, kept[case.title])
-    machine["load_average_after"] = round(os.getloadavg()[0], 2)
-    table, line = as_table(rows), machine_line(machine, f"{load_images(1).name} images")
-    print(f"\n{table}\n\n{line}")
-    if args.json or not args.quick:
-        write_json(args.json or RESULTS / "async_steps.json", {"machine": machine, "rows": rows, "measured": kept})
-    if args.write:
-        write_between(DOCS / "asynchronous.md", "async-steps", f"{table}\n\n{line}")
+    BENCHMARK.publish(args, machine, as_table(rows), f"{load_images(1).name} images", rows=rows, measured=kept)
 
 
 if __name__ == "__main__":

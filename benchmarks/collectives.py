@@ -18,21 +18,24 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from collective_tables import COPY, MPICH, NOTHING, SIDES, documented, size_text, tables
-from common import DOCS, RESULTS, Spread, describe_machine, write_between, write_json
+from common import DOCS, RESULTS, Spread, describe_machine, ratio, write_between, write_json
 from exchanges import OPERATIONS
 from figures import draw_collectives
+from frame import Benchmark
 from meter import Controlled
 from ranks import GLOO, SHM, SHM_PYTHON
+from turns import running
+
+BENCHMARK = Benchmark("collectives", __doc__)
 
 RANKS = [2, 4]
 SIZES = [4, 64, *(kib << 10 for kib in (1, 4, 16, 64, 256)), *(mib << 20 for mib in (1, 4, 16, 64))]
@@ -95,21 +98,6 @@ class Contestant:
             seconds = self.turn(turn_s)
 
 
-@contextmanager
-def running(sides: list[str], ranks: int, most: int) -> Iterator[dict[str, Controlled]]:
-    """All sides with so many ranks each, idle."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="collectives-") as folder, ExitStack() as stack:
-        jobs = {}
-        for side in sides:
-            started = Started(side, ranks, f"{folder}/{side}", most)
-            jobs[side] = Controlled(started.command(), started, env)
-            stack.callback(jobs[side].close)
-        for job in jobs.values():
-            job.wait_until_ready()
-        yield jobs
-
-
 def contestants(jobs: dict[str, Controlled], operation: str, nbytes: int, smallest: bool) -> dict[str, Contestant]:
     """Who takes turns at one size of one operation."""
     found = {side: Contestant(job, operation, nbytes) for side, job in jobs.items()}
@@ -143,11 +131,9 @@ def measure(cases: Cases, rounds: int, turn_s: float, note: Callable[[str], None
     return seconds
 
 
-def ratio(seconds: Rounds, above: str, below: str) -> dict[str, float] | None:
+def ratio_if_there(seconds: Rounds, above: str, below: str) -> dict[str, float] | None:
     """Of two contestants' times in the same round; None where one took no part."""
-    if above not in seconds or below not in seconds:
-        return None
-    return asdict(Spread.of([a / b for a, b in zip(seconds[above], seconds[below], strict=True)]))
+    return ratio(seconds, above, below) if above in seconds and below in seconds else None
 
 
 def summarise(ranks: int, operation: str, nbytes: int, seconds: Rounds) -> dict[str, Any]:
@@ -158,32 +144,37 @@ def summarise(ranks: int, operation: str, nbytes: int, seconds: Rounds) -> dict[
         "operation": operation,
         "bytes": nbytes,
         "seconds": {name: asdict(Spread.of(values)) for name, values in seconds.items()},
-        "gloo_over_shm": ratio(seconds, GLOO, SHM),
-        "mpich_over_shm": ratio(seconds, MPICH, SHM),
-        "python_over_shm": ratio(seconds, SHM_PYTHON, SHM),
-        "shm_over_copy": ratio(seconds, SHM, COPY),
+        "gloo_over_shm": ratio_if_there(seconds, GLOO, SHM),
+        "mpich_over_shm": ratio_if_there(seconds, MPICH, SHM),
+        "python_over_shm": ratio_if_there(seconds, SHM_PYTHON, SHM),
+        "shm_over_copy": ratio_if_there(seconds, SHM, COPY),
         "rounds": seconds,
     }
 
 
 def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each number of ranks, operation and size."""
+
+    def programs(folder: str, ranks: int) -> dict[str, tuple[list[str], Started]]:
+        found = {side: Started(side, ranks, f"{folder}/{side}", max(args.sizes)) for side in args.sides}
+        return {side: (started.command(), started) for side, started in found.items()}
+
     rows = []
     for ranks in args.ranks:
-        with running(args.sides, ranks, max(args.sizes)) as jobs:
+        with running(partial(programs, ranks=ranks)) as jobs:
             cases = {
                 (operation, nbytes): contestants(jobs, operation, nbytes, nbytes == min(args.sizes))
                 for operation in args.operation
                 for nbytes in args.sizes
             }
-            found = measure(cases, args.rounds, args.turn, lambda text, ranks=ranks: _note(f"{ranks} ranks, {text}"))
+            found = measure(cases, args.rounds, args.turn, partial(_note, ranks))
             rows += [summarise(ranks, *case, seconds) for case, seconds in found.items()]
     print(file=sys.stderr)
     return rows
 
 
-def _note(text: str) -> None:
-    print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+def _note(ranks: int, text: str) -> None:
+    print(f"\r{f'{ranks} ranks, {text}':<70}", end="", file=sys.stderr, flush=True)
 
 
 def find_mpiexec() -> str | None:
@@ -212,23 +203,17 @@ def parse_size(text: str) -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of short turns at three sizes: does it run?")
-    parser.add_argument("--operation", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="only these")
-    parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=RANKS, help="only these")
+    parser = BENCHMARK.parser("9")
+    parser.add_argument("--operation", nargs="+", choices=OPERATIONS, help="only these")
+    parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, help="only these")
     parser.add_argument("--sizes", nargs="+", type=parse_size, help="bytes, such as 4 64K 16M, instead of eleven")
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="only these, and shm")
-    parser.add_argument("--rounds", type=int, help="instead of 9")
-    parser.add_argument("--json", type=Path, help="where all goes that was measured; default: results/collectives.json")
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), help="only these, and shm")
     parser.add_argument("--figure", type=Path, help="draw the picture here as well")
-    parser.add_argument("--write", action="store_true", help="put tables and picture into docs/")
-    args = parser.parse_args()
-    if args.rounds is not None and args.rounds < 1:
-        parser.error("--rounds: expected a whole number of at least 1")
-    args.sides = available([side for side in SIDES if side == SHM or side in args.sides])
-    whole = args.operation == OPERATIONS and args.ranks == RANKS and not args.sizes and args.sides == list(SIDES)
-    if args.write and (args.quick or not whole):
-        parser.error("--write: only the whole run is for the documentation: every side and size, without --quick")
+    args = BENCHMARK.parse(parser, "operation", "ranks", "sizes", "sides")
+    args.sides = available([side for side in SIDES if side == SHM or side in (args.sides or SIDES)])
+    if args.write and args.sides != list(SIDES):
+        parser.error("--write: only the whole run is for the documentation: every side, MPICH's too")
+    args.operation, args.ranks = args.operation or OPERATIONS, args.ranks or RANKS
     args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
     args.rounds = args.rounds or (1 if args.quick else 9)
     args.turn = TURN_S / 4 if args.quick else TURN_S

@@ -7,11 +7,11 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from lockstep.errors import DataError
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RESULTS = Path(__file__).resolve().parent / "results"
+
+Side = TypeVar("Side", bound=Hashable)
 
 
 def wide_mlp() -> nn.Module:
@@ -91,6 +93,11 @@ class Spread:
     def text(self, digits: int = 3) -> str:
         """E.g. "1.010 (1.008 to 1.013)"."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+def ratio(values: Mapping[Side, Sequence[float]], above: Side, below: Side, scale: float = 1.0) -> dict[str, float]:
+    """The spread of two sides' ratios, one a round, times `scale`; as JSON keeps it."""
+    return asdict(Spread.of([scale * a / b for a, b in zip(values[above], values[below], strict=True)]))
 
 
 def describe_machine() -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 The sides are the door on Lockstep's shared memory ("hvd"), torch.distributed on the same ("shm"), and torch.distributed
 on Gloo. All of them are in the same two processes and take turns; every second round goes in the opposite order. A turn
-is as many calls as take about 20 ms, and its time that of the slower rank. An all-reduce is in place, a sum, and waited
-for by itself: what costs the door most, as the ranks agree on each. A step of LeNet is one of `DistributedOptimizer`,
-or of `DistributedDataParallel`, on 32 images a rank that lie in memory.
+is as many calls as take about 20 ms, and its time that of the slower rank. A sum is in place: `hvd.allreduce_`, or
+`dist.all_reduce`. A mean is in a new tensor: `hvd.allreduce`, or a copy, `dist.all_reduce` and a division. Each is
+waited for by itself: what costs the door most, as the ranks agree on each. A step of LeNet is one of
+`DistributedOptimizer`, or of `DistributedDataParallel`, on 32 images a rank that lie in memory.
 
     python benchmarks/horovod_door.py             # some two minutes on two idle cores
     python benchmarks/horovod_door.py --quick     # a smoke run; its figures say nothing
@@ -13,12 +14,9 @@ or of `DistributedDataParallel`, on 32 images a rank that lie in memory.
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,21 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 import lockstep.doors.horovod.torch as hvd
-from common import (
-    DOCS,
-    RESULTS,
-    Spread,
-    describe_machine,
-    load_images,
-    machine_line,
-    make_model,
-    markdown_table,
-    write_between,
-    write_json,
-)
+from common import Spread, describe_machine, load_images, make_model, markdown_table, ratio
+from frame import Benchmark
 
+BENCHMARK = Benchmark("horovod_door", __doc__, "horovod.md")
 SIDES = ["hvd", "shm", "gloo"]
-SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20]
+SUMS = [4 << 10, 64 << 10, 1 << 20, 16 << 20]
+MEANS = [4 << 10, 1 << 20]
 LENET = "step of LeNet, 32 images a rank"
 TURN_S = 0.02
 MOST_CALLS = 2000
@@ -55,13 +45,14 @@ Seconds = dict[str, dict[str, list[float]]]
 # --- in a rank ----------------------------------------------------------------------------------------------
 
 
-def work(sizes: list[int], rounds: int, turn_s: float) -> Seconds:
+def work(rounds: int, turn_s: float) -> Seconds:
     """Measure everything; the same on both ranks."""
     torch.set_num_threads(1)
     lockstep.init("cpu", transport="shm")
     hvd.init()
     gloo = dist.new_group(backend="gloo")
-    cases = {title(size): all_reduces(size, gloo) for size in sizes}
+    cases = {f"sum of {title(size)}": sums(size, gloo) for size in SUMS}
+    cases |= {f"mean of {title(size)}, new": means(size, gloo) for size in MEANS}
     cases[LENET] = steps(gloo)
     found: Seconds = {case: {side: [] for side in SIDES} for case in cases}
     calls = {(case, side): calls_for(call, turn_s) for case, sides in cases.items() for side, call in sides.items()}
@@ -73,13 +64,29 @@ def work(sizes: list[int], rounds: int, turn_s: float) -> Seconds:
     return found
 
 
-def all_reduces(size: int, gloo: Any) -> dict[str, Call]:
-    """By side, the sum of `size` bytes; of zeros, which stay what they are."""
+def sums(size: int, gloo: Any) -> dict[str, Call]:
+    """By side, the sum of `size` bytes in place; of zeros, which stay what they are."""
     tensor = torch.zeros(size // 4)
     return {
         "hvd": lambda: hvd.allreduce_(tensor, op=hvd.Sum, name=f"sum of {size}"),
         "shm": lambda: dist.all_reduce(tensor),
         "gloo": lambda: dist.all_reduce(tensor, group=gloo),
+    }
+
+
+def means(size: int, gloo: Any) -> dict[str, Call]:
+    """By side, the mean of `size` bytes in a new tensor."""
+    tensor = torch.zeros(size // 4)
+
+    def mean(group: Any) -> torch.Tensor:
+        copy = tensor.clone()
+        dist.all_reduce(copy, group=group)
+        return copy.div_(dist.get_world_size())
+
+    return {
+        "hvd": lambda: hvd.allreduce(tensor, name=f"mean of {size}"),
+        "shm": lambda: mean(None),
+        "gloo": lambda: mean(gloo),
     }
 
 
@@ -128,21 +135,17 @@ def calls_for(call: Call, turn_s: float) -> int:
 
 
 def title(size: int) -> str:
-    """What a table calls the all-reduce of so many bytes."""
-    return f"all-reduce of {size >> 20} MiB" if size >= 1 << 20 else f"all-reduce of {size >> 10} KiB"
+    """So many bytes, as a table has them."""
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def summarise(case: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Medians with their quartiles, and the ratios in each round."""
-
-    def ratio(above: str, below: str) -> dict[str, float]:
-        return asdict(Spread.of([a / b for a, b in zip(seconds[above], seconds[below], strict=True)]))
-
     return {
         "case": case,
         "seconds": {side: asdict(Spread.of(values)) for side, values in seconds.items()},
-        "hvd_over_shm": ratio("hvd", "shm"),
-        "gloo_over_hvd": ratio("gloo", "hvd"),
+        "hvd_over_shm": ratio(seconds, "hvd", "shm"),
+        "gloo_over_hvd": ratio(seconds, "gloo", "hvd"),
         "rounds": seconds,
     }
 
@@ -161,35 +164,13 @@ def as_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, cells)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds of short turns: does it run?")
-    parser.add_argument("--rounds", type=int, default=101, help="turns of each side in each case (default: 101)")
-    parser.add_argument(
-        "--json", type=Path, help="where all goes that was measured; default: results/horovod_door.json"
-    )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/")
-    args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("--rounds: expected a whole number of at least 1")
-    if args.write and args.quick:
-        parser.error("--write: only the whole run is for the documentation, without --quick")
-    return args
-
-
 def main() -> None:
-    args = parse()
+    args = BENCHMARK.parse(BENCHMARK.parser("101"))
     machine = describe_machine()
-    rounds, turn_s = (2, TURN_S / 4) if args.quick else (args.rounds, TURN_S)
-    seconds = lockstep.launch(work, SIZES, rounds, turn_s, workers=2, threads=1)
-    machine["load_average_after"] = round(os.getloadavg()[0], 2)
+    rounds, turn_s = args.rounds or (2 if args.quick else 101), TURN_S / 4 if args.quick else TURN_S
+    seconds = lockstep.launch(work, rounds, turn_s, workers=2, threads=1)
     rows = [summarise(case, sides) for case, sides in seconds.items()]
-    table, line = as_table(rows), machine_line(machine, f"two ranks; {rounds} rounds")
-    print(f"{table}\n\n{line}")
-    if args.json or not args.quick:
-        write_json(args.json or RESULTS / "horovod_door.json", {"machine": machine, "rows": rows})
-    if args.write:
-        write_between(DOCS / "horovod.md", "horovod-door", f"{table}\n\n{line}")
+    BENCHMARK.publish(args, machine, as_table(rows), f"two ranks; {rounds} rounds", rows=rows)
 
 
 if __name__ == "__main__":

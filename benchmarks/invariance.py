@@ -14,31 +14,17 @@ times; the median over the rounds counts.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from common import (
-    DOCS,
-    RESULTS,
-    TITLES,
-    Spread,
-    describe_machine,
-    load_images,
-    machine_line,
-    markdown_table,
-    write_between,
-    write_json,
-)
-from meter import Controlled
+from common import TITLES, Spread, describe_machine, load_images, markdown_table, ratio
+from frame import Benchmark, chosen
 from ranks import GLOO, SHM
 from ranks import TITLES as BACKENDS
 from side_invariance import DDP, LOCKSTEP, InvarianceJob
+from turns import command_of, last_losses, train_in_turns
+
+BENCHMARK = Benchmark("invariance", __doc__, "invariance.md")
 
 NAMES = {**TITLES, "convnet": "CNN", "transformer": "Transformer of 0.1 M parameters"}
 SHARDS = 8  # of the sides that are compared pass by pass
@@ -93,43 +79,14 @@ CASES = [
 ]
 
 
-@contextmanager
-def running(case: Case) -> Iterator[dict[Side, Controlled]]:
-    """All sides, each about to make its first step."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    script = str(Path(__file__).resolve().parent / "side_invariance.py")
-    with tempfile.TemporaryDirectory(prefix="invariance-") as folder, ExitStack() as stack:
-        jobs = {}
-        for side in case.sides:
-            job = case.job(side, f"{folder}/{side[0]}-{side[1]}")
-            jobs[side] = Controlled([sys.executable, script, *job.arguments()], job, env)
-            stack.callback(jobs[side].close)
-        for controlled in jobs.values():
-            controlled.wait_until_ready()
-        yield jobs
+def measure(case: Case) -> dict[Side, list[dict[str, float]]]:
+    """What each side's rank 0 reported in every round."""
 
+    def programs(folder: str) -> dict[Side, tuple[list[str], InvarianceJob]]:
+        jobs = {side: case.job(side, f"{folder}/{side[0]}-{side[1]}") for side in case.sides}
+        return {side: (command_of("side_invariance.py", job), job) for side, job in jobs.items()}
 
-def measure(case: Case) -> tuple[Seconds, dict[Side, float]]:
-    """The seconds of every round, and the mean loss that each side's rank 0 came to in its last block."""
-    seconds: Seconds = {side: [] for side in case.sides}
-    losses: dict[Side, float] = {}
-    with running(case) as jobs:
-        for number in range(case.rounds + 1):
-            for side in list(jobs) if number % 2 else reversed(list(jobs)):
-                found = jobs[side].turn()
-                losses[side] = found["loss"]
-                if number > 0:
-                    seconds[side].append(found["seconds"] / case.timed_steps)
-                if number == case.rounds:
-                    jobs[side].finish()
-            print(f"\r{case.title}: round {number} of {case.rounds}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return seconds, losses
-
-
-def ratio(seconds: Seconds, above: Side, below: Side) -> dict[str, float]:
-    """Of two sides' times in the same round."""
-    return asdict(Spread.of([a / b for a, b in zip(seconds[above], seconds[below], strict=True)]))
+    return train_in_turns(case.title, case.rounds, programs)
 
 
 def summarise(case: Case, seconds: Seconds) -> dict[str, Any]:
@@ -175,46 +132,27 @@ def by_shards(rows: list[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of the smallest blocks: does it run?")
+    parser = BENCHMARK.parser("6")
     parser.add_argument("--model", choices=list(KINDS), help="only this one")
     parser.add_argument("--workers", type=int, choices=[1, 2], help="only so many")
-    parser.add_argument("--rounds", type=int, help="instead of 6")
-    parser.add_argument("--json", type=Path, help="where all goes that was measured (default: results/invariance.json)")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/")
-    args = parser.parse_args()
-    if args.rounds is not None and args.rounds < 1:
-        parser.error("--rounds: expected a whole number of at least 1")
-    if args.write and (args.quick or args.model or args.workers):
-        parser.error("--write: only the whole run is for the documentation: every case, without --quick")
-    return args
-
-
-def chosen_cases(args: argparse.Namespace) -> list[Case]:
-    cases = [case for case in CASES if args.model in (None, case.model) and args.workers in (None, case.workers)]
-    if args.quick:
-        cases = [replace(case, global_batch=32, timed_steps=1, rounds=1) for case in cases]
-    return cases if args.rounds is None else [replace(case, rounds=args.rounds) for case in cases]
+    return BENCHMARK.parse(parser, "model", "workers")
 
 
 def main() -> None:
     args = parse()
     machine, rows, kept = describe_machine(), [], {}
-    for case in chosen_cases(args):
-        seconds, losses = measure(case)
+    cases = [case for case in CASES if args.workers in (None, case.workers)]
+    for case in chosen(cases, args, global_batch=32, timed_steps=1):
+        found = measure(case)
+        seconds = {side: [block["seconds"] / case.timed_steps for block in blocks] for side, blocks in found.items()}
+        losses = last_losses(found)
         rows.append(summarise(case, seconds))
-        named = {f"{who}, {passes or 'one'} passes": side for side in case.sides for who, passes in [side]}
         kept[case.title] = {
-            name: {"seconds": seconds[side], "last_mean_loss": losses[side]} for name, side in named.items()
+            f"{who}, {passes or 'one'} passes": {"seconds": values, "last_mean_loss": losses[who, passes]}
+            for (who, passes), values in seconds.items()
         }
-    machine["load_average_after"] = round(os.getloadavg()[0], 2)
-    line = machine_line(machine, f"{load_images(1).name} images")
-    text = f"{pass_by_pass(rows)}\n\n{by_shards(rows)}\n\n{line}"
-    print(f"\n{text}")
-    if args.json or not args.quick:
-        write_json(args.json or RESULTS / "invariance.json", {"machine": machine, "rows": rows, "measured": kept})
-    if args.write:
-        write_between(DOCS / "invariance.md", "invariance", text)
+    tables = f"{pass_by_pass(rows)}\n\n{by_shards(rows)}"
+    BENCHMARK.publish(args, machine, tables, f"{load_images(1).name} images", rows=rows, measured=kept)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ the median over the rounds counts.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import signal
@@ -25,7 +24,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import DOCS, RESULTS, Spread, describe_machine, machine_line, markdown_table, write_between, write_json
+from common import Spread, describe_machine, markdown_table
+from frame import Benchmark
+
+BENCHMARK = Benchmark("launch", __doc__)
 
 PROGRAM = Path(__file__).resolve().parent / "side_launch.py"
 LOCKSTEP, TORCHRUN = "lockstep run", "torchrun"
@@ -138,23 +140,12 @@ def time_of(row: dict[str, Any], launcher: str) -> str:
     return text + (f" ({lost} of {row['rounds']} did not come back)" if lost else "")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md")
-    return parser.parse_args(argv)
-
-
 def main() -> None:
-    options = parse(sys.argv[1:])
+    args = BENCHMARK.parse(BENCHMARK.parser(f"{ROUNDS['start']} starts and {ROUNDS['restart']} failures"))
     machine = describe_machine()
-    rows = [measure(case, ranks, 1 if options.quick else ROUNDS[case]) for case in CASES for ranks in RANKS]
-    machine["load_average_after"] = round(os.getloadavg()[0], 2)
-    table = f"{as_table(rows)}\n\n{machine_line(machine, 'Gloo, one thread each')}"
-    print(table)
-    write_json(RESULTS / "launch.json", {"machine": machine, "rows": rows})
-    if options.write:
-        write_between(DOCS / "performance.md", "launch", table)
+    rounds = dict.fromkeys(ROUNDS, args.rounds or 1) if args.quick or args.rounds else ROUNDS
+    rows = [measure(case, ranks, rounds[case]) for case in CASES for ranks in RANKS]
+    BENCHMARK.publish(args, machine, as_table(rows), "Gloo, one thread each", rows=rows)
 
 
 if __name__ == "__main__":

@@ -17,33 +17,19 @@ one model on one of them, both kinds of replicas, `nn.DataParallel`, and two pro
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from common import (
-    DOCS,
-    RESULTS,
-    TITLES,
-    Spread,
-    describe_machine,
-    load_images,
-    machine_line,
-    markdown_table,
-    write_between,
-    write_json,
-)
-from meter import Controlled
+from common import TITLES, Spread, describe_machine, load_images, markdown_table, ratio
+from frame import Benchmark, chosen
 from ranks import BACKENDS, GLOO, NCCL, SHM
 from side_ddp_step import StepJob
 from side_one_process import ALONE, LOOP, THREADS, TORCH
+from turns import command_of, last_losses, speeds_of, train_in_turns
+
+BENCHMARK = Benchmark("one_process", __doc__)
 
 REPLICAS = {LOOP: "two replicas, one after the other", THREADS: "two replicas, `DataParallel`"}
 SIDES = {
@@ -91,43 +77,14 @@ class Case:
 CASES = [Case("lenet", timed_steps=12, rounds=12), Case("resnet18", timed_steps=2, rounds=8)]
 
 
-@contextmanager
-def running(case: Case) -> Iterator[dict[str, Controlled]]:
-    """All sides, each about to make its first step."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    script = str(Path(__file__).resolve().parent / "side_one_process.py")
-    with tempfile.TemporaryDirectory(prefix="one-process-") as folder, ExitStack() as stack:
-        jobs = {}
-        for side in SIDES[case.device]:
-            job = case.job(side, f"{folder}/{side}")
-            jobs[side] = Controlled([sys.executable, script, *job.arguments()], job, env)
-            stack.callback(jobs[side].close)
-        for controlled in jobs.values():
-            controlled.wait_until_ready()
-        yield jobs
+def measure(case: Case) -> dict[str, list[dict[str, float]]]:
+    """What each side's rank 0 reported in every round."""
 
+    def programs(folder: str) -> dict[str, tuple[list[str], StepJob]]:
+        jobs = {side: case.job(side, f"{folder}/{side}") for side in SIDES[case.device]}
+        return {side: (command_of("side_one_process.py", job), job) for side, job in jobs.items()}
 
-def measure(case: Case) -> tuple[Speeds, dict[str, float]]:
-    """The speeds of every round, and the mean loss that each side's rank 0 came to in its last block."""
-    speeds: Speeds = {side: [] for side in SIDES[case.device]}
-    losses: dict[str, float] = {}
-    with running(case) as jobs:
-        for number in range(case.rounds + 1):
-            for side in list(jobs) if number % 2 else reversed(list(jobs)):
-                found = jobs[side].turn()
-                losses[side] = found["loss"]
-                if number > 0:
-                    speeds[side].append(case.timed_steps * case.global_batch / found["seconds"])
-                if number == case.rounds:
-                    jobs[side].finish()
-            print(f"\r{TITLES[case.model]}: round {number} of {case.rounds}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return speeds, losses
-
-
-def ratio(speeds: Speeds, above: str, below: str) -> dict[str, float]:
-    """Of two sides' speeds in the same round."""
-    return asdict(Spread.of([a / b for a, b in zip(speeds[above], speeds[below], strict=True)]))
+    return train_in_turns(TITLES[case.model], case.rounds, programs)
 
 
 def summarise(case: Case, speeds: Speeds) -> list[dict[str, Any]]:
@@ -161,46 +118,29 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of the smallest blocks: does it run?")
+    parser = BENCHMARK.parser("12 for LeNet and 8 for ResNet-18")
     parser.add_argument("--model", choices=[case.model for case in CASES], help="only this one")
-    parser.add_argument("--device", choices=list(SIDES), default="cpu", help="of the replicas (default: cpu)")
-    parser.add_argument("--rounds", type=int, help="instead of 12 for LeNet, 8 for ResNet-18")
-    parser.add_argument(
-        "--json", type=Path, help="where all goes that was measured (default: results/one_process.json)"
-    )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/")
-    args = parser.parse_args()
-    if args.rounds is not None and args.rounds < 1:
-        parser.error("--rounds: expected a whole number of at least 1")
-    if args.write and (args.quick or args.model or args.device != "cpu"):
-        parser.error("--write: only the whole run is for the documentation: every model, on the CPU, without --quick")
+    parser.add_argument("--device", choices=list(SIDES), help="of the replicas (default: cpu)")
+    args = BENCHMARK.parse(parser, "model", "device")
     if args.device == "cuda" and torch.cuda.device_count() < 2:
         parser.error(f"--device cuda: expected two GPUs, found {torch.cuda.device_count()}")
     return args
 
 
-def chosen_cases(args: argparse.Namespace) -> list[Case]:
-    cases = [replace(case, device=args.device) for case in CASES if args.model in (None, case.model)]
-    if args.quick:
-        cases = [replace(case, global_batch=16, timed_steps=1, rounds=1) for case in cases]
-    return cases if args.rounds is None else [replace(case, rounds=args.rounds) for case in cases]
-
-
 def main() -> None:
     args = parse()
     machine, rows, kept = describe_machine(), [], {}
-    for case in chosen_cases(args):
-        speeds, losses = measure(case)
+    cases = [replace(case, device=args.device or "cpu") for case in CASES]
+    for case in chosen(cases, args, global_batch=16, timed_steps=1):
+        found = measure(case)
+        speeds = speeds_of(found, case.timed_steps * case.global_batch)
         rows += summarise(case, speeds)
-        kept[case.model] = {"case": asdict(case), "samples_per_second": speeds, "last_mean_loss": losses}
-    machine["load_average_after"] = round(os.getloadavg()[0], 2)
-    table, line = as_table(rows), machine_line(machine, f"{load_images(1).name} images")
-    print(f"\n{table}\n\n{line}")
-    if args.json or not args.quick:
-        write_json(args.json or RESULTS / "one_process.json", {"machine": machine, "rows": rows, "measured": kept})
-    if args.write:
-        write_between(DOCS / "performance.md", "one-process", f"{table}\n\n{line}")
+        kept[case.model] = {
+            "case": asdict(case),
+            "samples_per_second": speeds,
+            "last_mean_loss": last_losses(found),
+        }
+    BENCHMARK.publish(args, machine, as_table(rows), f"{load_images(1).name} images", rows=rows, measured=kept)
 
 
 if __name__ == "__main__":

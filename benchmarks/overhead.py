@@ -19,31 +19,19 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 import lockstep
-from common import (
-    DOCS,
-    RESULTS,
-    TITLES,
-    Spread,
-    describe_machine,
-    keep_freed_memory,
-    load_images,
-    machine_line,
-    make_model,
-    markdown_table,
-    write_between,
-    write_json,
-)
+from common import TITLES, Spread, describe_machine, keep_freed_memory, load_images, make_model, markdown_table
+from frame import Benchmark, chosen
 from lockstep.data import ImageSet
 from lockstep.training.callbacks import Callback
 
+BENCHMARK = Benchmark("overhead", __doc__)
 TARGET = 1.02
 
 Block = Callable[[int], float]
@@ -211,25 +199,9 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of the smallest blocks: does it run?")
+    parser = BENCHMARK.parser("12 for LeNet and 7 for ResNet-18")
     parser.add_argument("--model", choices=[case.model for case in CASES], help="only this one")
-    parser.add_argument("--rounds", type=int, help="instead of 12 for LeNet and 7 for ResNet-18")
-    parser.add_argument("--json", type=Path, help="where all that was measured goes (default: results/overhead.json)")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md")
-    args = parser.parse_args()
-    if args.rounds is not None and args.rounds < 1:
-        parser.error("--rounds: expected a whole number of at least 1")
-    if args.write and (args.quick or args.model):
-        parser.error("--write: only the whole run is for the documentation, without --quick and --model")
-    return args
-
-
-def chosen_cases(args: argparse.Namespace) -> list[Case]:
-    cases = [case for case in CASES if args.model in (None, case.model)]
-    if args.quick:
-        cases = [replace(case, batch=8, steps=2, rounds=1) for case in cases]
-    return cases if args.rounds is None else [replace(case, rounds=args.rounds) for case in cases]
+    return BENCHMARK.parse(parser, "model")
 
 
 def main() -> None:
@@ -239,25 +211,16 @@ def main() -> None:
     os.environ["TERM"] = "xterm-256color"  # the live display is the same wherever this runs
     machine = describe_machine()
     rows, turns = [], {}
-    for case in chosen_cases(args):
+    for case in chosen(CASES, args, batch=8, steps=2):
         images = load_images(case.samples)
         turns[case.model] = measure(case, images)
         rows += summarise(case, turns[case.model])
-    machine["load_average_after"] = round(os.getloadavg()[0], 2)
-    table, line = as_table(rows), machine_line(machine, f"{images.name} images")
-    print(f"\n{table}\n\n{line}")
+    kept = {model: {name: [asdict(t) for t in side] for name, side in sides.items()} for model, sides in turns.items()}
+    BENCHMARK.publish(args, machine, as_table(rows), f"{images.name} images", data=images.name, rows=rows, turns=kept)
     for row in rows:
         if row["side"] == "Trainer, no callbacks" and not args.quick:
             verdict = "within" if row["wall"]["median"] <= TARGET else "ABOVE"
             print(f"{TITLES[row['model']]}: {row['wall']['median']:.3f}, {verdict} the target of {TARGET}")
-    if args.json or not args.quick:
-        kept = {
-            model: {name: [asdict(t) for t in side] for name, side in sides.items()} for model, sides in turns.items()
-        }
-        path = args.json or RESULTS / "overhead.json"
-        write_json(path, {"machine": machine, "data": images.name, "rows": rows, "turns": kept})
-    if args.write:
-        write_between(DOCS / "performance.md", "overhead", f"{table}\n\n{line}")
 
 
 if __name__ == "__main__":

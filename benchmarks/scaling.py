@@ -14,33 +14,20 @@ first round, are not counted. A round gives one ratio; the median over the round
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from common import (
-    DOCS,
-    RESULTS,
-    TITLES,
-    Spread,
-    describe_machine,
-    load_images,
-    machine_line,
-    markdown_table,
-    write_between,
-    write_json,
-)
+from common import DOCS, TITLES, Spread, describe_machine, load_images, markdown_table, ratio
 from figures import draw_scaling
-from meter import Controlled, Job
+from frame import Benchmark, chosen
+from meter import Job
+from turns import command_of, last_losses, speeds_of, train_in_turns
 
+BENCHMARK = Benchmark("scaling", __doc__)
 WORKERS = (1, 2)
 
 # name → (title, script, whether torchrun starts it when there are several workers)
@@ -51,8 +38,11 @@ SIDES = {
     "accelerate": ("Accelerate", "side_accelerate.py", True),
 }
 
-Speeds = dict[tuple[str, int], list[float]]
-"""(side, workers) → samples per second, one value a round."""
+SideAt = tuple[str, int]
+"""(side, workers)."""
+
+Speeds = dict[SideAt, list[float]]
+"""Side, at a number of workers → samples per second, one value a round."""
 
 
 @dataclass(frozen=True)
@@ -77,51 +67,23 @@ CASES = [
 ]
 
 
-def command_of(side: str, job: Job) -> list[str]:
+def start_of(side: str, job: Job) -> list[str]:
     """How a user starts this side: plain Python for one worker; for more, torchrun or Lockstep's own launcher."""
     _, script, by_torchrun = SIDES[side]
-    path = str(Path(__file__).resolve().parent / script)
+    python, *rest = command_of(script, job)
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.workers}"]
-    return [sys.executable, *(several if by_torchrun and job.workers > 1 else []), path, *job.arguments()]
+    return [python, *(several if by_torchrun and job.workers > 1 else []), *rest]
 
 
-@contextmanager
-def running(case: Case, sides: list[str]) -> Iterator[dict[tuple[str, int], Controlled]]:
-    """All jobs of a model, each about to make its first step."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="scaling-") as folder, ExitStack() as stack:
-        jobs = {}
-        for side in sides:
-            for workers in WORKERS:
-                job = case.job(workers, f"{folder}/{side}-{workers}")
-                jobs[side, workers] = Controlled(command_of(side, job), job, env)
-                stack.callback(jobs[side, workers].close)
-        for controlled in jobs.values():
-            controlled.wait_until_ready()
-        yield jobs
+def measure(case: Case, sides: list[str]) -> dict[SideAt, list[dict[str, float]]]:
+    """What each side's rank 0 reported in every round, at each number of workers."""
 
+    def programs(folder: str) -> dict[SideAt, tuple[list[str], Job]]:
+        keys = [(side, workers) for side in sides for workers in WORKERS]
+        jobs = {(side, workers): case.job(workers, f"{folder}/{side}-{workers}") for side, workers in keys}
+        return {key: (start_of(key[0], job), job) for key, job in jobs.items()}
 
-def measure(case: Case, sides: list[str]) -> tuple[Speeds, dict[str, float]]:
-    """The speeds of every round, and the mean loss that each job came to in its last block."""
-    speeds: Speeds = {(side, workers): [] for side in sides for workers in WORKERS}
-    losses: dict[str, float] = {}
-    with running(case, sides) as jobs:
-        for number in range(case.rounds + 1):
-            for key in list(jobs) if number % 2 else reversed(list(jobs)):
-                found = jobs[key].turn()
-                losses[f"{key[0]}, {key[1]}"] = found["loss"]
-                if number > 0:
-                    speeds[key].append(case.timed_steps * case.global_batch / found["seconds"])
-                if number == case.rounds:
-                    jobs[key].finish()
-            print(f"\r{TITLES[case.model]}: round {number} of {case.rounds}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return speeds, losses
-
-
-def ratio(speeds: Speeds, above: tuple[str, int], below: tuple[str, int]) -> Spread:
-    """Of two jobs' speeds in the same round."""
-    return Spread.of([a / b for a, b in zip(speeds[above], speeds[below], strict=True)])
+    return train_in_turns(TITLES[case.model], case.rounds, programs)
 
 
 def summarise(case: Case, speeds: Speeds) -> list[dict[str, Any]]:
@@ -134,10 +96,10 @@ def summarise(case: Case, speeds: Speeds) -> list[dict[str, Any]]:
             "global_batch": case.global_batch,
             "side": side,
             "samples_per_second": {k: asdict(Spread.of(speeds[side, k])) for k in WORKERS},
-            "two_over_one": asdict(ratio(speeds, (side, two), (side, one))),
+            "two_over_one": ratio(speeds, (side, two), (side, one)),
             # Lockstep comes first where it takes part.
-            "over_first": {k: asdict(ratio(speeds, (side, k), (next(iter(sides)), k))) for k in WORKERS},
-            "over_first_alone": {k: asdict(ratio(speeds, (side, k), (next(iter(sides)), one))) for k in WORKERS},
+            "over_first": {k: ratio(speeds, (side, k), (next(iter(sides)), k)) for k in WORKERS},
+            "over_first_alone": {k: ratio(speeds, (side, k), (next(iter(sides)), one)) for k in WORKERS},
         }
         for side in sides
     ]
@@ -179,55 +141,45 @@ def available(sides: list[str]) -> list[str]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of the smallest blocks: does it run?")
+    parser = BENCHMARK.parser("8 for LeNet and 6 for ResNet-18")
     parser.add_argument("--model", choices=[case.model for case in CASES], help="only this one")
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="only these")
-    parser.add_argument("--rounds", type=int, help="instead of 8 for LeNet and 6 for ResNet-18")
-    parser.add_argument("--json", type=Path, help="where all that was measured goes (default: results/scaling.json)")
-    parser.add_argument("--write", action="store_true", help="put table and picture into docs/")
-    args = parser.parse_args()
-    if args.rounds is not None and args.rounds < 1:
-        parser.error("--rounds: expected a whole number of at least 1")
-    args.sides = available([side for side in SIDES if side in args.sides])
-    whole = not args.quick and not args.model and args.sides == list(SIDES)
-    if args.write and not whole:
-        parser.error("--write: only the whole run is for the documentation: every model and side, without --quick")
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), help="only these")
+    args = BENCHMARK.parse(parser, "model", "sides")
+    args.sides = available([side for side in SIDES if side in (args.sides or SIDES)])
+    if args.write and args.sides != list(SIDES):
+        parser.error("--write: only the whole run is for the documentation: every side, Accelerate's too")
     return args
-
-
-def chosen_cases(args: argparse.Namespace) -> list[Case]:
-    cases = [case for case in CASES if args.model in (None, case.model)]
-    if args.quick:
-        cases = [replace(case, global_batch=8, warm_up=1, timed_steps=2, rounds=1) for case in cases]
-    return cases if args.rounds is None else [replace(case, rounds=args.rounds) for case in cases]
 
 
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
     machine = describe_machine()
+    data = f"{load_images(1).name} images"
     if "accelerate" in args.sides:
         machine["accelerate"] = version("accelerate")
+        data += f"; Accelerate {machine['accelerate']}"
     rows, kept = [], {}
-    for case in chosen_cases(args):
-        speeds, losses = measure(case, args.sides)
+    for case in chosen(CASES, args, global_batch=8, warm_up=1, timed_steps=2):
+        found = measure(case, args.sides)
+        speeds = speeds_of(found, case.timed_steps * case.global_batch)
         rows += summarise(case, speeds)
-        named = {f"{side}, {workers}": values for (side, workers), values in speeds.items()}
-        kept[case.model] = {"case": asdict(case), "samples_per_second": named, "last_mean_loss": losses}
-    machine["load_average_after"] = round(os.getloadavg()[0], 2)
-    data = f"{load_images(1).name} images" + (
-        f"; Accelerate {machine['accelerate']}" if "accelerate" in machine else ""
-    )
-    table, line = as_table(rows), machine_line(machine, data)
-    print(f"\n{table}\n\n{line}")
-    if args.json or not args.quick:
-        write_json(args.json or RESULTS / "scaling.json", {"machine": machine, "rows": rows, "measured": kept})
+        kept[case.model] = {
+            "case": asdict(case),
+            "samples_per_second": by_name(speeds),
+            "last_mean_loss": by_name(last_losses(found)),
+        }
+    shown = ""
     if args.write:
         picture = DOCS / "figures" / "scaling.png"
         draw_scaling(rows, {side: title for side, (title, _, _) in SIDES.items()}, picture)
         shown = f"![Speeds of one and two workers, for each side]({picture.relative_to(DOCS).as_posix()})"
-        write_between(DOCS / "performance.md", "scaling", f"{table}\n\n{shown}\n\n{line}")
+    BENCHMARK.publish(args, machine, as_table(rows), data, shown, rows=rows, measured=kept)
+
+
+def by_name(values: dict[SideAt, Any]) -> dict[str, Any]:
+    """With keys that JSON can hold."""
+    return {f"{side}, {workers}": value for (side, workers), value in values.items()}
 
 
 if __name__ == "__main__":
