@@ -74,6 +74,7 @@ def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest
         ("-np 2 --slot-per-host 3 python x.py", "Did you mean --slots-per-host?"),
         ("-np 2 python not-there.py", "script: expected a Python file that is there"),
         ("-np 2 -hostfile not-there python x.py", "-hostfile: expected a text file"),
+        ("-np 2 --mpi-args --oversubscribe python x.py", "error: --mpi-args: expected 1 argument"),
     ],
 )
 def test_bad_options_are_named(words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

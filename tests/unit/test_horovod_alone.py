@@ -28,6 +28,8 @@ def test_before_init(ask: str) -> None:
 def test_operations_before_init() -> None:
     with pytest.raises(ValueError, match="Horovod has not been initialized"):
         hvd.allreduce(torch.ones(1))
+    with pytest.raises(ValueError, match="Horovod has not been initialized"):
+        hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0))
     assert hvd.global_process_set.ranks == []
     hvd.shutdown()  # does nothing
 
@@ -153,6 +155,14 @@ def test_factors() -> None:
         lambda: hvd.ProcessSet([0, 0]),
         lambda: hvd.ProcessSet([0]).size(),
         lambda: hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0])),
+        lambda: hvd.allreduce(torch.ones(1), process_set=0),
+        lambda: hvd.alltoall(torch.ones(1), process_set=None),
+        lambda: hvd.broadcast(torch.ones(1), 0, process_set=[0]),
+        lambda: hvd.broadcast_object(1, process_set=[0]),
+        lambda: hvd.barrier([0]),
+        lambda: hvd.add_process_set("ab"),
+        lambda: hvd.add_process_set([0.0]),
+        lambda: hvd.remove_process_set(1),
     ],
 )
 def test_wrong_arguments(call: Any) -> None:
@@ -221,11 +231,41 @@ def test_a_scheduler_made_before_does_not_undo_the_wrapping() -> None:
 
 
 @pytest.mark.usefixtures("job")
-def test_wrong_arguments_of_the_optimizer() -> None:
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_made_before_sees_the_steps() -> None:
+    inner = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    hvd.DistributedOptimizer(inner).step()
+    schedule.step()  # torch warns of a schedule that goes on before its optimizer does
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gradient_predivide_factor": 2.0, "op": hvd.Sum},
+        {"gradient_predivide_factor": 0.0},
+        {"backward_passes_per_step": 0},
+        {"backward_passes_per_step": 1.5},
+        {"op": 17},
+        {"compression": "fp16"},
+        {"groups": -1},
+        {"groups": [["weight"]]},
+        {"process_set": [0]},
+        {"process_set": hvd.ProcessSet([0])},
+        {"optimizer": nn.Linear(1, 1)},
+        {"named_parameters": [("a", torch.ones(1))]},
+        {"named_parameters": nn.Linear(1, 1).parameters()},
+    ],
+)
+def test_what_an_optimizer_cannot_be_made_of(wrong: dict[str, Any]) -> None:
     inner = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
-    with pytest.raises(ValueError, match="gradient_predivide_factor: expected"):
-        hvd.DistributedOptimizer(inner, gradient_predivide_factor=2.0, op=hvd.Sum)
-    with pytest.raises(ValueError, match="backward_passes_per_step: expected"):
-        hvd.DistributedOptimizer(inner, backward_passes_per_step=0)
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
+        hvd.DistributedOptimizer(**{"optimizer": inner, **wrong})
+
+
+@pytest.mark.usefixtures("job")
+def test_groups_went_by_another_name() -> None:
+    inner = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
     with pytest.warns(DeprecationWarning, match="groups"):
         hvd.DistributedOptimizer(inner, num_groups=1)

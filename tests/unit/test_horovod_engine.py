@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.doors.horovod.common.util import num_rank_is_power_2, split_list
+from lockstep.doors.horovod.engine.carrying import Carrying, _Room
 from lockstep.doors.horovod.engine.mismatch import difference, missing
 from lockstep.doors.horovod.engine.reduce import neutral
-from lockstep.doors.horovod.engine.request import Max, Min, Product, Request, Sum
-from lockstep.doors.horovod.engine.stalls import StallCheck, warn_after
+from lockstep.doors.horovod.engine.request import Average, Max, Min, Product, Request, Sum
+from lockstep.doors.horovod.engine.stalls import Late, Limits, late_ones
 from lockstep.doors.horovod.engine.table import JOIN, Record, Table
 from lockstep.doors.horovod.torch.gradients import grouped, named
 from lockstep.errors import ConfigError
@@ -84,7 +90,106 @@ def test_digests_tell_names_kinds_and_forms_apart() -> None:
     one = Request("allreduce", "x", form=(("shape", (2,)),))
     assert one.key == Request("allreduce", "x").key != Request("allgather", "x").key
     assert one.key != Request("allreduce", "y").key
-    assert one.form_digest != Request("allreduce", "x", form=(("shape", (3,)),)).form_digest
+    assert one.record[1] != Request("allreduce", "x", form=(("shape", (3,)),)).record[1]
+    assert Request("join", "join").record == JOIN
+
+
+class Together:
+    """Sums what several threads give, as if they were ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self._met, self._given = threading.Barrier(ranks, timeout=20), [torch.empty(0)] * ranks
+        self.counts = [0] * ranks
+
+    def calls_of(self, rank: int) -> Any:
+        def sum_(tensor: torch.Tensor) -> None:
+            self.counts[rank] += 1
+            self._given[rank] = tensor.clone()
+            self._met.wait()
+            tensor.copy_(torch.stack(self._given).sum(0))
+            self._met.wait()
+
+        return types.SimpleNamespace(sum=sum_)
+
+
+def reduction(name: str, values: list[float], op: int = Sum, dtype: torch.dtype = torch.float32) -> Request:
+    x = torch.tensor(values, dtype=dtype)
+    how = {"op": op, "prescale_factor": 1.0, "postscale_factor": 1.0}
+    return Request("allreduce", name, [x], [x], how, (("op", op), ("shape", (len(values),)), ("dtype", dtype)))
+
+
+def confirmed(asked: list[Request | None], taught: Request) -> list[bool]:
+    """What each rank finds in the round after two of `taught`, when it asks for its part of `asked`."""
+    together = Together(len(asked))
+
+    def rank(number: int, request: Request | None) -> bool:
+        carrying = Carrying(together.calls_of(number), len(asked))
+        for _ in range(2):
+            assert not carrying.is_next
+            carrying.learn(taught)
+        assert carrying.is_next
+        fits = request is not None and carrying.fits(request)
+        found = carrying.confirm(request.key if request else JOIN[0], request if fits else None)
+        assert carrying.is_next == found
+        return found
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        found = list(threads.map(rank, range(len(asked)), asked))
+    assert together.counts == [1] * len(asked)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_all_ranks_confirm_is_done_in_one_sum(dtype: torch.dtype) -> None:
+    sums = [reduction("x", [rank + 0.5, -1.0], dtype=dtype) for rank in range(3)]
+    assert confirmed([*sums], sums[0]) == [True] * 3
+    assert [each.result[0].tolist() for each in sums] == [[4.5, -3.0]] * 3
+    means = [reduction("x", [3.0 * rank], Average, dtype) for rank in range(3)]
+    assert confirmed([*means], means[0]) == [True] * 3
+    assert [each.result[0].tolist() for each in means] == [[3.0]] * 3
+
+
+def test_nothing_has_happened_where_one_rank_means_something_else() -> None:
+    def x(value: float) -> Request:
+        return reduction("x", [value])
+
+    for other in (reduction("y", [2.0]), reduction("x", [1.0, 1.0]), None):
+        asked = [x(1.0), other, x(2.0)]
+        assert confirmed(asked, x(0.0)) == [False] * 3
+        assert [each and each.inputs[0].tolist()[0] for each in asked] == [1.0, other and other.inputs[0][0], 2.0]
+    assert confirmed([None, None], x(0.0)) == [False] * 2
+
+
+@given(st.lists(st.binary(min_size=8, max_size=8), min_size=2, max_size=5), st.integers(0, 4))
+@example([bytes([1] * 8), bytes([2] * 8), bytes([3] * 8)], 0)  # one of them is the mean
+def test_marks_agree_only_where_all_are_equal(keys: list[bytes], same: int) -> None:
+    keys = [keys[0]] * same + keys[same:]
+    rooms = [_Room(None, len(keys)) for _ in keys]
+    for room, key in zip(rooms, keys, strict=True):
+        room.fill(key, None)
+    total = torch.stack([room.whole for room in rooms]).sum(0)
+    for room in rooms:
+        room.whole.copy_(total)
+        assert room.agrees() == (len(set(keys)) == 1)
+
+
+def test_what_is_large_is_only_confirmed() -> None:
+    large = [reduction("x", [1.0] * (1 << 15)) for _ in range(2)]
+    assert confirmed([*large], large[0]) == [True] * 2
+    assert large[0].result is None
+    assert large[0].inputs[0][0] == 1.0
+
+
+def test_what_comes_in_turns_is_not_foreseen() -> None:
+    carrying = Carrying(Together(2).calls_of(0), 2)
+    for name, form in (("x", [0.0]), ("y", [0.0, 0.0])) * 2:
+        request = reduction(name, form)
+        carrying.learn(request)
+        assert not carrying.is_next
+    alone, gpu = Carrying(Together(1).calls_of(0), 1), Carrying(None, 2)
+    for each in (alone, gpu, alone, gpu):
+        each.learn(request)
+        assert not each.is_next
 
 
 def test_difference_names_both_values_and_their_ranks() -> None:
@@ -108,27 +213,30 @@ def test_neutral_changes_nothing(op: int, dtype: torch.dtype) -> None:
     assert torch.equal(apply(x, nothing), x)
 
 
-def test_stalls_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    late, early = Request("allreduce", "late", asked=10.0), Request("allreduce", "early", asked=65.0)
-    check = StallCheck(60.0, rank=1)
-    for now in (69.0, 70.0, 80.0):
-        check.look([late, early], now, lambda key: [0, 1])
-    assert [record.getMessage() for record in caplog.records] == [
-        "rank 1 has waited for 60 s to carry out allreduce 'late', which ranks [0] have not asked for, as far as is "
-        "known here. They may be busy, have ended, or call other operations."
-    ]
-    check.look([], 90.0, lambda key: [])
-    check.look([late], 90.0, lambda key: [])  # the name is used again, and is late again
-    assert len(caplog.records) == 2
+def test_late_operations_are_told_by_the_ranks_that_are_missing() -> None:
+    x, y, z = (Request("allreduce", name, asked=asked) for name, asked in (("x", 10.0), ("y", 12.0), ("z", 14.0)))
+    asked = {x.key: [0, 2], y.key: [0, 2], z.key: [0]}
+    both, one = late_ones([x, y, z], 70.0, asked, 4, joined=[3])
+    assert (both.missing, both.there, one.missing, one.there) == ((1,), (0, 2), (1, 2), (0,))
+    assert str(both) == ("rank 1 has not asked for allreduce 'x', allreduce 'y' for 60 s, for which ranks 0 and 2 wait")
+    assert str(one) == "ranks 1 and 2 have not asked for allreduce 'z' for 56 s, for which rank 0 waits"
+    (nobody,) = late_ones([x], 70.0, {x.key: [0, 1]}, 2, [])
+    assert str(nobody) == "allreduce 'x' does not go on for 60 s, though all ranks have asked for it"
+    many = Late((1,), tuple(map(str, range(9))), (0,), 1.0)
+    assert "0, 1, 2, 3, 4, 5 and 3 more" in str(many)
 
 
-def test_when_stalls_are_said() -> None:
-    assert warn_after({}) == 60.0
-    assert warn_after({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}) == 5.0
-    assert warn_after({"HOROVOD_STALL_CHECK_DISABLE": "1"}) is None
-    with pytest.raises(ConfigError, match="HOROVOD_STALL_CHECK_TIME_SECONDS: expected seconds"):
-        warn_after({"HOROVOD_STALL_CHECK_TIME_SECONDS": "soon"})
-    StallCheck(None, 0).look([Request("allreduce", "x")], 1e9, lambda key: [])
+def test_what_is_said_about_stalls() -> None:
+    assert Limits.read({}) == Limits(60.0, math.inf)
+    warn, end, run = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "LOCKSTEP_STALL_TIMEOUT"
+    assert Limits.read({warn: "5", end: "9"}) == Limits(5.0, 9.0)
+    assert Limits.read({warn: "0", end: "0"}) == Limits(math.inf, math.inf)
+    assert Limits.read({end: "9", run: "7"}).end_s == 7.0  # the launcher's option
+    assert Limits.read({warn: "5", end: "9", "HOROVOD_STALL_CHECK_DISABLE": "1"}) == Limits(math.inf, math.inf)
+    for name in (warn, end):
+        for text in ("soon", "-1", "nan"):
+            with pytest.raises(ConfigError, match=f"{name}: expected seconds"):
+                Limits.read({name: text})
 
 
 def test_split_list_gives_the_first_lists_one_more() -> None:

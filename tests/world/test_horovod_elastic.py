@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -96,7 +99,38 @@ def test_a_training_goes_on_after_a_failed_operation_and_new_hosts(pool: Any) ->
         assert said == ["from 0", "reset at 2", "from 2", "reset at 5", "from 5", "12 on 2"]
 
 
-def test_a_timeline_has_a_lane_for_each_rank_and_every_operation(pool: Any, tmp_path: Path) -> None:
+def test_where_a_rank_is_killed_the_others_are_told_who_and_keep_their_last_commit(pool: Any) -> None:
+    def body() -> tuple[str, list[int]]:
+        hvd.init()
+        calls: list[int] = []
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            calls.append(state.step)
+            while True:
+                state.step += 1
+                if state.step == 2 and hvd.rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                hvd.allreduce(torch.ones(1), name="gradients")
+                state.commit()
+
+        state = hvd.elastic.ObjectState(step=0)
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            train(state)
+        hvd.shutdown()
+        return str(caught.value), [*calls, state.step]
+
+    left, killed = pool.outcomes(body, backend="shm")
+    assert (killed.ending, killed.exit_code) == ("died", -signal.SIGKILL)
+    assert left.ending == "returned", left.trace
+    said, steps = left.value
+    assert said.startswith("allreduce 'gradients': RankLostError: ")
+    assert "the process of rank 1 " in said
+    assert "The job cannot go on without all of its workers" in said
+    assert steps == [0, 1]  # called once, and back at the commit after the first step
+
+
+def test_a_timeline_has_a_lane_for_each_rank_and_a_row_for_each_tensor(pool: Any, tmp_path: Path) -> None:
     def body(path: str) -> str:
         os.environ["HOROVOD_TIMELINE"] = path
         hvd.init()
@@ -117,6 +151,15 @@ def test_a_timeline_has_a_lane_for_each_rank_and_every_operation(pool: Any, tmp_
     assert all("one timeline at a time" in each for each in said)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["trace.json"]
     events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
+    rows = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert list(rows)[3:] == ["add_process_set, unnamed", "weights", "count of ranks 0, 1"]
+    assert list(rows.values()) == list(range(6))
+    phases = [event for event in events if event["pid"] == rows["weights"] and event["ph"] != "M"]
+    assert [event["name"] for event in phases] == ["NEGOTIATE_ALLREDUCE", "0", "1", "2", "ALLREDUCE"] * 2
+    for negotiate, *ticks, done in (phases[:5], phases[5:]):
+        moments = sorted(tick["ts"] for tick in ticks)
+        assert (moments[0], moments[-1]) == (negotiate["ts"], done["ts"])
+        assert done["args"]["form"] == "op Sum, dtype torch.float32, shape (2, 3), device cpu"
     sums = [event for event in events if event["name"].startswith("allreduce weights")]
     assert sorted(event["pid"] for event in sums) == [0, 0, 1, 1, 2, 2]
     assert {event["name"] for event in sums} == {
@@ -134,16 +177,24 @@ def test_a_timeline_can_be_started_and_stopped(pool: Any, tmp_path: Path) -> Non
     def body(folder: str) -> None:
         hvd.init()
         hvd.stop_timeline()  # does nothing
-        for name in "ab":
-            hvd.start_timeline(f"{folder}/{name}.json")
+        for name in ("a.json", "b.json.gz"):
+            hvd.start_timeline(f"{folder}/{name}")
             hvd.allreduce(torch.ones(1), name=f"in {name}")
+            if not os.fork():  # a process of the program's own, which ends in its way
+                hvd.stop_timeline()
+                os._exit(0)
+            os.wait()
+            hvd.barrier()  # all of them have ended
+            assert not Path(folder, name).exists()
+            hvd.barrier()
             hvd.stop_timeline()
             hvd.allreduce(torch.ones(1), name="in none")
         hvd.shutdown()
 
     pool.run(body, str(tmp_path), backend="shm")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
-    for name in "ab":
-        text = (tmp_path / f"{name}.json").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json.gz"]
+    for name, opened in (("a.json", open), ("b.json.gz", gzip.open)):
+        with opened(tmp_path / name, "rt") as file:
+            text = file.read()
         assert text.count(f"allreduce in {name}") == 2
         assert text.count("allreduce in") == 2

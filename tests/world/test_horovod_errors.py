@@ -188,4 +188,4 @@ def test_a_stall_is_said_where_ranks_wait(pool: Any) -> None:
         return kept.texts
 
     first, _ = pool.run(body, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.01"})
-    assert "to carry out allreduce 'x', which ranks [1] have not asked for" in first[0]
+    assert first[0].startswith("rank 1 has not asked for allreduce 'x'")

@@ -235,13 +235,28 @@ def test_init_and_shutdown_many_times(pool: Any) -> None:
 
 
 def test_part_of_the_ranks(pool: Any) -> None:
-    def body(rank_of: Any) -> tuple[int, int, float]:
+    class Members:
+        """What is used of a communicator of mpi4py."""
+
+        def __init__(self, ranks: list[int], rank: int) -> None:
+            self.ranks, self.rank = ranks, rank
+
+        def Get_rank(self) -> int:  # noqa: N802, as mpi4py calls it
+            return self.ranks.index(self.rank)
+
+        def allgather(self, value: int) -> list[int]:
+            assert value == self.rank
+            return self.ranks
+
+    def body(as_communicator: bool) -> tuple[int, int, float]:
         import torch.distributed as dist
 
         me = dist.get_rank()
-        hvd.init(comm=[2, 0] if me != 1 else [1])
+        ranks = [2, 0] if me != 1 else [1]
+        hvd.init(comm=Members(ranks, me) if as_communicator else ranks)
         found = hvd.rank(), hvd.size(), hvd.allreduce(torch.tensor([float(me)]), op=hvd.Sum).item()
         hvd.shutdown()
         return found
 
-    assert pool.run(body, None, workers=3) == [(1, 2, 2.0), (0, 1, 1.0), (0, 2, 2.0)]
+    for as_communicator in (False, True):
+        assert pool.run(body, as_communicator, workers=3) == [(1, 2, 2.0), (0, 1, 1.0), (0, 2, 2.0)]

@@ -67,6 +67,32 @@ def test_every_option_gives_what_one_rank_would_get(pool: Any) -> None:
             torch.testing.assert_close(a, right, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_parameters_that_come_later_are_trained_alike(pool: Any, op: int) -> None:
+    """One layer is thawed after the first step, another is given to the optimizer only then."""
+
+    def body() -> list[torch.Tensor]:
+        hvd.init()
+        model = model_of()
+        model[2].requires_grad_(False)
+        inner = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, list(model.named_parameters())[:4], op=op)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(data_of(hvd.rank(), step)).square().mean().backward()
+            optimizer.step()
+            if step == 0:
+                model[2].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 0.05})
+        hvd.shutdown()
+        return [p.detach() for p in model.parameters()]
+
+    first, second = pool.run(body, backend="shm")
+    for a, b, start in zip(first, second, model_of().parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, start)
+
+
 def test_groups_of_parameters_and_a_class_of_the_users_own(pool: Any) -> None:
     class Halved:
         @staticmethod

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_mnist.py"
@@ -141,6 +143,25 @@ def test_imagenet_style_with_resuming(pool: Any, tmp_path: Path, monkeypatch: An
     answers = pool.run(run_here, IMAGENET, init=False, workers=3)
     assert [resumed for _, _, resumed in answers] == [2, 2, 2]
     assert check(answers)[-1] < first[-1]
+
+
+def test_a_function_runs_as_the_ranks_of_a_job() -> None:
+    from lockstep.doors import horovod
+
+    def work(start: int, step: int = 0) -> Any:
+        import horovod.torch as hvd
+
+        hvd.init()
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        if hvd.rank() == 0:
+            hvd.shutdown()
+        assert multiprocessing.get_start_method(allow_none=True) is None  # DataLoader takes classes of the program
+        return start + step * int(os.environ["HOROVOD_RANK"]), total
+
+    assert horovod.run(work, (1,), {"step": 2}, np=2, hosts="localhost:2", use_gloo=True) == [(1, 2.0), (3, 2.0)]
+    for elsewhere in ({"hosts": "localhost:1,a:1"}, {"hostfile": "machines"}):
+        with pytest.raises(ValueError, match=f"{next(iter(elsewhere))}: expected"):
+            horovod.run(work, (1,), np=2, **elsewhere)
 
 
 # ranks that are in different places of different batches, on purpose; and then the example

@@ -70,7 +70,8 @@ def add_to(commands: Any, name: str) -> None:
         for flags, settings in options:
             group.add_argument(*flags, **settings)
     for count, names in IGNORED.items():
-        parser.add_argument(*names.split(), dest="ignored", nargs=count, action=Ignored, help=argparse.SUPPRESS)
+        for flag in names.split():
+            parser.add_argument(flag, dest="ignored", nargs=count, action=Ignored, help=argparse.SUPPRESS)
     actions = [action for action in parser._actions if action.option_strings]
     known = [flag for action in actions for flag in action.option_strings]
     sources = {action.dest: action.option_strings[0] for action in actions}

@@ -65,6 +65,10 @@ class NDArray(torch.Tensor):
                     tagged(made, context)
         return found
 
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """Its values, and where they are."""
+        return f"{super().__repr__(**options)} @{self.context}"  # type: ignore[no-untyped-call]
+
     @property
     def context(self) -> Context:
         """Where it is."""

@@ -12,6 +12,7 @@ from torch import nn as torch_nn
 from lockstep.errors import ConfigError
 
 from .block import Block, HybridBlock
+from .parameter import Parameter
 
 __all__ = [
     "Activation",
@@ -69,7 +70,26 @@ class _Of(HybridBlock):
         return found
 
 
-class Dense(_Of):
+class _Weighted(_Of):
+    """A layer with a weight, and mostly a bias."""
+
+    @property
+    def weight(self) -> Parameter:
+        """Its weight on every device."""
+        return self._parameter("weight")
+
+    @property
+    def bias(self) -> Parameter:
+        """Its bias on every device."""
+        return self._parameter("bias")
+
+    def _parameter(self, name: str) -> Parameter:
+        if getattr(self.layer, name) is None:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return Parameter(self.layer, name, name)
+
+
+class Dense(_Weighted):
     """Fully connected: (n, …) → (n, units); all dimensions but the first are one, unless `flatten` is False."""
 
     def __init__(
@@ -93,7 +113,7 @@ class Dense(_Of):
         return super().forward(x.flatten(1) if self.flatten else x)
 
 
-class Conv2D(_Of):
+class Conv2D(_Weighted):
     """Convolution: (n, c, h, w) → (n, channels, h', w')."""
 
     def __init__(

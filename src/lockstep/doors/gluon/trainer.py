@@ -80,8 +80,10 @@ class Trainer:
 
         Raises:
             ConfigError: naming the parameter and the devices on which its gradient is missing or that of an earlier
-                step; no copy is changed then.
+                step, or for a batch of no samples; no copy is changed then.
         """
+        if batch_size < 1:
+            raise ConfigError("batch_size", "at least one sample", batch_size)
         trained = [parameter for parameter in self._parameters if parameter.grad_req != "null"]
         stale = [parameter for parameter in trained if _without(parameter)]
         if stale and not ignore_stale_grad:

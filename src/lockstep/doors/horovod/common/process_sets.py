@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lockstep.errors import ConfigError
@@ -11,7 +11,7 @@ from ..engine.engine import Engine
 from ..engine.job import Job, current, is_initialized
 from ..engine.request import Request
 
-__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+__all__ = ["ProcessSet", "add_process_set", "checked_set", "global_process_set", "remove_process_set"]
 
 
 class ProcessSet:
@@ -30,9 +30,10 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
         if hasattr(ranks_or_comm, "Get_rank"):
             ranks_or_comm = _members_of(ranks_or_comm)
-        self.ranks: list[int] = sorted(ranks_or_comm)
-        if len(set(self.ranks)) != len(self.ranks):
-            raise ConfigError("ranks", "different ranks", self.ranks)
+        ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
+        if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) != len(ranks):
+            raise ConfigError("ranks", "whole numbers, all different, or a communicator of mpi4py", ranks_or_comm)
+        self.ranks: list[int] = sorted(ranks)
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -157,7 +158,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         HorovodInternalError: when ranks pass different sets.
     """
-    job, number = current("remove_process_set"), process_set.process_set_id
+    job, number = current("remove_process_set"), checked_set(process_set).process_set_id
     if not number or number not in job.sets:
         return False
     form = (("process set", number),)
@@ -168,6 +169,17 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     process_set.process_set_id = None
     _known.remove(process_set)
     return True
+
+
+def checked_set(process_set: Any) -> ProcessSet:
+    """`process_set`.
+
+    Raises:
+        ConfigError: when it is something else.
+    """
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError("process_set", "a hvd.ProcessSet", repr(process_set))
+    return process_set
 
 
 def forget_process_sets() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import gzip
 import hashlib
 import itertools
+import json
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from lockstep.timeline import write_trace
 from ..engine import operations
 from ..engine.job import current as current_job
 from ..engine.operations import Operations
+from .tensor_rows import tensor_rows
 
 __all__ = ["begin_timeline", "start_timeline", "stop_timeline"]
 
@@ -41,7 +45,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Args:
         file_path: where `stop_timeline`, or the end of the job, writes the trace, on the machine of rank 0. It has a
-            lane for each of that machine's ranks.
+            lane for each of that machine's ranks, and a row for each tensor.
         mark_cycles: accepted; there are no cycles.
 
     Raises:
@@ -92,10 +96,24 @@ def _end(timeline: _Timeline) -> None:
             return
         try:
             if timeline.folder.joinpath("rank-0.records") in kept:
-                write_trace(timeline.folder, timeline.path)
+                _write(timeline.folder, timeline.path)
         finally:
             shutil.rmtree(timeline.folder, ignore_errors=True)  # another rank has been the last, perhaps
             Path(lock.name).unlink(missing_ok=True)
+
+
+def _write(folder: Path, path: Path) -> None:
+    ranks, whole = folder / "ranks.json", folder / "whole"
+    write_trace(folder, ranks)
+    with (
+        ranks.open(encoding="utf-8") as source,
+        gzip.open(whole, "wt") if path.suffix == ".gz" else whole.open("w") as file,
+    ):
+        for line in source:
+            if line == "]}\n":  # the last
+                file.writelines(f",{json.dumps(event)}\n" for event in tensor_rows(folder))
+            file.write(line)
+    whole.replace(path)
 
 
 def _run() -> str:
@@ -104,3 +122,11 @@ def _run() -> str:
     names = ("LOCKSTEP_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     text = " ".join([*(variables.get(name, "") for name in names), str(next(_numbers))])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _forget() -> None:
+    global _timeline
+    _timeline = operations.current = None
+
+
+os.register_at_fork(after_in_child=_forget)  # the records are those of the process that began them

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["gpu_available", "num_rank_is_power_2", "split_list"]
+from . import basics
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "extension_available",
+    "gloo_built",
+    "gpu_available",
+    "mpi_built",
+    "nccl_built",
+    "num_rank_is_power_2",
+    "rocm_built",
+    "split_list",
+]
 
 T = TypeVar("T")
 
@@ -29,3 +44,27 @@ def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether there is an interface for the framework `ext_base_name`: "torch", and no other."""
+    return ext_base_name == "torch"
+
+
+def _also_verbose(ask: Callable[[], T]) -> Callable[[bool], T]:
+    """`ask` as it is called here; it has nothing more to say."""
+
+    @functools.wraps(ask)
+    def answer(verbose: bool = False) -> T:
+        return ask()
+
+    return answer
+
+
+mpi_built = _also_verbose(basics.mpi_built)
+gloo_built = _also_verbose(basics.gloo_built)
+nccl_built = _also_verbose(basics.nccl_built)
+ddl_built = _also_verbose(basics.ddl_built)
+ccl_built = _also_verbose(basics.ccl_built)
+cuda_built = _also_verbose(basics.cuda_built)
+rocm_built = _also_verbose(basics.rocm_built)

@@ -10,6 +10,8 @@ import torch
 from lockstep import Communicator
 from lockstep.errors import ConfigError
 
+from .calls import Calls
+from .group import with_sockets
 from .reduce import allreduce, neutral, reducescatter
 from .request import OP_NAMES, Request
 
@@ -19,7 +21,7 @@ WITHOUT_ALL = ("allreduce", "barrier")
 """The verbs that can do without ranks that have joined."""
 
 
-def carry_out(comm: Communicator, requests: Sequence[Request]) -> None:
+def carry_out(comm: Communicator, calls: Calls, requests: Sequence[Request]) -> None:
     """Do what `requests` ask for; all ranks pass the same ones in the same order.
 
     What is wrong with one of them in the same way on all ranks is its own error; everything else is raised.
@@ -27,7 +29,7 @@ def carry_out(comm: Communicator, requests: Sequence[Request]) -> None:
     reductions = [request for request in requests if request.kind == "allreduce"]
     try:
         if reductions:
-            allreduce(comm, reductions)
+            allreduce(comm, calls, reductions)
     except ConfigError as error:
         for request in reductions:
             request.error = error
@@ -63,7 +65,7 @@ def _reduced(comm: Communicator, request: Request) -> list[torch.Tensor]:
 
 def _split(comm: Communicator, request: Request) -> Communicator | None:
     ranks = request.options["ranks"]
-    return comm.split(0 if comm.rank in ranks else None, comm.rank)
+    return with_sockets(lambda: comm.split(0 if comm.rank in ranks else None, comm.rank))
 
 
 def _nothing(comm: Communicator, request: Request) -> None:

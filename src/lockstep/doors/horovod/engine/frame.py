@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lockstep import Communicator
 
+from .calls import Calls
 from .request import KEY_BYTES
 from .table import Record
 
@@ -29,28 +30,33 @@ class Frames:
 
     Args:
         comm: who tells each other; nobody else uses its process group.
+        device: where the frames travel.
+        calls: the collectives of `comm`.
     """
 
     most = (_BYTES - _HEAD.size) // _RECORD
 
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
-        self._group = comm.group
+    def __init__(self, comm: Communicator, device: torch.device, calls: Calls) -> None:
+        self._comm, self._calls = comm, calls
         self._own = torch.zeros(_BYTES, dtype=torch.uint8)
         self._view: Any = memoryview(self._own.numpy())  # type: ignore[arg-type]
         self._all = torch.zeros(comm.size * _BYTES, dtype=torch.uint8, device=device)
         self._parts = list(torch.split(self._all, _BYTES))
+        self._heard: Any = memoryview(self._all.numpy()) if device.type == "cpu" else None  # type: ignore[arg-type]
         self._sent = self._own if device.type == "cpu" else torch.zeros_like(self._own, device=device)
 
     def exchange(self, records: Sequence[Record]) -> list[list[Record]]:
         """Tell `records`, at most `most`; what every rank has told, by rank. Returns when every rank has called it."""
-        data = b"".join([key + form for key, form in records])
-        self._view[: _HEAD.size] = _HEAD.pack(len(records))
-        self._view[_HEAD.size : _HEAD.size + len(data)] = data
-        if self._sent is not self._own:
+        data = b"".join([_HEAD.pack(len(records)), *[key + form for key, form in records]])
+        self._view[: len(data)] = data
+        if self._heard is None:
             self._sent.copy_(self._own)
-        dist.all_gather(self._parts, self._sent, group=self._group)
-        told = self._all.cpu().numpy().tobytes()
-        return [_records(told, rank * _BYTES) for rank in range(len(self._parts))]
+            dist.all_gather(self._parts, self._sent, group=self._comm.group)
+            told = self._all.cpu().numpy().tobytes()
+        else:
+            self._calls.gather(self._parts, self._own)
+            told = self._heard.tobytes()
+        return [_records(told, start) for start in range(0, len(told), _BYTES)]
 
 
 def _records(told: bytes, start: int) -> list[Record]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import lockstep
 from lockstep import Communicator
 from lockstep.errors import ConfigError
 
 from .engine import Engine
+from .group import with_sockets
 
 __all__ = ["Job", "current", "find_ranks", "is_initialized", "open_job", "shut_down"]
 
@@ -85,7 +88,7 @@ def shut_down() -> None:
                 engine.close()
 
 
-def find_ranks(comm: object = None) -> Communicator:
+def find_ranks(comm: Any = None) -> Communicator:
     """A new communicator of all ranks, of those in a list of their numbers, or of those of one of mpi4py, in its order.
 
     Raises:
@@ -93,15 +96,23 @@ def find_ranks(comm: object = None) -> Communicator:
     """
     found = lockstep.init("auto" if _has_gpus() else "cpu")
     if comm is None:
-        return found.dup()
+        return with_sockets(found.dup)
     if hasattr(comm, "Get_rank"):
-        key: int = comm.Get_rank()
-        return found.split(0, key)
+        comm = comm.allgather(found.rank)  # its members, in its order
     if not isinstance(comm, Sequence) or found.rank not in comm:
         hint = "Every rank passes a list in which it is."
         raise ConfigError("comm", "a list of ranks, this one among them, or a communicator of mpi4py", comm, hint)
     ranks = [int(rank) for rank in comm]
-    return found.split(min(ranks), ranks.index(found.rank))
+    return with_sockets(lambda: found.split(min(ranks), ranks.index(found.rank)))
+
+
+def _after_fork() -> None:
+    """A forked child is no rank: what it does must not end the job of its parent."""
+    global _job
+    _job = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _has_gpus() -> bool:

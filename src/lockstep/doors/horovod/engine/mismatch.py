@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["difference", "missing"]
+__all__ = ["difference", "missing", "names_of"]
 
 Said = tuple[str, str, Sequence[tuple[str, Any]]]
 
@@ -23,7 +23,7 @@ def difference(told: Mapping[int, Said]) -> str:
         for rank, (_, _, form) in told.items():
             ranks.setdefault(_text(dict(form).get(label)), []).append(rank)
         if len(ranks) > 1:
-            values = ", ".join(f"{value} on {_ranks(members)}" for value, members in ranks.items())
+            values = ", ".join(f"{value} on {names_of(members)}" for value, members in ranks.items())
             return f"{kind} {name!r}: the ranks do not agree on {label}: {values}"
     return f"{kind} {name!r}: the ranks do not agree"
 
@@ -31,10 +31,11 @@ def difference(told: Mapping[int, Said]) -> str:
 def missing(kind: str, name: str, absent: Sequence[int]) -> str:
     """A sentence for an operation that needs all ranks."""
     verb = "has" if len(absent) == 1 else "have"
-    return f"{kind} {name!r} needs all ranks, but {_ranks(absent)} {verb} joined. Only all-reduces go on without them"
+    return f"{kind} {name!r} needs all ranks, but {names_of(absent)} {verb} joined. Only all-reduces go on without them"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def names_of(ranks: Sequence[int]) -> str:
+    """ "rank 1", or "ranks 0, 2 and 3"."""
     names = [str(rank) for rank in ranks]
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 

@@ -10,6 +10,7 @@ import torch
 from lockstep import Communicator
 from lockstep.reductions.adasum import adasum_
 
+from .calls import SUMMED, Calls
 from .request import Adasum, Average, Max, Min, Product, Request, Sum
 
 __all__ = ["allreduce", "neutral", "reducescatter"]
@@ -22,10 +23,10 @@ _VERBS: dict[int, Any] = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Pr
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def allreduce(comm: Communicator, requests: Sequence[Request]) -> None:
+def allreduce(comm: Communicator, calls: Calls, requests: Sequence[Request]) -> None:
     """Reduce the inputs of `requests` into their outputs; all ranks pass the same ones in the same order."""
     if len(requests) == 1 and len(requests[0].inputs) == 1 and requests[0].options["op"] != Adasum:
-        _reduce_alone(comm, requests[0].inputs[0], requests[0].outputs[0], *requests[0].options.values())
+        _reduce_alone(comm, calls, requests[0].inputs[0], requests[0].outputs[0], *requests[0].options.values())
         return
     batches: dict[Any, list[Pair]] = {}
     for request in requests:
@@ -38,22 +39,24 @@ def allreduce(comm: Communicator, requests: Sequence[Request]) -> None:
         if how[0] == Adasum:
             _combine(comm, pairs, *how[1:])
         elif len(pairs) == 1:
-            _reduce_alone(comm, *pairs[0], *how)
+            _reduce_alone(comm, calls, *pairs[0], *how)
         else:
-            _reduce_together(comm, pairs, *how)
+            _reduce_together(comm, calls, pairs, *how)
 
 
 def _reduce_alone(
-    comm: Communicator, source: torch.Tensor, output: torch.Tensor, op: int, before: float, after: float
+    comm: Communicator, calls: Calls, source: torch.Tensor, output: torch.Tensor, op: int, before: float, after: float
 ) -> None:
     if output is not source:
         output.copy_(source)
-    _reduce(comm, output, op, before, after)
+    _reduce(comm, calls, output, op, before, after)
 
 
-def _reduce_together(comm: Communicator, pairs: Sequence[Pair], op: int, before: float, after: float) -> None:
+def _reduce_together(
+    comm: Communicator, calls: Calls, pairs: Sequence[Pair], op: int, before: float, after: float
+) -> None:
     flat = torch.cat([source.reshape(-1) for source, _ in pairs])
-    _reduce(comm, flat, op, before, after)
+    _reduce(comm, calls, flat, op, before, after)
     parts = torch.split(flat, [output.numel() for _, output in pairs])
     outputs = [output for _, output in pairs]
     torch._foreach_copy_(outputs, [part.view(output.shape) for part, output in zip(parts, outputs, strict=True)])
@@ -69,10 +72,14 @@ def _combine(comm: Communicator, pairs: Sequence[Pair], before: float, after: fl
         scale_(output, after)
 
 
-def _reduce(comm: Communicator, tensor: torch.Tensor, op: int, before: float, after: float) -> None:
+def _reduce(comm: Communicator, calls: Calls, tensor: torch.Tensor, op: int, before: float, after: float) -> None:
     scale_(tensor, before)
     if not tensor.numel():
         pass
+    elif op in (Sum, Average) and tensor.is_cpu and tensor.dtype in SUMMED:
+        _sum(calls, tensor)
+        if op == Average:
+            tensor.div_(comm.size, rounding_mode=None if tensor.is_floating_point() else "trunc")
     elif op == Average and (tensor.is_floating_point() or tensor.is_complex()):
         comm.allreduce(tensor, "mean")
     else:
@@ -80,6 +87,13 @@ def _reduce(comm: Communicator, tensor: torch.Tensor, op: int, before: float, af
         if op == Average:
             tensor.copy_(torch.div(tensor, comm.size, rounding_mode="trunc"))
     scale_(tensor, after)
+
+
+def _sum(calls: Calls, tensor: torch.Tensor) -> None:
+    plain = tensor.resolve_neg().contiguous()
+    calls.sum(plain)
+    if plain.data_ptr() != tensor.data_ptr():
+        tensor.copy_(plain)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["KEY_BYTES", "OP_NAMES", "Adasum", "Average", "Max", "Min", "Product", "Request", "Sum"]
+from ..common.exceptions import HorovodInternalError
+from .table import JOIN, Record
+
+__all__ = ["KEY_BYTES", "OP_NAMES", "Adasum", "Average", "Form", "Max", "Min", "Product", "Request", "Sum", "broken"]
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
@@ -57,12 +60,25 @@ class Request:
     asked: float = 0.0
     events: tuple[Any, Any] = (None, None)
 
+    def fail(self, cause: BaseException | str) -> None:
+        """End it with an error that says what has broken the connection."""
+        self.error, self.done = broken(f"{self.kind} {self.name!r}", cause), True
+
     @property
     def key(self) -> bytes:
         """Stands for kind and name."""
-        return _digest(self.kind, self.name)
+        return _digest(self.kind, self.name) if self.kind != "join" else JOIN[0]
 
     @property
-    def form_digest(self) -> bytes:
-        """Stands for the form."""
-        return _digest(self.form)
+    def record(self) -> Record:
+        """What other ranks are told of it: the key, and what stands for the form."""
+        return (self.key, _digest(self.form)) if self.kind != "join" else JOIN
+
+
+def broken(what: str, cause: BaseException | str) -> HorovodInternalError:
+    """The error for `what`, which comes from `cause`."""
+    if isinstance(cause, str):
+        return HorovodInternalError(f"{what}: {cause}")
+    error = HorovodInternalError(f"{what}: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 
 from ..common.process_sets import ProcessSet
 from ..engine.request import Adasum
-from .hooks import check_idle, keeping, listen
+from .hooks import check_idle, keeping, take_in
 from .reducing import grouped_allreduce_
 
 __all__ = ["DeltaMixin"]
@@ -27,14 +27,14 @@ class DeltaMixin:
     def begin(self, names: dict[Parameter, str], compression: Any, passes: int, process_set: ProcessSet) -> None:
         """What a constructor would do."""
         self._names, self._compression, self._set = names, compression, process_set
-        self._trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self._trained: list[Parameter] = []
+        take_in(self)
         self.set_backward_passes_per_step(passes)
-        listen(self, self._trained)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next step on, so many backward passes come before each."""
-        if passes < 1:
-            raise ConfigError("backward_passes_per_step", "at least 1", passes)
+        if not isinstance(passes, int) or passes < 1:
+            raise ConfigError("backward_passes_per_step", "a whole number of at least 1", passes)
         self.backward_passes_per_step = passes
         self._left = dict.fromkeys(self._names, passes)
 
@@ -56,6 +56,7 @@ class DeltaMixin:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take this rank's step, and combine what it has changed with the changes of the others."""
+        take_in(self)
         before = [p.detach().clone() for p in self._trained]
         loss = super().step(closure)  # type: ignore[misc]
         with torch.no_grad():

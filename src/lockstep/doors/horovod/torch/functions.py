@@ -11,7 +11,7 @@ import torch
 
 from lockstep.errors import ConfigError
 
-from ..common.process_sets import ProcessSet, global_process_set
+from ..common.process_sets import ProcessSet, checked_set, global_process_set
 from .handles import synchronize
 from .moving import allgather, broadcast_, broadcast_async_
 
@@ -128,7 +128,7 @@ def broadcast_object(
         name: by which ranks find each other's; by the number of such calls when None.
         process_set: the ranks.
     """
-    at_root = process_set.rank() == process_set.root_of(root_rank)
+    at_root = checked_set(process_set).rank() == process_set.root_of(root_rank)
     data = _pickled(obj) if at_root else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(data)])
     broadcast_(size, root_rank, name and f"{name}.sz", process_set)

@@ -28,7 +28,7 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | No
         for number, p in enumerate(options["params"])
     ]
     pairs: list[Any] = places if named_parameters is None else list(named_parameters)
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+    if any(not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
         expected = "(name, parameter) pairs, as model.named_parameters() gives them"
         raise ConfigError("named_parameters", expected, "something else")
     names = [name for name, _ in pairs]
@@ -60,7 +60,7 @@ def grouped(
         return {}
     if isinstance(groups, int) and groups > 0:
         lists = split_list(parameters, groups)
-    elif isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups):
+    elif isinstance(groups, (list, tuple)) and all(map(_is_tensors, groups)):
         lists = [[p for p in group if any(p is q for q in parameters)] for group in groups]
     else:
         raise ConfigError("groups", "a number of at least 0, or a list of lists of parameters", repr(groups))
@@ -71,3 +71,7 @@ def grouped(
                 raise ConfigError("groups", "each parameter in one group", f"one of shape {tuple(p.shape)} in two")
             found[p] = members
     return found
+
+
+def _is_tensors(group: Any) -> bool:
+    return isinstance(group, (list, tuple)) and all(isinstance(p, torch.Tensor) for p in group)

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.errors import ConfigError
 
-from ..common.process_sets import ProcessSet
+from ..common.process_sets import ProcessSet, checked_set
 from ..engine.engine import Engine
 from ..engine.request import Request
 
@@ -24,7 +24,7 @@ _open: dict[int, tuple[Engine, Request, Finish]] = {}
 
 def start(process_set: ProcessSet, request: Request, finish: Finish) -> int:
     """Submit `request`; the handle whose `synchronize` gives what `finish` makes of its result."""
-    engine = process_set.engine
+    engine = checked_set(process_set).engine
     request.name = request.name or engine.name_for(request.kind)
     engine.submit(request)
     handle = next(_numbers)
@@ -34,7 +34,7 @@ def start(process_set: ProcessSet, request: Request, finish: Finish) -> int:
 
 def run(process_set: ProcessSet, request: Request) -> Any:
     """Submit `request` and wait for its result."""
-    engine = process_set.engine
+    engine = checked_set(process_set).engine
     request.name = request.name or engine.name_for(request.kind)
     return engine.run(request)
 
@@ -74,7 +74,7 @@ def checked(tensor: Any, where: str = "tensor") -> torch.Tensor:
     if tensor.layout is not torch.strided:
         hint = "hvd.sparse_allreduce_async reduces sparse tensors."
         raise ConfigError(where, "a dense tensor", str(tensor.layout), hint)
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def checked_list(tensors: Any) -> list[torch.Tensor]:
@@ -100,11 +100,12 @@ def form_of(tensors: Sequence[torch.Tensor], skip: int = 0) -> tuple[tuple[str, 
         skip: 0 or 1.
     """
     what = "shape but for the first dimension" if skip else "shape"
+    kind = "cpu" if tensors[0].is_cpu else tensors[0].device.type  # torch makes the latter anew each time
     if len(tensors) == 1:
         only = tensors[0]
-        return ("dtype", only.dtype), (what, tuple(only.shape[skip:])), ("device", only.device.type)
+        return ("dtype", only.dtype), (what, tuple(only.shape[skip:])), ("device", kind)
     shapes = tuple(tuple(tensor.shape[skip:]) for tensor in tensors)
-    return ("dtype", tuple(tensor.dtype for tensor in tensors)), (what, shapes), ("device", tensors[0].device.type)
+    return ("dtype", tuple(tensor.dtype for tensor in tensors)), (what, shapes), ("device", kind)
 
 
 def first(found: Sequence[Any]) -> Any:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_idle", "keeping", "listen", "put"]
+from .gradients import named
+
+__all__ = ["check_idle", "keeping", "put", "take_in"]
 
 Parameter = torch.Tensor
 
@@ -46,7 +48,20 @@ def keeping(optimizer: Any) -> Iterator[None]:
     optimizer.state, optimizer.param_groups = state, groups
 
 
-def listen(optimizer: Any, parameters: Sequence[Parameter]) -> None:
+def take_in(optimizer: Any) -> None:
+    """Let `optimizer` train what has been thawed or added since the last time; all ranks do so at the same step.
+
+    The keys are those that `optimizer` has of its parameters: its `_trained` ones, and the `_names` of all.
+    """
+    known = set(optimizer._trained)
+    late = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p not in known]
+    if late:
+        optimizer._names = {**named(optimizer, None), **optimizer._names}
+        optimizer._trained += late
+        _listen(optimizer, late)
+
+
+def _listen(optimizer: Any, parameters: Sequence[Parameter]) -> None:
     """Have `optimizer.arrived` called with each gradient, as long as somebody else holds `optimizer`."""
     weak = weakref.ref(optimizer)
 

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.errors import ConfigError
 
-from ..common.process_sets import ProcessSet, global_process_set
+from ..common.process_sets import ProcessSet, checked_set, global_process_set
 from ..engine.request import Request, Sum
 from . import handles
 from .differentiable import Differentiable, wants_gradient
@@ -147,8 +147,9 @@ def broadcast_async_(
 def _broadcasting(
     plain: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> Request:
+    root = checked_set(process_set).root_of(root_rank)
     form = (("root rank", root_rank), *handles.form_of([plain]))
-    return Request("broadcast", name or "", [plain], [output], {"root": process_set.root_of(root_rank)}, form)
+    return Request("broadcast", name or "", [plain], [output], {"root": root}, form)
 
 
 def alltoall(
@@ -204,7 +205,7 @@ def _exchanging(
 ) -> Request:
     plain = handles.checked(tensor)
     _check_dimensions([plain])
-    counts = _counts(len(plain), splits, process_set.size())
+    counts = _counts(len(plain), splits, checked_set(process_set).size())
     return Request("alltoall", name or "", [plain], (), {"splits": counts}, handles.form_of([plain], skip=1))
 
 

@@ -26,6 +26,7 @@ from ..common.basics import (
 )
 from ..common.exceptions import HorovodInternalError
 from ..common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from ..common.timeline import start_timeline, stop_timeline
 from ..engine.request import Adasum, Average, Max, Min, Product, Request, Sum
 from .compression import Compression
 from .handles import poll, run, synchronize
@@ -113,6 +114,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 

@@ -11,14 +11,15 @@ import torch
 
 from lockstep.errors import ConfigError
 
-from ..common.process_sets import ProcessSet, global_process_set
+from ..common.process_sets import ProcessSet, checked_set, global_process_set
 from ..engine.request import Adasum, Average
 from .compression import Compression
 from .delta import DeltaMixin
 from .gradients import grouped, named
 from .handles import synchronize
-from .hooks import check_idle, keeping, listen, put
+from .hooks import check_idle, keeping, put, take_in
 from .reducing import start_gradients
+from .requests import how_to
 from .sparse import sparse_allreduce_async
 
 __all__ = ["DistributedOptimizer"]
@@ -59,18 +60,20 @@ def DistributedOptimizer(  # noqa: N802, as Horovod calls it
     Raises:
         ConfigError: a ValueError, for names that are missing or come twice, and other wrong arguments.
     """
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ConfigError("gradient_predivide_factor", "1 where op is not hvd.Average", gradient_predivide_factor)
+    _check(optimizer, compression, op, gradient_predivide_factor)
+    is_in = checked_set(process_set).included()
     if num_groups:
         warnings.warn("num_groups is now called groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    delta = op == Adasum and process_set.included() and process_set.size() > 1
+    delta = op == Adasum and is_in and process_set.size() > 1
     kind = type(optimizer)
     made: Any = type(kind.__name__, (DeltaMixin if delta else GradientMixin, kind), {"__module__": kind.__module__})
     wrapped = made.__new__(made)
     # the same groups and state, so that what was made for the optimizer goes on working; but for a step that a
     # scheduler has put in its place, which would be that of the optimizer alone
     wrapped.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
+    # a scheduler that was made before asks the optimizer itself whether it takes steps
+    optimizer.__dict__["_opt_called"] = True
     names = named(optimizer, named_parameters)
     if delta:
         wrapped.begin(names, compression, backward_passes_per_step, process_set)
@@ -78,6 +81,17 @@ def DistributedOptimizer(  # noqa: N802, as Horovod calls it
         settings = (op, gradient_predivide_factor, sparse_as_dense)
         wrapped.begin(names, compression, backward_passes_per_step, settings, groups, process_set)
     return wrapped
+
+
+def _check(optimizer: Any, compression: Any, op: int, predivide: float) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError("optimizer", "one of torch.optim, or of a class derived from its Optimizer", repr(optimizer))
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise ConfigError("compression", "hvd.Compression.fp16 or a class like it", repr(compression))
+    how_to(op, None, 1.0, 1.0)
+    if predivide <= 0 or (predivide != 1.0 and op != Average):
+        expected = "a number above 0, and 1 where op is not hvd.Average"
+        raise ConfigError("gradient_predivide_factor", expected, predivide)
 
 
 class GradientMixin:
@@ -97,18 +111,17 @@ class GradientMixin:
         """What a constructor would do."""
         self._names, self._compression, self._set = names, compression, process_set
         self._op, self._predivide, self._sparse_as_dense = settings
-        self._trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self._trained: list[Parameter] = []
+        take_in(self)
         self._group_of = grouped(self._trained, groups)
         self._sparse_dims: dict[Parameter, int] = {}  # of those whose gradients have been sparse
         self._should_synchronize = True
         self.set_backward_passes_per_step(passes)
-        self._reset()
-        listen(self, self._trained)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next step on, so many backward passes come before each."""
-        if passes < 1:
-            raise ConfigError("backward_passes_per_step", "at least 1", passes)
+        if not isinstance(passes, int) or passes < 1:
+            raise ConfigError("backward_passes_per_step", "a whole number of at least 1", passes)
         self.backward_passes_per_step = passes
         self._reset()
 
@@ -182,6 +195,7 @@ class GradientMixin:
             HorovodInternalError: when they could not be.
         """
         if not self._alone:
+            take_in(self)
             sent = {p for group in self._under_way for p in group}
             for p in self._trained:
                 if p not in sent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,21 +47,24 @@ def reduction(plain: Tensors, outputs: Tensors, name: str | None, how: How) -> R
         ConfigError: a ValueError, for a dtype for which the operation is not defined.
     """
     for tensor in plain:
-        _check_dtype(tensor, how["op"])
-    return Request("allreduce", name or "", plain, outputs, how, (*_said(how), *handles.form_of(plain)))
+        _check_dtype(tensor.dtype, how["op"])
+    form = (*_said(*how.values()), *handles.form_of(plain))
+    return Request("allreduce", name or "", plain, outputs, how, form)
 
 
-def _said(how: How) -> tuple[tuple[str, Any], ...]:
-    return ("op", OP_NAMES[how["op"]]), *((label, how[label]) for label in ("prescale_factor", "postscale_factor"))
+@functools.lru_cache(maxsize=1 << 8)  # every small all-reduce would pay for it
+def _said(op: int, before: float, after: float) -> tuple[tuple[str, Any], ...]:
+    return ("op", OP_NAMES[op]), ("prescale_factor", before), ("postscale_factor", after)
 
 
-def _check_dtype(tensor: torch.Tensor, op: int) -> None:
-    real = tensor.is_floating_point() and tensor.element_size() > 1
-    fits = op in (Average, Sum) if tensor.is_complex() else real
-    whole = not tensor.is_complex() and not tensor.is_floating_point() and tensor.dtype is not torch.bool
+@functools.lru_cache(maxsize=1 << 8)
+def _check_dtype(dtype: torch.dtype, op: int) -> None:
+    real = dtype.is_floating_point and dtype.itemsize > 1
+    fits = op in (Average, Sum) if dtype.is_complex else real
+    whole = not dtype.is_complex and not dtype.is_floating_point and dtype is not torch.bool
     if not fits and (op == Adasum or not whole):
         hint = "Convert it first."
-        raise ConfigError("tensor", f"a dtype for which hvd.{OP_NAMES[op]} is defined", tensor.dtype, hint)
+        raise ConfigError("tensor", f"a dtype for which hvd.{OP_NAMES[op]} is defined", dtype, hint)
 
 
 def scattering(plain: Tensors, name: str | None, op: int, before: float, after: float) -> Request:
@@ -72,8 +76,8 @@ def scattering(plain: Tensors, name: str | None, op: int, before: float, after: 
     if op not in (Average, Sum):
         raise ConfigError("op", "hvd.Average or hvd.Sum", shown(op))
     for tensor in plain:
-        _check_dtype(tensor, op)
+        _check_dtype(tensor.dtype, op)
         if not tensor.dim():
             raise ConfigError("tensor", "at least one dimension", "none")
     how = {"op": int(op), "prescale_factor": float(before), "postscale_factor": float(after)}
-    return Request("reducescatter", name or "", plain, (), how, (*_said(how), *handles.form_of(plain)))
+    return Request("reducescatter", name or "", plain, (), how, (*_said(*how.values()), *handles.form_of(plain)))

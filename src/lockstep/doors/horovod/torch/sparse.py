@@ -8,7 +8,7 @@ import torch
 
 from lockstep.errors import ConfigError
 
-from ..common.process_sets import ProcessSet, global_process_set
+from ..common.process_sets import ProcessSet, checked_set, global_process_set
 from ..engine.request import Average, Sum
 from . import handles
 from .moving import allgather_async
@@ -38,7 +38,7 @@ def sparse_allreduce_async(
         raise ConfigError("tensor", "a sparse COO tensor", getattr(tensor, "layout", type(tensor).__name__))
     if op not in (Average, Sum):
         raise ConfigError("op", "Average or Sum of a sparse tensor", shown(op))
-    name = name or process_set.engine.name_for("sparse_allreduce")
+    name = name or checked_set(process_set).engine.name_for("sparse_allreduce")
     indices = allgather_async(tensor._indices().t(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 
