@@ -37,13 +37,16 @@ CASES: dict[str, tuple[str, str]] = {
         "if last: dist.all_reduce(x)\ndist.broadcast(x, 0)\ndist.barrier()",
         r"called broadcast\(float32\[4\], root=0\)",
     ),
-    "other shape": ("dist.all_reduce(torch.ones(4 + last))", r"all_reduce\(float32\[5\], sum\)"),
+    "other shape": ("dist.all_reduce(torch.ones(4 + last))\nprint('wrong')", r"all_reduce\(float32\[5\], sum\)"),
     "other shape of the same size": (
-        "dist.all_reduce(torch.ones(6) if last else torch.ones(2, 3))",
+        "dist.all_reduce(torch.ones(6) if last else torch.ones(2, 3))\nprint('wrong')",
         r"all_reduce\(float32\[2, 3\], sum\)",
     ),
     "other dtype": ("dist.all_reduce(x.double() if last else x)", r"all_reduce\(float64\[4\], sum\)"),
-    "other dtype of the same size": ("dist.all_reduce(x.int() if last else x)", r"all_reduce\(int32\[4\], sum\)"),
+    "other dtype of the same size": (
+        "dist.all_reduce(x.int() if last else x)\nprint('wrong')",
+        r"all_reduce\(int32\[4\], sum\)",
+    ),
     "other operation": (
         "dist.broadcast(x, 0) if last else dist.all_reduce(x)\ndist.barrier()",
         r"called broadcast\(float32\[4\], root=0\)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_a_collective_is_read_as_it_was_written(recorder: Recorder, recording: R
     lane = recorder.open_lane(KEY)
     recorder.note_batch(4, 1)
     number = enter(recorder, lane, 1, "all_reduce(float32[4], sum)", "train.py:31 in main\ndist.all_reduce(loss)")
-    recorder.wait(number)
+    recorder.wait(number, time.monotonic())
     state = recording.state()
     assert (state.rank, state.world_size, state.host, state.program) == (3, 8, "here", "train.py --lr 1")
     assert (state.phase, state.records, state.batch, state.finished) == ("waits", 1, 4, False)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from lockstep.errors import DesyncError, WorkerError
+from lockstep.errors import DesyncError, LockstepError, WorkerError
+from lockstep.launchers import local
 from lockstep.launchers.failure import Failure
 from lockstep.launchers.folder import Report as Word
-from lockstep.launchers.options import Watch
+from lockstep.launchers.local import _conclude
+from lockstep.launchers.options import Options, Watch
 from lockstep.launchers.outcome import FORCED, Ending, conclude, echoes, first_failure
 from lockstep.launchers.watching import Watching
+from lockstep.recorder import Recorder, places
 from lockstep.watch.report import RankRow, Report, from_json
 
 DIED = Report("lost", "Rank 5 has died.", (RankRow(4, "waits"), RankRow(5, "died", "gone"), RankRow(6, "runs")), (5,))
@@ -41,6 +46,34 @@ def test_a_rank_that_its_watcher_has_ended_is_not_blamed() -> None:
     stalled = replace(DIED, kind="stall", culprits=())
     error, _ = raised(Ending([word(0)], [], {0: 1, 2: FORCED}, workers=3, first_rank=4, joint=stalled))
     assert (error.rank, error.kind) == (4, "RankLostError")
+
+
+def test_ranks_that_their_watchers_have_ended_have_failed_all_the_same() -> None:
+    """Threads kept all of them alive, so that none has said a word to the launcher."""
+    for kind, expected in (("desync", "DesyncError"), ("lost", "RankLostError"), ("stall", "StallError")):
+        report = replace(DIED, kind=kind, culprits=(), ranks=(RankRow(4, "waits"), RankRow(5, "waits")))
+        error, told = raised(Ending([], [], {0: FORCED, 1: FORCED}, workers=2, first_rank=4, joint=report))
+        assert (error.rank, error.kind, error.reason, error.exit_code) == (4, expected, DIED.sentence, 1)
+        assert told.sentence == DIED.sentence
+        with pytest.raises(KeyboardInterrupt):  # they were ended because others had left on Ctrl-C
+            conclude(Ending([], [], {0: FORCED, 1: FORCED}, signals=[2], workers=2, joint=report))
+    own = replace(DIED, kind="raised", ranks=(RankRow(4, "runs"), RankRow(5, "raised", "ValueError: x", words="here")))
+    error, _ = raised(Ending([], [], {0: FORCED, 1: FORCED}, workers=2, first_rank=4, joint=own))
+    assert (error.rank, error.kind, error.reason, error.worker_traceback) == (5, "ValueError", "x", "here")
+    unread = first_failure(Ending([], [], {1: FORCED}, workers=2))
+    assert unread is not None and (unread.rank, unread.exit_code) == (1, FORCED)
+
+
+def test_a_report_is_told_though_another_node_was_the_first_to_fail() -> None:
+    why = "rank 5 on beta has failed"
+    with pytest.raises(WorkerError, match="reason of 0") as caught:
+        _conclude(Ending([word(0)], [], {0: 1}, workers=1, first_rank=4, joint=DIED), why)
+    failure = Failure.of(caught.value, "alpha")
+    assert failure.is_joint and from_json(failure.report).sentence == DIED.sentence
+    for joint in (None, DIED):  # ended by the launcher, before it could say anything
+        with pytest.raises(LockstepError, match=f"the run was ended: {why}"):
+            _conclude(Ending([], [], {}, workers=1, first_rank=4, joint=joint), why)
+    _conclude(Ending([], [], {}, workers=1), "")
 
 
 def test_of_several_that_died_silently_the_one_that_the_report_blames_is_named() -> None:
@@ -141,3 +174,37 @@ def test_what_workers_find_in_their_environment(monkeypatch: pytest.MonkeyPatch)
     assert variables(Watch(), 1) == {"LOCKSTEP_STALL_TIMEOUT": week, "LOCKSTEP_STALL_WARNING": week}
     monkeypatch.setenv("LOCKSTEP_WATCH", "off")
     assert not Watching("run", Watch(), None, print).is_on and Watching("run", Watch("strict"), None, print).is_on
+
+
+FAILURES = [
+    (Failure(2, "exit", "killed by SIGABRT", host="beta"), "lost", "Rank 2 on beta died: killed by SIGABRT."),
+    (Failure(2, "SystemExit", "left with exit code 3", host="beta"), "left", "left with exit code 3"),
+    (Failure(2, "ValueError", "two\nlines", "trace", host="beta"), "raised", "has raised ValueError: two."),
+    (Failure(2, "DesyncError", "x", host="beta", report=DIED.to_json()), "lost", DIED.sentence),
+]
+
+
+@pytest.mark.parametrize(("failure", "kind", "said"), FAILURES)
+def test_workers_are_told_how_those_of_another_node_have_failed(
+    failure: Failure, kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "base", lambda: tmp_path / "base")
+    monkeypatch.setattr(local, "ALONE_SECONDS", 0.0)
+    (tmp_path / "run").mkdir()
+    meeting = SimpleNamespace(heard=lambda: [failure])
+    job = local.Job(tmp_path / "run", Options(2, 1), meeting, None)  # type: ignore[arg-type]
+    job.begin(0, 0)
+    assert job.watching.folder is not None
+    recorder = Recorder(job.watching.folder, 0, 3, "alpha", "train.py")
+    job.pass_on_failure()
+    report = job.watching.report()
+    assert report is not None and report.kind == kind and said in report.sentence
+    if not failure.report:
+        assert (report.ranks[0].rank, report.ranks[0].host, report.ranks[0].state) == (0, "alpha", "runs")
+        assert (report.ranks[1].rank, report.ranks[1].words, report.culprits) == (2, failure.traceback, (2,))
+    meeting.heard = lambda: [replace(failure, rank=1)]
+    job.pass_on_failure()  # once
+    job.watching.take(replace(failure, rank=1))  # the first report is that of all
+    assert job.watching.report() == report
+    recorder.close()
+    job.watching.close()

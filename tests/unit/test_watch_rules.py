@@ -86,7 +86,7 @@ def test_machines_that_go_together_have_nothing_to_say() -> None:
 
 
 def test_what_machines_do_otherwise_is_found() -> None:
-    assert found(0, told(), told(fingerprint=2)).startswith("desync: As collective 2 of a group, rank 0 called")
+    assert found(0, told(), told(fingerprint=2)).startswith("desync: As collective 2 of all ranks, rank 0 called")
     assert found(0, told(), told(batch=2)) == "batches: Rank 0 is on batch 1, rank 2 is on batch 2."
     assert found(0, told(), told(batch=2, loop=2)) == ""
 
@@ -163,8 +163,11 @@ def test_the_first_report_of_any_machine_is_that_of_all(tmp_path: Path) -> None:
     session = SimpleNamespace(
         error=None, look=lambda: False, far=two, folder=tmp_path, report=lambda finding: report(finding.sentence)
     )
+    taken: list[Report] = []
+    session.take = taken.append
     Session.fail(cast("Any", session), Finding("lost", "it follows from the first", ()))
     assert read(tmp_path / "report.json") == report("first")
+    assert taken == [report("first")]  # also where the file cannot be read back
     store.values["report"] = "damaged"
     assert two.first(report("second")) == report("second")
 

@@ -15,6 +15,7 @@ __all__ = [
     "RING",
     "SLOTS",
     "SLOT_BYTES",
+    "TOLD",
     "VERSION",
     "WORDS",
     "WORDS_BYTES",
@@ -22,7 +23,7 @@ __all__ = [
     "State",
 ]
 
-MAGIC, VERSION = b"LOCKSTEP", 1
+MAGIC, VERSION = b"LOCKSTEP", 2
 
 # magic, version, rank, world size, process, moment of the start, unix time minus the monotonic clock, host, program
 HEADER = struct.Struct("<8sIIIIdd64s256s")
@@ -37,8 +38,9 @@ SLOTS = 1024  # different texts kept: as many as the ring can need
 SLOT_BYTES = 320
 
 # number, group, sequence, fingerprint, line, batch, loop, entered, left, ids of four texts (what, line, group, name),
-# peer of a message or -1
-RECORD = struct.Struct("<QQQQQqQddIIIIi4x")
+# peer of a message or -1, calls of the group before it that were refused
+RECORD = struct.Struct("<QQQQQqQddIIIIiI")
+TOLD = struct.Struct("<QQQQQqQ")  # the beginning of it, on most of which ranks agree
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ class Log:
     def __init__(self, folder: Path, recording: Recording) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._recording, self._next = recording, 1
-        self._file = (folder / f"rank-{recording.rank}.records").open("w", encoding="utf-8")
+        self._file = (folder / f"rank-{recording.rank}.records").open("wb", buffering=0)
         header = {"lockstep_records": _FORMAT}
         for name in ("rank", "world_size", "host", "pid", "unix_offset", "program"):
             header[name] = getattr(recording, name)
-        self._file.write(json.dumps(header) + "\n")
+        self._write([json.dumps(header)])
 
     @property
     def behind(self) -> bool:
@@ -40,22 +40,40 @@ class Log:
         return self._recording.word(State().records) - self._next > RING // 2
 
     def flush(self, at_end: bool = False) -> None:
-        """Write what is new; one that has not ended is waited for, as long as it is kept, unless this is the end."""
-        count = self._recording.word(State().records)
+        """Write what is new; one that has not ended is waited for, as long as it is kept, unless this is the end.
+
+        Raises:
+            OSError: the disk is full, say; the file ends with the last whole record before that.
+        """
+        count, lines = self._recording.word(State().records), []
         self._next = max(self._next, count + 1 - RING)
         while self._next <= count:
             raw = self._recording.raw(self._next)
             if raw is not None and not raw.left and not at_end and count - self._next < RING // 2:
                 break
             if raw is not None:
-                self._file.write(json.dumps(asdict(self._recording.record(raw))) + "\n")
+                lines.append(json.dumps(asdict(self._recording.record(raw))))
             self._next += 1
-        self._file.flush()
+        self._write(lines)
+
+    def _write(self, lines: Sequence[str]) -> None:
+        data = memoryview("".join(f"{line}\n" for line in lines).encode())
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            self._file.close()
+            raise
 
     def close(self) -> None:
-        """Write the rest."""
-        self.flush(at_end=True)
-        self._file.close()
+        """Write the rest.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if not self._file.closed:
+            self.flush(at_end=True)
+            self._file.close()
 
 
 def log_header(path: Path) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from typing_extensions import Self
 
-from .layout import DEPTH, HEADER, LANES, MAGIC, PHASES, RECORD, RING, VERSION, WORDS, WORDS_BYTES, Layout, State
+from .layout import DEPTH, HEADER, LANES, MAGIC, PHASES, RECORD, RING, TOLD, VERSION, WORDS, WORDS_BYTES, Layout, State
 from .texts import read_text
 
 __all__ = ["RankState", "Raw", "Record", "Recording", "batch_of", "open_job"]
@@ -69,6 +68,7 @@ class Raw:
     group: int
     name: int
     peer: int
+    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Recording:
         self.words, self.reals = self.memory.cast("Q"), self.memory.cast("d")
         self._signed = self.memory.cast("q")
         self._lanes, self._rows = self.layout.lanes >> 3, self.layout.rows >> 3
-        self._heads = self.layout.heads >> 3
+        self._heads, self._ring = self.layout.heads >> 3, self.layout.ring
 
     def __enter__(self) -> Self:
         return self
@@ -160,8 +160,6 @@ class Recording:
                 view.release()
         with suppress(BufferError):
             self._map.close()
-
-    # as a whole
 
     def state(self) -> RankState:
         """What the rank does now."""
@@ -221,12 +219,15 @@ class Recording:
 
     def raw(self, number: int) -> Raw | None:
         """The record of that number, while it is kept."""
-        raw = Raw(*self.fields(number)) if number else None
-        return raw if raw is not None and raw.number == number else None
+        if not number:
+            return None
+        raw = Raw(*RECORD.unpack_from(self.memory, self._ring + number % RING * RECORD.size))
+        return raw if raw.number == number else None
 
-    def fields(self, number: int) -> tuple[Any, ...]:
-        """What stands in the place of the record of that number, in the order of `Raw`."""
-        return RECORD.unpack_from(self.memory, self.layout.ring + number % RING * RECORD.size)
+    def told(self, number: int) -> bytes:
+        """The beginning of what stands in the place of the record of that number, see `layout.TOLD`."""
+        at = self._ring + number % RING * RECORD.size
+        return self._map[at : at + TOLD.size]
 
     def lane(self, key: int) -> int:
         """The lane of the group `key`; -1 where the rank has none."""
@@ -285,11 +286,12 @@ def batch_of(number: int) -> tuple[int | None, bool]:
 def open_job(folder: Path) -> dict[int, Recording]:
     """All recordings of a job's folder by rank; those that cannot be read are left out."""
     found = {}
-    for path in folder.glob("rank-*"):
-        if re.fullmatch(r"rank-\d+", path.name):
-            with suppress(OSError, ValueError):
-                recording = Recording(path)
-                found[recording.rank] = recording
+    with suppress(OSError):  # it is removed at this moment
+        for path in folder.glob("rank-*"):
+            if re.fullmatch(r"rank-\d+", path.name):
+                with suppress(OSError, ValueError):
+                    recording = Recording(path)
+                    found[recording.rank] = recording
     return dict(sorted(found.items()))
 
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .layout import DEPTH, HEADER, LANES, MAGIC, PHASES, RECORD, RING, VERSION, WORDS, WORDS_BYTES, Layout, State
+from .layout import DEPTH, HEADER, LANES, MAGIC, PHASES, RECORD, RING, TOLD, VERSION, WORDS, WORDS_BYTES, Layout, State
 from .places import rank_file
 from .texts import Texts
 
@@ -16,6 +16,8 @@ __all__ = ["Call", "Recorder"]
 
 _RUNS, _WAITS, _LEFT, _ENDED, _RAISED = range(len(PHASES))
 _AT = State()
+_AT_PHASE, _AT_SINCE, _AT_RECORD = _AT.phase, _AT.since, _AT.since_record  # those that every call needs
+_AT_RECORDS, _AT_WAITED = _AT.records, _AT.waited
 _LEFT_AT = RECORD.size - 4 - 5 * 4 - 8  # of the field that says when a collective was left
 
 
@@ -54,7 +56,7 @@ class Recorder:
         self.rank, self.world_size, self.layout = rank, world_size, Layout(world_size)
         self.path, self.pid = rank_file(folder, rank), os.getpid()
         self._map = _make(self.path, self.layout.total)
-        self._look_at(memoryview(self._map))
+        self._look_at(self._map)
         self._rows, self._ring, self._heads = self.layout.rows >> 3, self.layout.ring, self.layout.heads >> 3
         self.texts = Texts(self.memory, self.layout.texts)
         self.count = 0  # of records
@@ -69,14 +71,14 @@ class Recorder:
         self._signed[_AT.batch] = self._signed[_AT.samples] = -1
         HEADER.pack_into(self.memory, 0, MAGIC, VERSION, rank, world_size, self.pid, now, offset, *names)
 
-    def _look_at(self, memory: memoryview) -> None:
-        self.memory = memory
-        self.words, self.reals, self._signed = memory.cast("Q"), memory.cast("d"), memory.cast("q")
+    def _look_at(self, raw: mmap.mmap | bytearray) -> None:
+        self._raw, self.memory = raw, memoryview(raw)
+        self.words, self.reals, self._signed = self.memory.cast("Q"), self.memory.cast("d"), self.memory.cast("q")
 
     def close(self) -> None:
         """Let go of the memory; what is noted from here on nobody sees."""
         views = (self.words, self.reals, self._signed, self.memory)
-        self._look_at(memoryview(bytearray(self.layout.total)))
+        self._look_at(bytearray(self.layout.total))
         self.texts.memory = self.memory
         for view in views:
             view.release()
@@ -104,7 +106,18 @@ class Recorder:
     # collectives
 
     def enter(
-        self, key: int, lane: int, sequence: int, call: Call, line: int, place: int, group: int, name: int, peer: int
+        self,
+        key: int,
+        lane: int,
+        sequence: int,
+        call: Call,
+        line: int,
+        place: int,
+        group: int,
+        name: int,
+        peer: int,
+        refused: int = 0,
+        now: float = 0.0,
     ) -> int:
         """Note that a collective begins; returns the number of its record.
 
@@ -118,37 +131,34 @@ class Recorder:
             group: number of the text of the group's name.
             name: number of the text of the name that the user has given the collective.
             peer: the other rank of a message, or -1.
+            refused: how many calls of this group have been refused before.
+            now: in seconds of the monotonic clock; read from it if 0.
         """
         self.count = number = self.count + 1
-        words, at = self.words, self._ring + number % RING * RECORD.size
-        RECORD.pack_into(
-            self.memory,
-            at,
-            number,
-            key,
-            sequence,
-            call.fingerprint,
-            line,
-            self.batch,
-            self.loop,
-            time.monotonic(),
-            0.0,
-            call.number,
-            place,
-            group,
-            name,
-            peer,
-        )
+        at, now = self._ring + number % RING * RECORD.size, now or time.monotonic()
+        told = number, key, sequence, call.fingerprint, line, self.batch, self.loop
+        RECORD.pack_into(self.memory, at, *told, now, 0.0, call.number, place, group, name, peer, refused)
+        words = self.words
         if sequence:
             words[self._rows + lane * DEPTH + sequence % DEPTH] = number
             words[self._heads + lane] = sequence
-        words[_AT.records] = number
+        words[_AT_RECORDS] = number
         return number
 
+    def told(self, number: int) -> bytes | bytearray:
+        """What of that record ranks agree on, beside its number; see `layout.TOLD`."""
+        at = self._ring + number % RING * RECORD.size
+        return self._raw[at + 8 : at + TOLD.size]
+
     def leave(self, number: int, now: float) -> None:
-        """Note that the collective of that record has ended."""
-        if number + RING > self.count:
-            self.reals[(self._ring + number % RING * RECORD.size + _LEFT_AT) >> 3] = now
+        """Note that the collective of that record has ended, unless that is known already."""
+        at = (self._ring + number % RING * RECORD.size + _LEFT_AT) >> 3
+        if number + RING > self.count and not self.words[at]:
+            self.reals[at] = now
+
+    def reopen(self, number: int) -> None:
+        """Note that the collective of that record has not ended, as it seemed: it has failed."""
+        self.reals[(self._ring + number % RING * RECORD.size + _LEFT_AT) >> 3] = 0.0
 
     def take_back(self, lane: int, sequence: int) -> None:
         """The group's last collective has been refused before anything was sent."""
@@ -157,18 +167,19 @@ class Recorder:
 
     # the rank
 
-    def wait(self, number: int) -> None:
-        """Note that the rank is inside the blocking call of that record."""
-        self.words[_AT.since_record] = number
-        self.reals[_AT.since] = time.monotonic()
-        self.words[_AT.phase] = _WAITS
+    def wait(self, number: int, now: float) -> None:
+        """Note that the rank is inside the blocking call of that record, since `now`."""
+        words = self.words
+        words[_AT_RECORD] = number
+        self.reals[_AT_SINCE] = now
+        words[_AT_PHASE] = _WAITS
 
     def run(self) -> float:
         """Note that it computes again; returns the time."""
         now, reals = time.monotonic(), self.reals
-        self.words[_AT.phase] = _RUNS
-        reals[_AT.waited] += now - reals[_AT.since]
-        reals[_AT.since] = now
+        self.words[_AT_PHASE] = _RUNS
+        reals[_AT_WAITED] += now - reals[_AT_SINCE]
+        reals[_AT_SINCE] = now
         return now
 
     def beat(self) -> None:

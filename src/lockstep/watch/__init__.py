@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["install", "left", "raised", "uninstall"]
+__all__ = ["install", "leave_out", "left", "raised", "uninstall"]
 
 
 def install(machine: Callable[[], str], lasting: bool = False) -> None:
@@ -42,3 +43,16 @@ def left() -> None:
     hooks = sys.modules.get(f"{__name__}.hooks")
     if hooks is not None:
         hooks.left()
+
+
+def leave_out(group: Any) -> None:
+    """Watch `group` no more; every rank of it must call this. Nothing where nobody watches.
+
+    For a group with which ranks agree on what to do next, whenever each of them comes to it.
+
+    Args:
+        group: a process group of torch.distributed's.
+    """
+    hooks = sys.modules.get(f"{__name__}.hooks")
+    if hooks is not None:
+        hooks.leave_out(group)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from .places import digest, is_internal
@@ -34,6 +37,8 @@ class Loops:
 
     def note(self, iterator: Any, number: int) -> None:
         """`iterator` has given its batch `number`, from 0."""
+        if not _is_a_loop():
+            return
         at = next((i for i, loop in enumerate(self._open) if loop.of() is iterator), -1)
         if at >= 0:
             del self._open[at + 1 :]  # a loop inside this one is over, or it would have gone on
@@ -44,6 +49,8 @@ class Loops:
 
     def end(self, iterator: Any, count: int) -> None:
         """`iterator` has no more batches; it has given `count`."""
+        if not _is_a_loop():
+            return
         loop = next((loop for loop in self._open if loop.of() is iterator), None)
         key = loop.key if loop is not None else _key()
         self._open = [each for each in self._open if each is not loop]
@@ -59,10 +66,27 @@ class Loops:
         self._open = [loop for loop in self._open if loop.of() is not None]
 
 
-def _key() -> int:
+def _is_a_loop() -> bool:
+    """Whether a loop of the main thread's asks for the batch.
+
+    A thread that fetches ahead is on another batch than the program, and on each rank by another number; and who calls
+    `next` himself may take as many samples as he needs, which may be another number on each rank, too.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return False
+    frame = _asking()
+    return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("CALL", "PRECALL"))
+
+
+def _asking() -> FrameType:
     frame = sys._getframe(2)
     while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
+    return frame
+
+
+def _key() -> int:
+    frame = _asking()
     return digest(f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
 

@@ -1,24 +1,36 @@
-"""Why a collective does not go on: a rank that is gone, has left, does not move, or waits for this one in turn."""
+"""Why a collective does not go on: a rank that is gone, has left, has raised an exception, or does not move."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..recorder import Raw, Recording
 from ..recorder.layout import State
 from .finding import Finding
 from .member import Member, Started
+from .patience import Patience
 
 if TYPE_CHECKING:
     from .view import Session
 
-__all__ = ["Cycle", "first_line", "has_raised", "names", "who_has_gone", "why_late"]
+__all__ = [
+    "COMPANY_S",
+    "first_line",
+    "has_raised",
+    "in_words",
+    "last_collective",
+    "names",
+    "raised_by",
+    "who_has_gone",
+    "why_late",
+]
 
 _STOPPED_S = 1.0  # a process that is stopped for so long is not just passing through that state
-_STABLE_S = 0.4  # so long ranks must have waited for each other
+_RECENT = 8  # records among which this rank's last collective is looked for
 _AT = State()
 
 
@@ -31,7 +43,7 @@ def names(ranks: Iterable[int]) -> str:
 
 
 # Ranks that are given the same bad input all raise the same error, which is then worth more than a report on the first.
-_COMPANY_S = 2.0
+COMPANY_S = 2.0
 
 
 def has_raised(session: Session, waits: bool = True) -> Finding | None:
@@ -45,27 +57,31 @@ def has_raised(session: Session, waits: bool = True) -> Finding | None:
     if not found:
         return None
     first = min(found, key=lambda each: each.reals[_AT.since])
-    if not waits and time.monotonic() - first.reals[_AT.since] < _COMPANY_S:
+    if not waits and time.monotonic() - first.reals[_AT.since] < COMPANY_S:
         return None
-    what = first_line(first.said())
+    return raised_by(first.rank, first_line(first.said()), first.said())
+
+
+def raised_by(rank: int, what: str, words: str) -> Finding:
+    """What is to be said of a rank that has raised `what`, with the traceback `words`."""
     if _UNUSED in what:
-        return _unused(first)
-    sentence = f"Rank {first.rank} has raised {what or 'an exception'}"
+        return _unused(rank, words)
+    sentence = f"Rank {rank} has raised {what or 'an exception'}"
     advice = "Its traceback is below; the others were ended because of it."
-    return Finding("raised", sentence if sentence.endswith(".") else f"{sentence}.", (first.rank,), "", advice)
+    return Finding("raised", sentence if sentence.endswith(".") else f"{sentence}.", (rank,), "", advice)
 
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
-def _unused(recording: Recording) -> Finding:
-    found = _INDICES.search(recording.said())
+def _unused(rank: int, words: str) -> Finding:
+    found = _INDICES.search(words)
     which = f" (numbers {', '.join(found[1].split())} of model.parameters())" if found else ""
     return Finding(
         "parameters",
-        f"Rank {recording.rank} has parameters without gradients{which}, for which others wait in the backward pass.",
-        (recording.rank,),
+        f"Rank {rank} has parameters without gradients{which}, for which others wait in the backward pass.",
+        (rank,),
         "Its forward pass takes another way through the model than that of the others.",
         "Use the same layers on every rank, or say DistributedDataParallel(..., find_unused_parameters=True).",
     )
@@ -79,22 +95,44 @@ def first_line(words: str) -> str:
     return next((line for line in after if line and not line.startswith(" ")), "")[:300]
 
 
-def who_has_gone(session: Session) -> Finding | None:
-    """A rank without which nobody can communicate any more, whatever it was last seen in."""
+def who_has_gone(session: Session, ranks: Collection[int] | None = None) -> Finding | None:
+    """A rank without which nobody can communicate any more, whatever it was last seen in.
+
+    Args:
+        session: of this process.
+        ranks: those that cannot communicate, as far as that is known: others may have gone in good order.
+    """
     gone = session.health.look()
-    for rank, recording in session.peers.items():
-        if recording.phase == "raised":
-            return has_raised(session)
+    if any(recording.phase == "raised" for recording in session.peers.values()):
+        return has_raised(session)
+    peers = {rank: each for rank, each in session.peers.items() if ranks is None or rank in ranks}
+    for rank, recording in peers.items():
         if rank in gone and recording.phase not in ("ended", "left"):
-            return _lost(recording, "a collective")
-    for recording in session.peers.values():
+            return _of_last(session, recording, _lost)
+    for recording in peers.values():
         if recording.phase in ("ended", "left"):
-            return _left(recording, "a collective")
+            return _of_last(session, recording, _left)
     return None
 
 
+def last_collective(session: Session) -> tuple[Member, Raw] | None:
+    """What this rank has called last, in a group that it is still in."""
+    last = next((raw for raw in reversed(list(session.own.raws(_RECENT))) if raw.sequence), None)
+    member = next((each for each in session.members if last is not None and each.key == last.key), None)
+    return None if last is None or member is None else (member, last)
+
+
+def _of_last(session: Session, recording: Recording, make: Callable[[Recording, str], Finding]) -> Finding:
+    """What is to be said of a rank without which this one's last collective has failed."""
+    found = last_collective(session)
+    if found is None or recording.rank not in found[0].missing(found[1].sequence):
+        return make(recording, "a collective")
+    member, last = found
+    return replace(make(recording, in_words(session, last.number)), key=member.key, sequence=last.sequence)
+
+
 def why_late(
-    session: Session, member: Member, started: Started, late: Iterable[int], stopped: dict[int, float]
+    session: Session, member: Member, started: Started, late: Iterable[int], patience: Patience
 ) -> Finding | None:
     """Why ranks will not come to a collective, if they never will.
 
@@ -103,35 +141,28 @@ def why_late(
         member: of the group.
         started: this rank's collective.
         late: who has not come.
-        stopped: since when which rank's process has been stopped.
+        patience: with those that are stopped.
     """
     where = in_words(session, started.number)
     for rank in late:
         recording = session.peers.get(rank)
         if recording is None:
             continue
-        finding = _of(session, recording, where, stopped)
+        finding = _of(session, recording, where, patience)
         if finding is not None:
-            return Finding(
-                finding.kind,
-                finding.sentence,
-                finding.culprits,
-                finding.cause,
-                finding.advice,
-                member.key,
-                started.sequence,
-            )
+            return replace(finding, key=member.key, sequence=started.sequence)
     return None
 
 
-def _of(session: Session, recording: Recording, where: str, stopped: dict[int, float]) -> Finding | None:
+def _of(session: Session, recording: Recording, where: str, patience: Patience) -> Finding | None:
     rank, phase = recording.rank, recording.phase
     if phase in ("ended", "left"):
         return _left(recording, where)
     if rank in session.health.gone:
         return _lost(recording, where)
-    since = stopped.get(rank)
-    if since is not None and time.monotonic() - since > _STOPPED_S and not session.limits.debugging:
+    if session.limits.debugging or not session.health.is_stopped(rank):
+        return None
+    if patience.seconds(("stopped", rank)) > _STOPPED_S:
         return Finding(
             "frozen",
             f"Rank {rank} (process {recording.pid} on {recording.host}) is stopped, and others wait for it in {where}.",
@@ -176,74 +207,3 @@ def in_words(session: Session, number: int) -> str:
         return "a collective"
     record = session.own.record(raw)
     return f"{record.what} at {record.place}"
-
-
-class Cycle:
-    """Finds ranks of this machine that wait for each other in a circle."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._seen: tuple[tuple[int, int], ...] = ()
-        self._since = 0.0
-
-    def look(self) -> Finding | None:
-        """The circle that this rank is in, once it has been seen for a while."""
-        now, found = time.monotonic(), self._through_me()
-        if found != self._seen:
-            self._seen, self._since = found, now
-        if not found or now - self._since < _STABLE_S:
-            return None
-        told = []
-        for index, (rank, number) in enumerate(found):
-            recording = self._session.recordings[rank]
-            raw = recording.raw(number)
-            if raw is None:
-                return None
-            record = recording.record(raw)
-            told.append(f"rank {rank} waits in {record.what} at {record.place} for rank {found[index - 1][0]}")
-        sentence = "; ".join(told)
-        return Finding(
-            "desync",
-            f"{sentence[0].upper()}{sentence[1:]}.",
-            (),
-            "Ranks communicate in different orders, or a message is received that nobody sends.",
-            "Let both sides call what belongs together in the same order, and send for every recv.",
-        )
-
-    def _through_me(self) -> tuple[tuple[int, int], ...]:
-        """(rank, number of the record that it waits in), each waited for by the next one and waiting for the last."""
-        session = self._session
-        waiting = {rank: raw for rank, each in session.recordings.items() if (raw := _waits_in(each)) is not None}
-        paths = [[session.rank]] if session.rank in waiting else []
-        for path in paths:
-            for rank in _waited_for(session, path[-1], waiting):
-                if rank == session.rank:
-                    circle = path[::-1]
-                    return tuple((each, waiting[each].number) for each in circle)
-                if rank not in path:
-                    paths.append([*path, rank])
-        return ()
-
-
-def _waits_in(recording: Recording) -> Raw | None:
-    if recording.phase != "waits" or recording.word(_AT.threads) != 1:
-        return None  # another thread may do what is waited for
-    return recording.raw(recording.word(_AT.since_record))
-
-
-def _waited_for(session: Session, rank: int, waiting: dict[int, Raw]) -> Iterator[int]:
-    """Those of the waiting ranks that `rank` waits for."""
-    raw, own = waiting[rank], session.recordings[rank]
-    for other in waiting:
-        recording = session.recordings[other]
-        if other == rank:
-            continue
-        if raw.peer >= 0:
-            is_recv = own.text(raw.what).startswith("recv")
-            sent, received = recording.messages(rank, sent=True), own.messages(other, sent=False)
-            if raw.peer == other and is_recv and sent < received:
-                yield other
-        else:
-            lane = recording.lane(raw.key)
-            if lane >= 0 and recording.head(lane) < raw.sequence:
-                yield other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ending", "note_end", "note_error"]
 
+_PAUSE_S = 0.05
 _ON_REQUEST = (KeyboardInterrupt, SystemExit, GeneratorExit, InterruptedRunError)
 
 
@@ -25,6 +27,7 @@ def note_error(session: Session, error: BaseException) -> None:
     if os.getpid() != session.recorder.pid:
         return  # a forked child; the rank is its parent
     session.is_ending = True
+    session.has_failed = not (isinstance(error, SystemExit) and error.code in (None, 0))
     if session.recorder.phase in ("raised", "left"):
         return
     if isinstance(error, _ON_REQUEST) or error is session.error or session.error is not None:
@@ -80,6 +83,19 @@ class Ending:
         self._before(kind, error, trace)
 
     def _at_exit(self) -> None:
-        if self._session is not None and self._close is not None:
-            note_end(self._session)
-            self._close()
+        session = self._session
+        if session is None or self._close is None:
+            return
+        known = session.error
+        if os.getpid() == session.recorder.pid and session.recorder.phase != "raised":
+            session.far.settle()
+        note_end(session)
+        self._close()
+        if session.error is not known:  # too late to raise it
+            sys.stderr.write(f"{type(session.error).__name__}: {session.error}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        # The program has destroyed no groups. Gloo's threads drop the last tensors a moment after a collective has
+        # returned, and abort the process if the interpreter is gone by then.
+        time.sleep(_PAUSE_S)

@@ -7,8 +7,11 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ..recorder.layout import State
 from . import machines
 from . import report as reports
+from .causes import COMPANY_S, names
+from .circles import Circles
 from .finding import Finding
 from .report import RankRow, Report
 from .rounds import PERIOD_S, Rounds
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Far"]
 
 _TIMEOUT = timedelta(seconds=5)
+_LAST_S = 1.0  # in which others may come to the end of the program, too
+_ABSENT_S = 1.0  # a watcher that has not looked for so long has not seen what others have said
 
 
 class Far:
@@ -33,8 +38,10 @@ class Far:
         self._session, met = session, session.met
         self._rounds: Rounds | None = None
         self._told: dict[int, Any] = {}
-        self._next = self._failing = 0.0
+        self._next = self._failing = self._since_raised = 0.0
         self._warned: dict[tuple[int, int], float] = {}
+        self._circles = Circles()
+        self._final = False  # whether this rank is about to leave
         if len(met.machines) > 1:
             self._machine = next(i for i, ranks in enumerate(met.machines) if session.rank in ranks)
             store = met.store.clone() if hasattr(met.store, "clone") else met.store
@@ -43,25 +50,63 @@ class Far:
             if session.rank == met.machines[self._machine][0]:
                 self._rounds.begin()
 
-    def look(self) -> None:
-        """Tell and hear what is new, twice a second, if this rank speaks for its machine."""
+    def look(self, passed_s: float) -> None:
+        """Tell and hear what is new, twice a second, if this rank speaks for its machine.
+
+        Args:
+            passed_s: seconds since this was called before.
+        """
         rounds, now = self._rounds, time.monotonic()
-        if rounds is None or now < self._next or not self._speaks():
+        if rounds is None:
+            return
+        if passed_s > _ABSENT_S:  # this process was stopped, or got no turn: others may have been, too
+            rounds.forgive()
+            self._failing = 0.0
+        if now < self._next or not self._speaks():
             return
         self._next = now + PERIOD_S
+        own = self._own()
         try:
-            rounds.tell(self._own())
-            report, self._told = rounds.hear()
+            rounds.tell(own)
+            self._failing = 0.0
         except RuntimeError as error:
             self._failing = self._failing or now
-            if now - self._failing > machines.SILENT_S:
+            if time.monotonic() - self._failing > machines.SILENT_S and self._somebody_waits():
                 self._session.fail(_cut_off(error))
             return
-        self._failing = 0.0
-        if report:
-            self._take(report)
-        else:
-            self._judge(rounds)
+        with suppress(RuntimeError):  # a machine has said nothing yet
+            report, self._told = rounds.hear()
+            if report:
+                self._take(report)
+            else:
+                self._judge(rounds, own)
+
+    def settle(self) -> None:
+        """At the end of a program, compare the last collectives, of which there was no time to tell yet."""
+        rounds, session = self._rounds, self._session
+        if rounds is None or session.error is not None or session.has_failed or not self._speaks():
+            return
+        self._final, deadline, own = True, time.monotonic() + _LAST_S, self._own()
+        with suppress(RuntimeError, OSError, ValueError):  # the store has gone, and its machine
+            rounds.tell(own)
+            report, told = rounds.hear()
+            while not report and not _all_final(told) and time.monotonic() < deadline:
+                time.sleep(0.01)
+                report, told = rounds.hear()
+            # no report is taken up: it may be about this very end, which others have waited for in vain
+            finding = machines.parted(self._job(), {**told, self._machine: own}, bool(session.uneven))
+            if finding is not None:
+                session.fail(finding)
+
+    def _somebody_waits(self) -> bool:
+        """Whether ranks of this machine have long waited for others; if not, nobody need be there any more."""
+        session, before = self._session, time.monotonic() - machines.SILENT_S
+        far = {member.key: member.first() for member in session.members if member.far}
+        if any(first is not None and first.entered < before for first in far.values()):
+            return True
+        waiting = [each for each in session.peers.values() if each.phase == "waits"]
+        raws = [each.raw(each.word(State().since_record)) for each in waiting]
+        return any(raw is not None and raw.key in far and raw.entered < before for raw in raws)
 
     def _speaks(self) -> bool:
         """Whether this is the first of its machine's ranks that can speak."""
@@ -71,7 +116,9 @@ class Far:
                 return True
             peer = session.peers.get(rank)
             able = peer is not None and peer.phase not in ("ended", "left") and rank not in session.health.gone
-            if able and not session.health.is_stopped(rank):
+            # one that holds the interpreter for long cannot speak; that two do is no harm
+            silent_s = time.monotonic() - peer.reals[State().heartbeat] if peer is not None else 0.0
+            if able and silent_s < _ABSENT_S and not session.health.is_stopped(rank):
                 return False
         return False
 
@@ -79,19 +126,28 @@ class Far:
         session = self._session
         stopped = [rank for rank in session.peers if session.health.is_stopped(rank)]
         near = {member.key for member in session.members if not member.far}
-        return told_of(session.recordings, session.health.gone, stopped, near)
+        return {**told_of(session.recordings, session.health.gone, stopped, near), "final": self._final}
 
-    def _judge(self, rounds: Rounds) -> None:
+    def _judge(self, rounds: Rounds, own: dict[str, Any]) -> None:
         session = self._session
         silent = self._silent()
         if self._machine == 0:
-            finding = machines.compare(self._job(), self._told, silent, bool(session.uneven))
+            job = self._job()
+            finding = machines.compare(job, self._told, silent, bool(session.uneven)) or self._raised(job, self._told)
             if finding is None and not session.limits.debugging:
-                finding = self._slow()
+                finding = self._circles.look(self._told) or self._slow()
         else:
-            finding = self._first_machine(silent[0])
+            finding = self._first_machine(silent[0], own)
         if finding is not None:
             session.fail(finding)
+
+    def _raised(self, job: machines.Job, told: dict[int, Any]) -> Finding | None:
+        """A rank that has raised, at once if others wait; else they have a moment to raise the same."""
+        finding, waits = machines.raised(job, told)
+        if finding is None:
+            return None
+        self._since_raised = self._since_raised or time.monotonic()
+        return finding if waits or time.monotonic() - self._since_raised >= COMPANY_S else None
 
     def _job(self) -> machines.Job:
         session = self._session
@@ -103,11 +159,13 @@ class Far:
             return {}
         return {machine: self._rounds.silent_s(machine) for machine in range(len(self._session.met.machines))}
 
-    def _first_machine(self, silent_s: float) -> Finding | None:
-        if silent_s <= machines.SILENT_S + 1 or not any(member.first() for member in self._session.members):
-            return None
+    def _first_machine(self, silent_s: float, own: dict[str, Any]) -> Finding | None:
         rows = self._told.get(0, {}).get("ranks", {})
         if rows and all(row[0] in ("ended", "raised", "died") for row in rows.values()):
+            # it does not judge any more
+            job, told = self._job(), {0: self._told[0], self._machine: own}
+            return machines.compare(job, told, {}, bool(self._session.uneven)) or self._raised(job, told)
+        if silent_s <= machines.SILENT_S + 1 or not self._somebody_waits():
             return None
         return Finding(
             "lost",
@@ -120,14 +178,15 @@ class Far:
         limits = self._session.limits
         for key, sequence, seconds, what, late, waiting in machines.slow_of(self._job(), self._told):
             if seconds >= limits.stall_s:
-                text = f"Ranks {late} did not come to {what} within {limits.stall_s:.0f} s."
-                return Finding("stall", text, tuple(late), "", "", key, sequence)
+                text = f"{names(late)} did not come to {what} within {limits.stall_s:.0f} s."
+                return Finding("stall", text, tuple(late), "", _ADVICE, key, sequence)
             # ranks of one machine have told of each other
             machine_of = {rank: i for i, ranks in enumerate(self._session.met.machines) for rank in ranks}
             apart = {machine_of[rank] for rank in (*late, *waiting)}
             if seconds > limits.warning_s and len(apart) > 1 and (key, sequence) not in self._warned:
                 self._warned = {(key, sequence): seconds}
-                self._session.say(f"slow: ranks {late} have not come to {what} for {seconds:.1f} s; {waiting} wait.")
+                who = f"{names(late).lower()} {'has' if len(late) == 1 else 'have'}"
+                self._session.say(f"slow: {who} not come to {what} for {seconds:.1f} s, where others wait.")
         return None
 
     def _take(self, text: str) -> None:
@@ -154,6 +213,13 @@ class Far:
         if self._rounds is not None and self._speaks():
             with suppress(RuntimeError, OSError, ValueError):
                 self._rounds.tell(self._own())
+
+
+_ADVICE = "--stall-timeout, or LOCKSTEP_STALL_TIMEOUT, is how long is waited."
+
+
+def _all_final(told: dict[int, Any]) -> bool:
+    return all(said.get("final") for said in told.values())
 
 
 def _cut_off(error: RuntimeError) -> Finding:

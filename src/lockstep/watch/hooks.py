@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -15,14 +16,18 @@ from torch.distributed import distributed_c10d as c10d
 from .. import environment
 from ..errors import LockstepError
 from ..recorder import Log, current
-from . import batches, ending, models
+from . import batches, ending, models, notes
+from .agreement import Agreement
 from .limits import Limits
-from .meeting import meet
+from .meeting import NoRoomError, meet
 from .replacing import Replaced
 from .session import Session
+from .sockets import Sockets
 from .wrapping import watched
 
-__all__ = ["install", "left", "raised", "uninstall"]
+__all__ = ["install", "leave_out", "left", "raised", "uninstall"]
+
+_BLOCKING = {"shm", "gloo", "mpi", "mpi4py"}  # backends whose operations have ended when they say so
 
 
 class _Watch:
@@ -32,6 +37,7 @@ class _Watch:
         self._machine, self._lasting = machine, lasting
         self.session: Session | None = None
         self._undo: list[Replaced] = []
+        self._sockets, self._limits = Sockets(), Limits.read()
         self._hooks = [
             Replaced(c10d, "_new_process_group_helper", self._making),
             Replaced(c10d, "destroy_process_group", self._destroying),
@@ -49,38 +55,39 @@ class _Watch:
             group_size: int, group_rank: int, ranks: list[int], backend: Any, store: Any, *args: Any, **kw: Any
         ) -> Any:
             if not ranks:
-                self._begin(group_size, group_rank, store)
-            session = self.session
-            if session is None:
+                self.end()
+                self._sockets, self._limits = Sockets(), Limits.read()  # whatever is wrong with them is an error
+            elif self.session is None:
                 return original(group_size, group_rank, ranks, backend, store, *args, **kw)
-            with session.sockets.watching():
+            with self._sockets.watching():
                 group, own = original(group_size, group_rank, ranks, backend, store, *args, **kw)
-            return self._wrap(session, group, ranks), own
+            if not ranks:  # now that most backends have let the ranks meet, nobody comes late by more than a moment
+                self._begin(group_size, group_rank, store)
+            return self._wrap(self.session, group, ranks), own
 
         return make
 
     def _begin(self, size: int, rank: int, store: Any) -> None:
-        self.end()
         if size < 2:
             return
-        limits = Limits.read()  # whatever is wrong with them is an error
         try:
-            self.session = Session(meet(store, rank, size, self._machine()), limits)
+            self.session = Session(meet(store, rank, size, self._machine()), self._limits, self._sockets)
+        except NoRoomError as error:
+            if rank == min(error.ranks):  # once for all
+                notes.say(None, f"the ranks are not watched: {error}")
+            return
         except (OSError, RuntimeError, LockstepError) as error:
-            from .notes import say
-
-            say(None, f"rank {rank} is not watched: {error}")
+            notes.say(None, f"rank {rank} is not watched: {error}")
             return
         session = self.session
-        timeline = environment.timeline_dir()
-        log = Log(timeline, session.own) if timeline is not None else None
         current.recorder = session.recorder
         self._undo = [*batches.replacements(session), *models.replacements(session)]
-        session.start(self.end, log)
+        session.start(self.end, _log(session))
 
-    def _wrap(self, session: Session, group: Any, ranks: list[int]) -> Any:
+    def _wrap(self, session: Session | None, group: Any, ranks: list[int]) -> Any:
         if (
-            group is None
+            session is None
+            or group is None
             or group == dist.GroupMember.NON_GROUP_MEMBER
             or "watch_member" in getattr(group, "__dict__", ())
         ):
@@ -92,6 +99,10 @@ class _Watch:
         members = tuple(ranks) or tuple(range(session.recorder.world_size))
         title = (made.group_desc if made.group_desc not in ("", "undefined") else name) if ranks else ""
         made.watch_member = session.join(name, title, members)
+        backends = {part.partition(":")[2] for part in c10d.get_backend_config(made).split(",")}
+        made.watch_member.ends_by_future = backends <= _BLOCKING
+        if made.watch_member.far and backends <= {"gloo", "shm"}:  # they connect all ranks by Gloo
+            made.watch_member.agreement = Agreement(made, made.watch_member)
         session.groups[made] = made.watch_member
         return made
 
@@ -101,6 +112,10 @@ class _Watch:
             if session is None:
                 return original(group)
             whole = group is None or group == dist.GroupMember.WORLD
+            known = session.error
+            if whole and session.recorder.phase != "raised":
+                session.far.settle()
+            found = session.error is not known
             for each in list(session.groups) if whole else [group]:
                 session.forget(each)
             if whole:
@@ -110,6 +125,8 @@ class _Watch:
             finally:
                 if whole:
                     self.end()
+                if found:
+                    session.check()
 
         return destroy
 
@@ -125,6 +142,15 @@ class _Watch:
         session.close()
         if not self._lasting:
             uninstall()
+
+
+def _log(session: Session) -> Log | None:
+    folder = environment.timeline_dir()
+    try:
+        return Log(folder, session.own) if folder is not None else None
+    except OSError as error:
+        session.say(f"rank {session.rank} does not record its timeline: {error}")
+        return None
 
 
 def _replace(group: Any, made: Any) -> None:
@@ -171,10 +197,19 @@ def left() -> None:
         ending.note_end(_watch.session)
 
 
+def leave_out(group: Any) -> None:
+    """See `watch.leave_out`."""
+    if _watch is not None and _watch.session is not None:
+        _watch.session.leave_out(group)
+
+
 def _after_fork() -> None:
     """A forked child is no rank."""
     global _watch
-    current.recorder = None
+    recorder, current.recorder = current.recorder, None
+    if recorder is not None:
+        with suppress(BufferError):  # another thread was at it
+            recorder.close()  # loops over batches and groups may go on to use it
     if _watch is not None:
         _watch.session = None
 

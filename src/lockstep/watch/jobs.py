@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..errors import LockstepError
@@ -16,6 +16,13 @@ from .checked import build
 __all__ = ["About", "describe", "find_jobs", "make_base", "remove_dead"]
 
 _NAME = "job.json"
+
+
+def _space() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - not a path
+    except OSError:  # no Linux
+        return ""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class About:
         host: this machine.
         cwd: the folder in which it was started.
         folder: the folder that it was given for its output, "" for none.
+        space: in which the process numbers mean something: containers may share the folder of all jobs.
     """
 
     program: str
@@ -41,6 +49,7 @@ class About:
     host: str = ""
     cwd: str = ""
     folder: str = ""
+    space: str = field(default_factory=_space)
 
 
 def make_base() -> Path:
@@ -70,17 +79,28 @@ def describe(folder: Path, about: About) -> None:
 
 def find_jobs() -> dict[Path, About]:
     """The jobs that are running, by the folders of their recordings, the oldest first."""
-    found = {path.parent: _read(path) for path in places.base().glob(f"*/*/{_NAME}")}
+    found = {folder: _read(folder / _NAME) for folder in _folders()}
     running = [(folder, about) for folder, about in found.items() if about is not None and _is_running(folder, about)]
     return dict(sorted(running, key=lambda each: each[1].started))
 
 
 def remove_dead() -> None:
     """Remove what jobs have left that were killed before they could do so themselves."""
-    for path in places.base().glob(f"*/*/{_NAME}"):
-        about = _read(path)
-        if about is not None and not _is_running(path.parent, about):
-            shutil.rmtree(path.parent.parent, ignore_errors=True)
+    for folder in _folders():
+        about = _read(folder / _NAME)
+        if about is not None and about.space == _space() and not _is_running(folder, about):
+            shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+def _folders() -> list[Path]:
+    return [folder for job in _inside(places.base()) for folder in _inside(job)]
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # another job has removed it at this moment
+        return []
 
 
 def _read(path: Path) -> About | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..recorder import Raw, Record
 
-__all__ = ["Difference", "differs", "explain"]
+__all__ = ["BATCHES", "Difference", "differs", "explain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ def explain(kind: str, ranks: tuple[int, int], calls: tuple[Record, Record]) -> 
     """
     where = _where(calls[0])
     if kind == "batches":
-        return Difference(kind, f"Rank {ranks[0]} {_batch(calls[0])}, rank {ranks[1]} {_batch(calls[1])}, in {where}.")
+        sentence = f"Rank {ranks[0]} {_batch(calls[0])}, rank {ranks[1]} {_batch(calls[1])}, in {where}."
+        return Difference(kind, sentence, *BATCHES)
     if kind == "lines":
         told = [f"rank {rank} at {call.place}: {call.source}" for rank, call in zip(ranks, calls, strict=True)]
         return Difference(
@@ -69,6 +70,13 @@ _LINES = (
 )
 
 
+BATCHES = (
+    "A rank has skipped a batch or taken one more, or has fewer batches than another.",
+    "Let every rank take as many batches as the others. Where they take other numbers on purpose, call "
+    "lockstep.recorder.note_batch(-1) after each.",
+)
+
+
 _MODELS = (
     "The model is made of other layers, of other sizes, or in another order on one rank.",
     "Build the same model on every rank: the class, its options and its layers must not depend on the rank.",
@@ -87,12 +95,13 @@ def _batch(call: Record) -> str:
 
 def _cause(calls: tuple[Record, Record]) -> tuple[str, str]:
     first, second = calls
-    if first.what.partition("(")[0] != second.what.partition("(")[0]:
-        if first.finished != second.finished:
-            return (
-                "One rank has fewer batches than another, and goes on with what comes after the loop.",
-                "Give every rank as many batches, e.g. with a DistributedSampler, drop_last=True or lockstep.Loader.",
-            )
+    same_operation = first.what.partition("(")[0] == second.what.partition("(")[0]
+    if first.finished != second.finished and not same_operation:
+        return (
+            "One rank has fewer batches than another, and goes on with what comes after the loop.",
+            "Give every rank as many batches, e.g. with a DistributedSampler, drop_last=True or lockstep.Loader.",
+        )
+    if not same_operation or first.place != second.place or first.name != second.name:
         return (
             "A collective stands in a branch that only some ranks take, or ranks call them in different orders.",
             "Let every rank of the group call the same collectives in the same order.",

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .causes import raised_by
 from .finding import Finding
+from .judge import BATCHES
 from .report import Call, RankRow
 
-__all__ = ["SILENT_S", "Job", "compare", "rows_of", "slow_of"]
+__all__ = ["SILENT_S", "Job", "compare", "parted", "raised", "rows_of", "slow_of"]
 
 SILENT_S = 3.0  # a machine of which nothing is heard for so long, while others wait for its ranks, is lost
 
@@ -26,6 +28,7 @@ class _Part:
     waits: tuple[int, float] | None
     records: Mapping[int, tuple[int, ...]]
     texts: tuple[str, str]
+    title: str = ""  # of the group, "" for that of all ranks
 
     def called(self) -> str:
         """What they have called last."""
@@ -40,8 +43,8 @@ class Job:
     groups: Mapping[int, Sequence[int]]
 
     def machine_of(self, rank: int) -> int:
-        """The number of a rank's machine."""
-        return next(number for number, ranks in enumerate(self.machines) if rank in ranks)
+        """The number of a rank's machine; -1 where that is not known."""
+        return next((number for number, ranks in enumerate(self.machines) if rank in ranks), -1)
 
 
 def rows_of(job: Job, told: Told, silent: Mapping[int, float]) -> dict[int, RankRow]:
@@ -49,13 +52,13 @@ def rows_of(job: Job, told: Told, silent: Mapping[int, float]) -> dict[int, Rank
     rows: dict[int, RankRow] = {}
     for machine, seconds in silent.items():
         if seconds > SILENT_S:
-            note = f"nothing is heard of its machine for {seconds:.1f} s"
+            note = f"for {seconds:.1f} s"
             rows |= {rank: RankRow(rank, "lost", note) for rank in job.machines[machine]}
     for machine, said in told.items():
         for text, (state, note, host, pid, batch, waiting, call, words) in said.get("ranks", {}).items():
             rank, made = int(text), None if call is None else Call(*call)
             if silent.get(machine, 0.0) > SILENT_S and state not in ("ended", "raised", "died"):
-                state, note = "lost", f"nothing is heard of its machine for {silent[machine]:.1f} s"
+                state, note = "lost", f"for {silent[machine]:.1f} s"
             rows[rank] = RankRow(rank, state, note, host, pid, batch, made, waiting, (), words)
     return rows
 
@@ -74,10 +77,21 @@ def compare(job: Job, told: Told, silent: Mapping[int, float], uneven: bool = Fa
         found = _differing(key, parts, uneven) or _never_coming(key, parts, rows)
         if found is not None:
             return found
-    raised = [row for row in rows.values() if row.state == "raised"]
-    if raised:
-        return Finding("raised", f"Rank {raised[0].rank} has raised {raised[0].note}.", (raised[0].rank,))
     return None
+
+
+def parted(job: Job, told: Told, uneven: bool = False) -> Finding | None:
+    """The first collective in which machines differ; see `compare`."""
+    found = (_differing(key, parts, uneven) for key, parts in _groups(job, told).items())
+    return next((each for each in found if each is not None), None)
+
+
+def raised(job: Job, told: Told) -> tuple[Finding | None, bool]:
+    """A rank that has raised an exception, if any; and whether any rank waits for one that has not come."""
+    found = next((row for row in rows_of(job, told, {}).values() if row.state == "raised"), None)
+    if found is None:
+        return None, False
+    return raised_by(found.rank, found.note, found.words), any(True for _ in slow_of(job, told))
 
 
 def slow_of(job: Job, told: Told) -> Iterator[tuple[int, int, float, str, list[int], list[int]]]:
@@ -99,7 +113,7 @@ def _groups(job: Job, told: Told) -> dict[int, list[_Part]]:
                 kept = {record[0]: tuple(record[1:]) for record in records}
                 pair = (waits[0], waits[1]) if waits else None
                 found.setdefault(int(key), []).append(
-                    _Part(machine, tuple(ranks), head, pair, kept, (texts[0], texts[1]))
+                    _Part(machine, tuple(ranks), head, pair, kept, (texts[0], texts[1]), *texts[2:3])
                 )
     for number, members in job.groups.items():
         known = {rank for part in found.get(number, []) for rank in part.ranks}
@@ -116,13 +130,15 @@ def _differing(key: int, parts: list[_Part], uneven: bool) -> Finding | None:
         for sequence, record in part.records.items():
             other = first.setdefault(sequence, part)
             if record != other.records[sequence] and other.machine != part.machine:
-                found = _difference(key, sequence, other, part, uneven)
+                found = _difference(key, sequence, (other, part), uneven)
                 if found is not None:
                     return found
     return None
 
 
-def _difference(key: int, sequence: int, one: _Part, other: _Part, uneven: bool) -> Finding | None:
+def _difference(key: int, sequence: int, pair: tuple[_Part, _Part], uneven: bool) -> Finding | None:
+    one, other = pair
+    whose = f"group {one.title}" if one.title else "all ranks"
     mine, theirs = one.records[sequence], other.records[sequence]
     if mine[0] != theirs[0]:
         told = [
@@ -130,13 +146,14 @@ def _difference(key: int, sequence: int, one: _Part, other: _Part, uneven: bool)
             for each in (one, other)
         ]
         advice = "Let every rank of the group call the same collectives in the same order."
-        sentence = f"As collective {sequence} of a group, {told[0]} and {told[1]}."
-        return Finding("desync", sentence, (), "", advice, key, sequence)
+        cause = "A collective stands in a branch that only some ranks take, or their tensors differ."
+        sentence = f"As collective {sequence} of {whose}, {told[0]} and {told[1]}."
+        return Finding("desync", sentence, (), cause, advice, key, sequence)
     batches, same_loop = (mine[2], theirs[2]), mine[3] == theirs[3] and mine[3]
     if same_loop and min(batches) >= 0 and batches[0] != batches[1] and not uneven:
         ranks = one.ranks[0], other.ranks[0]
         sentence = f"Rank {ranks[0]} is on batch {batches[0]}, rank {ranks[1]} is on batch {batches[1]}."
-        return Finding("batches", sentence, (), "", "", key, sequence)
+        return Finding("batches", sentence, (), *BATCHES, key, sequence)
     return None
 
 
@@ -147,16 +164,32 @@ def _never_coming(key: int, parts: list[_Part], rows: Mapping[int, RankRow]) -> 
         for rank in (rank for each in parts if each.head < part.waits[0] for rank in each.ranks):
             row = rows.get(rank)
             if row is not None and row.state in _SENTENCES:
-                kind, text = _SENTENCES[row.state]
+                kind, text, cause, advice = _SENTENCES[row.state]
                 where = f" on {row.host}" if row.host else ""
                 sentence = f"Rank {rank}{where} {text} for it in {part.called()}."
-                return Finding(kind, sentence, (rank,), row.note, "", key, part.waits[0])
+                return Finding(kind, sentence, (rank,), cause, advice, key, part.waits[0])
     return None
 
 
 _SENTENCES = {
-    "died": ("lost", "died while others waited"),
-    "ended": ("left", "has come to its end while others waited"),
-    "frozen": ("frozen", "is stopped, and others wait"),
-    "lost": ("lost", "is not heard of any more, nor is its machine, and others wait"),
+    "died": (
+        *("lost", "died while others waited"),
+        "It was killed (SIGKILL; the kernel does that when memory runs out), crashed in C code, or called os._exit.",
+        "See the exit code that the launcher shows, and the kernel's log (dmesg) for what ran out of memory.",
+    ),
+    "ended": (
+        *("left", "has come to its end while others waited"),
+        "It left the loop, or the program, sooner than the others; or only some ranks call this collective.",
+        "Let all ranks do the same number of steps, and call every collective on every rank of its group.",
+    ),
+    "frozen": (
+        *("frozen", "is stopped, and others wait"),
+        "Somebody has sent it SIGSTOP or pressed Ctrl-Z.",
+        "To look at one rank with a debugger, start the job with --debug-rank.",
+    ),
+    "lost": (
+        *("lost", "is not heard of any more, nor is its machine, and others wait"),
+        "Its machine, or the network to it, is down; or all of its ranks there were killed or stopped.",
+        "See whether that machine can be reached, and what its kernel's log (dmesg) says.",
+    ),
 }

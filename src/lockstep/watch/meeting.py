@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import socket
 import sys
 import time
@@ -21,10 +22,27 @@ from .. import environment
 from ..errors import LockstepError
 from ..recorder import Recorder, Recording, places
 from . import jobs
+from .places import current_folder
 
-__all__ = ["Met", "meet", "program"]
+__all__ = ["Met", "NoRoomError", "meet", "program"]
 
-_PATIENCE = timedelta(seconds=20)  # others make the same group at this moment; one that does not watch says nothing
+_PATIENCE = timedelta(seconds=60)  # others make the same group at this moment; one that does not watch says nothing
+
+
+class NoRoomError(LockstepError):
+    """Some ranks have no room for a recording, so that none is watched.
+
+    Args:
+        ranks: those.
+        folder: where there is no room.
+
+    Attributes:
+        ranks: those.
+    """
+
+    def __init__(self, ranks: list[int], folder: Path) -> None:
+        super().__init__(f"there is no room in {folder.parent.parent} for recordings of the ranks {ranks}")
+        self.ranks = ranks
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,8 @@ def meet(store: Any, rank: int, world_size: int, machine: str) -> Met:
         machine: a text that is the same for two ranks if they can open each other's files.
 
     Raises:
-        OSError, LockstepError, RuntimeError: this rank cannot record, or cannot learn of the others.
+        NoRoomError: some rank cannot record.
+        OSError, LockstepError, RuntimeError: this rank cannot learn of the others.
     """
     turn = f"lockstep-watch/{store.add(f'lockstep-watch/turn/{rank}', 1)}"
     mine = {"machine": machine, "pid": os.getpid(), "token": secrets.token_hex(6)}
@@ -67,11 +86,15 @@ def meet(store: Any, rank: int, world_size: int, machine: str) -> Met:
     folder, made = _folder(said, local, rank)
     recorder = _record(folder, rank, world_size)
     ready = _exchange(store, f"{turn}/recorded", rank, {"ready": recorder is not None}, world_size)
-    if recorder is None:
-        raise LockstepError(f"there is no room for a recording in {folder}")
+    without = [each for each, text in ready.items() if not text["ready"]]
+    if recorder is None or without:  # for all or for none: the others would take part in what nobody compares
+        if recorder is not None:
+            recorder.close()
+        _remove(folder, rank, made)
+        raise NoRoomError(without, folder)
     peers = {}
     for each in local:
-        if each != rank and ready.get(each, {}).get("ready"):
+        if each != rank and each in ready:
             with suppress(OSError, ValueError):  # of another version, or gone already
                 peers[each] = Recording(places.rank_file(folder, each))
     return Met(folder, made, recorder, peers, PrefixStore(turn, store), _machines(said))
@@ -111,9 +134,16 @@ def _folder(said: dict[int, dict[str, Any]], local: Sequence[int], rank: int) ->
         path.mkdir(mode=0o700, exist_ok=True)
     if rank == local[0]:
         jobs.remove_dead()
-        about = (program(), os.getpid(), len(local), rank, time.time(), socket.gethostname(), str(Path.cwd()))
+        about = (program(), os.getpid(), len(local), rank, time.time(), socket.gethostname(), current_folder())
         jobs.describe(folder, jobs.About(*about))
     return folder, True
+
+
+def _remove(folder: Path, rank: int, made: bool) -> None:
+    with suppress(OSError):
+        places.rank_file(folder, rank).unlink(missing_ok=True)
+    if made:
+        shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 def program() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 import time
 from collections import deque
@@ -16,11 +17,14 @@ from .places import digest
 if TYPE_CHECKING:
     import torch
 
+    from .agreement import Agreement
     from .view import Session
 
 __all__ = ["Member", "Other", "Started"]
 
 _LONG_S = 1.0  # a process that has been stopped for so long may have been given up
+_FIRST = struct.Struct("<QQQ")  # of a record: its number, group and sequence number
+_REFUSAL_S = 5.0  # a call that has not been refused by then is not going to be
 _AGAIN_S = 2e-3  # what is seen to differ is read once more after so long: it may have been read while it was written
 
 
@@ -63,9 +67,11 @@ class Member:
     def __init__(self, session: Session, name: str, title: str, ranks: Sequence[int], uses: int) -> None:
         self.session, self.title, self.ranks = session, title, tuple(ranks)
         self.key = digest(f"{name} {self.ranks} {uses}")
-        self.sequence = 0
+        self.sequence = self.refused = 0
         self.started: deque[Started] = deque()
         self.inside: set[int] = set()  # threads that are in a call
+        self.agreement: Agreement | None = None  # where ranks are on several machines
+        self.ends_by_future = False  # whether a future's end is that of the operation, and not of its being queued
         recorder = session.recorder
         self.lane = recorder.open_lane(self.key)
         self.title_number = recorder.texts.number(title)
@@ -84,24 +90,24 @@ class Member:
         if session.error is not None:
             session.check()
         recorder, name = session.recorder, session.current.thread.name
-        call = session.signs.of(operation, key, name)
-        place = session.places.of(sys._getframe(1))
+        call, place = session.signs.of(operation, key, name), session.places.of(sys._getframe(1))
         name_number = recorder.texts.number(name) if name else 0
+        now = time.monotonic()
         with session.lock:
             sequence = 0
             if peer < 0:
                 sequence = self.sequence = self.sequence + 1
-            number = recorder.enter(
-                self.key, self.lane, sequence, call, place.line, place.text, self.title_number, name_number, peer
-            )
-            started = Started(number, sequence, time.monotonic())
+            texts = place.text, self.title_number, name_number
+            number = recorder.enter(self.key, self.lane, sequence, call, place.line, *texts, peer, self.refused, now)
+            started = Started(number, sequence, now)
             if sequence:
-                self.reap()
+                if self.started:
+                    self.reap()
                 self.started.append(started)
-        if started.entered - session.looked > _LONG_S and session.look():
+        if now - session.looked > _LONG_S and session.look():
             session.check()
         if sequence:
-            self._compare(number, sequence, call.fingerprint, place.line)
+            self._compare(number, sequence)
         return started
 
     def send_or_receive(self, operation: str, tensors: Sequence[torch.Tensor], peer: int) -> Started:
@@ -117,15 +123,22 @@ class Member:
         """Record that a collective has ended."""
         self.session.recorder.leave(started.number, now)
         if started.sequence:
-            with self.session.lock:
-                if started in self.started:
-                    self.started.remove(started)
+            self.drop(started)
+
+    def drop(self, started: Started) -> None:
+        """This rank is in that collective no more."""
+        with self.session.lock:
+            if self.started and self.started[0] is started:
+                self.started.popleft()
+            elif started in self.started:
+                self.started.remove(started)
 
     def take_back(self, started: Started) -> None:
         """The call was refused before anything was sent."""
         with self.session.lock:
             if started.sequence and started.sequence == self.sequence:
                 self.sequence -= 1
+                self.refused += 1
                 self.session.recorder.take_back(self.lane, started.sequence)
 
     def reap(self) -> None:
@@ -133,35 +146,36 @@ class Member:
         while self.started and self.started[0].work is not None and self.started[0].work.is_completed():
             self.session.recorder.leave(self.started.popleft().number, time.monotonic())
 
-    def _compare(self, number: int, sequence: int, fingerprint: int, line: int) -> None:
+    def _compare(self, number: int, sequence: int) -> None:
         # one that has come is enough: those that have come before it were compared with each other
-        recorder, key = self.session.recorder, self.key
-        expected = (key, sequence, fingerprint, line, recorder.batch, recorder.loop)
+        mine, key = self.session.recorder.told(number), self.key
         for other in self.others:
-            lane = other.at(key)
-            theirs = other.recording.row(lane, sequence) if lane >= 0 else 0
+            lane, recording = other.at(key), other.recording
+            theirs = recording.row(lane, sequence) if lane >= 0 else 0
             if not theirs:
                 continue
-            fields = other.recording.fields(theirs)
-            if fields[1:7] == expected:
+            told = recording.told(theirs)
+            if told[8:] == mine:
                 return
-            if fields[:3] == (theirs, key, sequence):
+            if _FIRST.unpack_from(told) == (theirs, key, sequence):
                 own = self.session.own.raw(number)
                 if own is not None:
                     self.judge(own, other)
                 return
 
-    def judge(self, own: Raw, other: Other) -> None:
+    def judge(self, own: Raw, other: Other, raises: bool = True) -> None:
         """Look closely at two records of one collective that are not the same in every respect."""
         session = self.session
         raw = self.record_of(other, own.sequence)
         kind = differs(own, raw, bool(session.uneven)) if raw is not None else ""
         if raw is None or not kind or (kind == "lines" and session.has_told(own, raw)):
             return
+        if own.refused != raw.refused and time.monotonic() - own.entered < _REFUSAL_S:
+            return  # what one of them calls may be refused there as well, and is then no part in that collective
         time.sleep(_AGAIN_S)
         raw = self.record_of(other, own.sequence)
         if raw is not None:
-            session.compare(self, own, other, raw)
+            session.compare(self, own, other, raw, raises)
 
     def record_of(self, other: Other, sequence: int) -> Raw | None:
         """The record of another rank's collective of that number, while it is kept; None where it has not come."""

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
-__all__ = ["Place", "Places", "describe", "digest", "is_internal", "main_frame", "stack_of"]
+__all__ = ["Place", "Places", "current_folder", "describe", "digest", "is_internal", "main_frame", "stack_of"]
 
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_MOST_CODE = 4096  # functions that are remembered
 _LONGEST = 140  # characters of a path, and of a line
 _PASSING_ON = tuple(
     _STANDARD + name
@@ -59,17 +60,18 @@ class Places:
 
     def __init__(self, number: Callable[[str], int]) -> None:
         self._number = number
-        self._internal: dict[CodeType, bool] = {}
-        self._known: dict[tuple[CodeType, int], Place] = {}
+        # by identity: code of two files may be equal, and takes long to hash
+        self._internal: dict[int, bool] = {}
+        self._known: dict[tuple[int, int], Place] = {}
+        self._kept: list[CodeType] = []  # so that no identity is given again
 
     def of(self, frame: FrameType | None) -> Place:
         """The place of the first frame of the user's, outwards from `frame`; else where the main thread is."""
         internal, start = self._internal, frame
         while frame is not None:
-            code = frame.f_code
-            inside = internal.get(code)
+            inside = internal.get(id(frame.f_code))
             if inside is None:
-                inside = internal[code] = is_internal(code.co_filename) or _starts_workers(frame)
+                inside = self._look_at(frame)
             if not inside:
                 break
             frame = frame.f_back
@@ -77,18 +79,28 @@ class Places:
             frame = _first(main_frame()) or _own(start) or start
         if frame is None:
             return Place(0, 0)
-        found = self._known.get((frame.f_code, frame.f_lasti))
+        found = self._known.get((id(frame.f_code), frame.f_lasti))
         return found if found is not None else self._new(frame)
 
     def forget(self) -> None:
         """Numbers of texts are given anew from here on."""
         self._known.clear()
         self._internal.clear()
+        self._kept.clear()
+
+    def _look_at(self, frame: FrameType) -> bool:
+        if len(self._kept) >= _MOST_CODE:  # made anew again and again, as by `exec`
+            self.forget()
+        self._kept.append(frame.f_code)
+        inside = self._internal[id(frame.f_code)] = is_internal(frame.f_code.co_filename) or _starts_workers(frame)
+        return inside
 
     def _new(self, frame: FrameType) -> Place:
         place, source = describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         made = Place(digest(f"{place}\n{source}"), self._number(f"{place}\n{source}"))
-        self._known[frame.f_code, frame.f_lasti] = made
+        if id(frame.f_code) not in self._internal:
+            self._look_at(frame)
+        self._known[id(frame.f_code), frame.f_lasti] = made
         return made
 
 
@@ -124,13 +136,21 @@ def main_frame() -> FrameType | None:
 def describe(file: str, line: int, function: str) -> tuple[str, str]:
     """(``train.py:31 in main``, the text of that line)."""
     path = file
-    folder = os.getcwd() + os.sep if not file.startswith("<") else "\0"  # noqa: PTH109 - text is cut off below
-    path = path.removeprefix(folder)
+    if not file.startswith("<"):
+        path = path.removeprefix(f"{current_folder() or os.devnull}{os.sep}")
     if path.startswith(_OWN):
         path = path.removeprefix(os.path.dirname(_OWN.rstrip(os.sep)) + os.sep)  # noqa: PTH120 - as above
     if len(path) > _LONGEST:
         path = f"…{path[-_LONGEST:]}"
     return f"{path}:{line} in {function}", linecache.getline(file, line).strip()[:_LONGEST]
+
+
+def current_folder() -> str:
+    """Its path; "" where it has been removed."""
+    try:
+        return os.getcwd()  # noqa: PTH109 - it is only a text
+    except OSError:
+        return ""
 
 
 def stack_of(frames: list[tuple[str, int, str]], most: int = 4) -> tuple[str, ...]:
@@ -142,6 +162,8 @@ def stack_of(frames: list[tuple[str, int, str]], most: int = 4) -> tuple[str, ..
     """
     if len(frames) > 1 and frames[-1][0] == "<string>" and frames[-2][0].startswith(f"{_STANDARD}multiprocessing"):
         frames = frames[:-1]  # the line with which multiprocessing has started the process
+    while frames and frames[0][0].startswith(_BENEATH):
+        frames = frames[1:]  # the watch itself
     own = [frame for frame in frames if not is_internal(frame[0]) and not frame[0].startswith(_STANDARD)]
     shown = own[:most]
     if frames and (not own or frames[0] != own[0]):

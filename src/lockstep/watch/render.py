@@ -82,7 +82,7 @@ def _wrapped(text: str, width: int, indent: str = "", style: str = "") -> list[_
 def _table(report: Report, width: int) -> Iterator[_Line]:
     rows = _alike(report.ranks)
     columns = _columns(rows)
-    widths = [max(len(title), *(len(cells[i]) for cells, _, _ in columns[1:])) for i, title in enumerate(columns[0][0])]
+    widths = [max(len(cells[i]) for cells, _, _ in columns) for i in range(len(columns[0][0]))]
     keep = [i for i in range(len(widths)) if any(cells[i] for cells, _, _ in columns[1:])]
     for number, (cells, text, style) in enumerate(columns[: _MOST_ROWS + 1]):
         head = "  " + "".join(cells[i].ljust(widths[i] + 2) for i in keep)

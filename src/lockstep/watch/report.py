@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -176,9 +177,10 @@ def write_once(folder: Path, report: Report) -> bool:
     Raises:
         OSError: it cannot be written.
     """
-    path, draft = folder / "report.json", folder / f".report-{os.getpid()}"
-    draft.write_text(report.to_json())
+    # two threads of a process may find something at the same moment
+    path, draft = folder / "report.json", folder / f".report-{os.getpid()}-{threading.get_ident()}"
     try:
+        draft.write_text(report.to_json())
         os.link(draft, path)
     except FileExistsError:
         return False

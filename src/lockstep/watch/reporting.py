@@ -65,6 +65,8 @@ def row_of(state: RankState, several_hosts: bool, dead: bool, stopped: bool, sta
         kind, note = "frozen", f"process {state.pid} is stopped by a signal"
     elif now - state.heartbeat > 3:
         note = f"no heartbeat for {now - state.heartbeat:.1f} s"
+    elif kind == "runs" and state.call is not None and state.call.left is None:
+        note = "what it has called last is still under way"
     return RankRow(
         state.rank,
         kind,

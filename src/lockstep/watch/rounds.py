@@ -68,6 +68,11 @@ class Rounds:
                 self._heard[each] = (told["count"], now)
         return report.decode(), said
 
+    def forgive(self) -> None:
+        """Count anew for how long machines have been silent, as nobody has listened."""
+        now = time.monotonic()
+        self._heard = {machine: (count, now) for machine, (count, _) in self._heard.items()}
+
     def silent_s(self, machine: int) -> float:
         """The seconds since something new was heard of a machine."""
         heard = self._heard.get(machine)

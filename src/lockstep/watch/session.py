@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -38,9 +38,10 @@ class Session:
     Args:
         met: what this rank has learnt of the others.
         limits: what the user wants.
+        sockets: of the groups.
     """
 
-    def __init__(self, met: Met, limits: Limits) -> None:
+    def __init__(self, met: Met, limits: Limits, sockets: Sockets) -> None:
         self.folder, self.recorder, self.peers, self.limits = met.folder, met.recorder, met.peers, limits
         self.rank = met.recorder.rank
         self.own = Recording(places.rank_file(met.folder, self.rank))
@@ -49,7 +50,7 @@ class Session:
         self.lock = threading.RLock()
         self.members: list[Member] = []
         self.error: TransportError | None = None
-        self.delivered = threading.Event()  # the main thread has got the error
+        self.delivered = threading.Event()  # the program has got the error
         self.uneven = 0  # whether ranks have different numbers of batches on purpose
         self.inside: set[int] = set()  # threads that are in a blocking call
         texts = met.recorder.texts
@@ -57,8 +58,11 @@ class Session:
         texts.on_turn = self._forget_texts
         self.health = Health({rank: recording.pid for rank, recording in met.peers.items()})
         self.stacks = StackFile(met.folder, met.recorder)
-        self.sockets = Sockets()
+        self.sockets = sockets
+        self.home = threading.current_thread()  # of the program: most often the main one
         self.groups: dict[Any, Member] = {}
+        self.has_failed = False  # and what it ends with is no good end
+        self.logs = False  # whether all records are kept
         self.is_ending = False  # the program is over, or has raised an exception
         self.far = Far(self)
         self._made: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -69,6 +73,7 @@ class Session:
     def start(self, end: Callable[[], None], log: Log | None) -> None:
         """Begin to watch. `end` is called when the program ends; `log` gets all records."""
         self.doorbell = Doorbell(self)
+        self.logs = log is not None
         self._ending = Ending(self, end)
         self._watcher = Watcher(self, log)
 
@@ -84,8 +89,13 @@ class Session:
 
     def forget(self, group: Any) -> None:
         """`group` is about to be destroyed."""
-        member = self.groups.pop(group, None)
-        if member is not None:
+        self.leave_out(group)
+        self.groups.pop(group, None)
+
+    def leave_out(self, group: Any) -> None:
+        """Watch `group` no more; its waits are still ended when something has gone wrong."""
+        member = self.groups.get(group)
+        if member is not None and group.watch_member is not None:
             group.watch_member = None
             member.close()
             with self.lock:
@@ -106,15 +116,15 @@ class Session:
         return Started(raw.number, raw.sequence, raw.entered)
 
     @contextmanager
-    def blocking(self, number: int) -> Iterator[None]:
-        """Around a wait for the collective of that record; raises what has gone wrong instead of a mere symptom."""
+    def blocking(self, number: int, ranks: Collection[int]) -> Iterator[None]:
+        """Around a wait of `ranks` in that record's call; raises what has gone wrong instead of a mere symptom."""
         thread = threading.get_ident()
-        self.recorder.wait(number)
+        self.recorder.wait(number, time.monotonic())
         self.begin(thread)
         try:
             yield
         except BaseException as error:
-            self.explain(error)
+            self.explain(error, ranks)
             raise
         finally:
             self.inside.discard(thread)
@@ -122,7 +132,7 @@ class Session:
 
     # what goes wrong
 
-    def compare(self, member: Member, own: Raw, other: Other, theirs: Raw) -> None:
+    def compare(self, member: Member, own: Raw, other: Other, theirs: Raw, raises: bool) -> None:
         """Two records of one collective seem to differ."""
         kind = judge.differs(own, theirs, bool(self.uneven))
         if kind == "lines" and not self.limits.strict:
@@ -132,10 +142,8 @@ class Session:
             found = judge.explain(kind, (self.rank, other.rank), calls)
             kind = "desync" if kind == "lines" else found.kind
             if self.recorder.phase == "runs":
-                self.recorder.wait(own.number)
-            self.fail(
-                Finding(kind, found.sentence, (), found.cause, found.advice, member.key, own.sequence), raises=True
-            )
+                self.recorder.wait(own.number, own.entered)
+            self.fail(Finding(kind, found.sentence, (), found.cause, found.advice, member.key, own.sequence), raises)
 
     def has_told(self, own: Raw, theirs: Raw) -> bool:
         """Whether somebody knows already that these two lines have met, and that is no error."""
@@ -145,9 +153,13 @@ class Session:
         self._told |= {(own.line, theirs.line), (theirs.line, own.line)}
         calls = self.own.record(own), other.recording.record(theirs)
         found = judge.explain("lines", (self.rank, other.rank), calls)
-        with suppress(FileExistsError):  # the other rank has said it
+        try:
             (self.folder / f"lines-{own.line ^ theirs.line:x}").touch(exist_ok=False)
-            self.say(f"warning: {found.sentence} {found.cause} {found.advice}")
+        except FileExistsError:  # the other rank has said it
+            return
+        except OSError:  # no room: better said twice than not at all
+            pass
+        self.say(f"warning: {found.sentence} {found.cause} {found.advice}")
 
     def say(self, text: str) -> None:
         """Tell whoever looks at the screen."""
@@ -164,11 +176,10 @@ class Session:
         """
         if self.error is None and not self.look():
             report = self.far.first(self.report(finding))
-            try:
+            with suppress(OSError):  # no room, or no folder any more: at least this rank says what is wrong
                 reports.write_once(self.folder, report)
-            except OSError:  # no room: at least this rank says what is wrong
+            if not self.look():
                 self.take(report)
-            self.look()
         if raises:
             self.check()
 
@@ -188,8 +199,8 @@ class Session:
             if self.error is not None:
                 return
             self.error = blame.error_of(report)
+        self._end_waits()  # before the store is asked, which may take its time
         self.far.first(report)
-        self._end_waits()
 
     def _end_waits(self) -> None:
         self.sockets.shut()
@@ -212,9 +223,9 @@ class Session:
             rows[rank] = reporting.row_of(each.state(), several, rank in gone, rank in stopped, found.get(rank, ()))
         return reporting.make_report(finding, self.recordings, rows, self.recorder.world_size)
 
-    def explain(self, error: BaseException) -> None:
+    def explain(self, error: BaseException, ranks: Collection[int] | None = None) -> None:
         """Raise what an error comes from, if that is the end of the others and is known within a moment."""
-        blame.explain(self, error)
+        blame.explain(self, error, ranks)
 
     def check(self) -> None:
         """Raise what has gone wrong, if anything has."""
@@ -223,8 +234,8 @@ class Session:
             raise self.error
 
     def hand_over(self) -> None:
-        """Note that the main thread gets the error."""
-        if threading.current_thread() is threading.main_thread():
+        """Note that the thread of the program gets the error."""
+        if threading.current_thread() is self.home:
             self.delivered.set()
 
     def begin(self, thread: int) -> None:

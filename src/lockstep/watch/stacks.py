@@ -6,6 +6,7 @@ import faulthandler
 import os
 import re
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Collection
@@ -30,13 +31,14 @@ class StackFile:
     def __init__(self, folder: Path, recorder: Recorder) -> None:
         self._recorder = recorder
         self._file: IO[str] = _path(folder, recorder.rank).open("w")
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(_SIGNAL, signal.SIG_IGN)  # from when it is closed on: one may still be on its way
         faulthandler.register(_SIGNAL, file=self._file, all_threads=False, chain=False)
         recorder.note(State().stack_signal, _SIGNAL)
 
     def close(self) -> None:
         """Answer no more."""
         self._recorder.note(State().stack_signal, 0)
-        signal.signal(_SIGNAL, signal.SIG_IGN)  # one may be on its way
         faulthandler.unregister(_SIGNAL)
         self._file.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..recorder import Raw, Recording
 from ..recorder.layout import LANES, State
 from .reporting import row_of
+from .waiting import is_recv, needed, waits_in
 
 __all__ = ["LAST", "told_of"]
 
@@ -41,7 +42,27 @@ def told_of(
             key = recording.word((recording.layout.lanes >> 3) + lane)
             if key and key not in skip:
                 groups.setdefault(str(key), []).append(_group(recording, lane, key))
-    return {"ranks": ranks, "groups": _alike(groups)}
+    waits = {str(rank): found for rank, each in recordings.items() if (found := _waits(each)) is not None}
+    sent = {str(rank): _sent(each) for rank, each in recordings.items()}
+    return {"ranks": ranks, "groups": _alike(groups), "waits": waits, "sent": sent}
+
+
+def _waits(recording: Recording) -> list[int] | None:
+    """[number of the record, peer of a receive or -1, messages of its that are needed, group, sequence number]."""
+    raw = waits_in(recording)
+    if raw is None:
+        return None
+    if raw.peer < 0:
+        return [raw.number, -1, 0, raw.key, raw.sequence]
+    if raw.peer == recording.rank or not is_recv(recording, raw):  # from anybody, or a message to be sent
+        return None
+    return [raw.number, raw.peer, needed(recording, raw), 0, 0]
+
+
+def _sent(recording: Recording) -> dict[str, int]:
+    """How many messages it has sent, to those to whom it has sent any."""
+    counts = ((peer, recording.messages(peer, sent=True)) for peer in range(recording.world_size))
+    return {str(peer): count for peer, count in counts if count}
 
 
 def _group(recording: Recording, lane: int, key: int) -> list[Any]:
@@ -61,9 +82,10 @@ def _record(raw: Raw) -> list[int]:
     return [raw.sequence, raw.fingerprint, raw.line, raw.batch, raw.loop, int(raw.name > 0)]
 
 
-def _texts(recording: Recording, lane: int, head: int) -> tuple[int, int]:
+def _texts(recording: Recording, lane: int, head: int) -> tuple[int, ...]:
+    """Numbers of what was called last, where, and of the group's name."""
     raw = recording.raw(recording.row(lane, head))
-    return (0, 0) if raw is None else (raw.what, raw.place)
+    return (0, 0, 0) if raw is None else (raw.what, raw.place, raw.group)
 
 
 def _alike(groups: dict[str, list[list[Any]]]) -> dict[str, list[list[Any]]]:

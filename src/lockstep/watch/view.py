@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,10 +37,13 @@ class Session(Protocol):
     members: list[Any]
     error: TransportError | None
     delivered: threading.Event
+    home: threading.Thread
     inside: set[int]
     uneven: int
     looked: float
     is_ending: bool
+    has_failed: bool
+    logs: bool
     doorbell: Any
     far: Any
     current: Any
@@ -53,11 +57,11 @@ class Session(Protocol):
     def check(self) -> None:
         """Raise what has gone wrong, if anything has."""
 
-    def explain(self, error: BaseException) -> None:
+    def explain(self, error: BaseException, ranks: Collection[int] | None = None) -> None:
         """Raise what an error comes from, if that is the end of the others and is known within a moment."""
 
     def hand_over(self) -> None:
-        """Note that the main thread gets the error."""
+        """Note that the thread of the program gets the error."""
 
     def say(self, text: str) -> None:
         """Tell whoever looks at the screen."""
@@ -65,7 +69,7 @@ class Session(Protocol):
     def begin(self, thread: int) -> None:
         """Note that a thread is in a blocking call."""
 
-    def blocking(self, number: int) -> Any:
+    def blocking(self, number: int, ranks: Collection[int]) -> Any:
         """Around a wait for the collective of that record."""
 
     def waits_in(self) -> Raw | None:
@@ -77,5 +81,5 @@ class Session(Protocol):
     def has_told(self, own: Raw, theirs: Raw) -> bool:
         """Whether somebody knows already that these two lines have met, and that is no error."""
 
-    def compare(self, member: Any, own: Raw, other: Any, theirs: Raw) -> None:
+    def compare(self, member: Any, own: Raw, other: Any, theirs: Raw, raises: bool) -> None:
         """Two records of one collective seem to differ."""

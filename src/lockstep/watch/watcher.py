@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..recorder import Log
-from .causes import Cycle, has_raised, in_words, names, why_late
+from .causes import has_raised, in_words, names, why_late
 from .delivery import deliver
 from .finding import Finding
 from .judge import differs
+from .patience import Patience
 from .stacks import ask
+from .waiting import Cycle, is_on_its_way
 
 if TYPE_CHECKING:
     from .member import Member, Started
@@ -36,7 +39,7 @@ class Watcher:
         self._session, self._log = session, log
         self._stop = threading.Event()
         self._cycle = Cycle(session)
-        self._stopped: dict[int, float] = {}  # since when processes have been stopped
+        self._patience = Patience()
         self._warned: dict[tuple[int, int], float] = {}  # how long the wait for a collective was when it was told
         self._thread = threading.Thread(target=self._run, name="lockstep watch", daemon=True)
         self._thread.start()
@@ -47,7 +50,8 @@ class Watcher:
         if threading.current_thread() is not self._thread:
             self._thread.join(2.0)  # the interpreter must not end while it is inside a call of the store's
         if self._log is not None:
-            self._log.close()
+            with suppress(OSError):  # the disk is full
+                self._log.close()
 
     def _run(self) -> None:
         session = self._session
@@ -64,15 +68,16 @@ class Watcher:
                 self._look()
             except (OSError, ValueError, KeyError):  # memory of a rank that is ending at this moment
                 continue
+            except AttributeError:  # this rank's own, which `Session.close` has let go of
+                if not self._stop.is_set():
+                    raise
 
     def _look(self) -> None:
         session = self._session
-        if self._log is not None:
-            self._log.flush()
-        session.far.look()
+        self._write_log()
+        session.far.look(self._patience.look())
         finding = has_raised(session, self._waits())
         if finding is None and session.recorder.phase not in ("raised", "ended", "left"):
-            self._look_for_stopped()
             finding = self._collectives() or self._messages()
             if finding is None and not session.limits.debugging:
                 finding = self._cycle.look()
@@ -87,13 +92,13 @@ class Watcher:
         firsts = [(member, member.first()) for member in list(self._session.members)]
         return any(first is not None and bool(member.missing(first.sequence)) for member, first in firsts)
 
-    def _look_for_stopped(self) -> None:
-        health, now = self._session.health, time.monotonic()
-        for rank in self._session.peers:
-            if health.is_stopped(rank):
-                self._stopped.setdefault(rank, now)
-            else:
-                self._stopped.pop(rank, None)
+    def _write_log(self) -> None:
+        if self._log is not None:
+            try:
+                self._log.flush()
+            except OSError as error:
+                self._session.say(f"rank {self._session.rank} records its timeline no more: {error}")
+                self._log = None
 
     def _collectives(self) -> Finding | None:
         session = self._session
@@ -104,7 +109,7 @@ class Watcher:
             self._compare(member, first)
             late = member.missing(first.sequence)
             if late:
-                finding = why_late(session, member, first, late, self._stopped)
+                finding = why_late(session, member, first, late, self._patience)
                 finding = finding or self._slow(first, late, member.ranks, member.key)
                 if finding is not None:
                     return finding
@@ -116,7 +121,7 @@ class Watcher:
         for other in member.others:
             raw = member.record_of(other, started.sequence)
             if own is not None and raw is not None and differs(own, raw, bool(self._session.uneven)):
-                member.judge(own, other)
+                member.judge(own, other, raises=False)
 
     def _messages(self) -> Finding | None:
         """What is to be said of the message that this rank waits for."""
@@ -125,19 +130,18 @@ class Watcher:
         if raw is None or raw.peer < 0 or raw.peer == session.rank:
             return None
         peer, is_recv = session.peers.get(raw.peer), session.own.text(raw.what).startswith("recv")
-        expected = session.own.messages(raw.peer, sent=False)
-        if is_recv and peer is not None and peer.messages(session.rank, sent=True) >= expected:
+        if is_recv and peer is not None and is_on_its_way(session.own, peer, raw):
             return None  # it is on its way, whatever has become of its sender
         started = session.started(raw)
         member = next((each for each in session.members if each.key == raw.key), None)
         if member is None:
             return None
-        finding = why_late(session, member, started, [raw.peer], self._stopped)
+        finding = why_late(session, member, started, [raw.peer], self._patience)
         return finding or self._slow(started, [raw.peer], (session.rank, raw.peer), raw.key)
 
     def _slow(self, started: Started, late: list[int], ranks: tuple[int, ...], key: int) -> Finding | None:
         session, limits = self._session, self._session.limits
-        waited = time.monotonic() - started.entered
+        waited = self._patience.seconds((key, started.number))
         if limits.debugging or waited < limits.warning_s:
             return None
         guilty = [rank for rank in late if rank not in session.peers or session.peers[rank].phase != "waits"] or late
@@ -147,8 +151,10 @@ class Watcher:
                 "stall",
                 f"{names(guilty)} did not come to {where} within {limits.stall_s:.0f} s.",
                 tuple(guilty),
-                "They are slow, or in an endless loop; their stacks say where.",
-                "Make the slow part quicker, or let all ranks do it. LOCKSTEP_STALL_TIMEOUT is how long is waited.",
+                f"{'It is' if len(guilty) == 1 else 'They are'} slow or in an endless loop, as the stack says, "
+                "or only some ranks call this collective.",
+                "Make the slow part quicker, or let all ranks do it, and call every collective on every rank of its "
+                "group. --stall-timeout, or LOCKSTEP_STALL_TIMEOUT, is how long is waited.",
                 key,
                 started.sequence,
             )

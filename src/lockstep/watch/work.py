@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .agreement import Asked
 from .member import Member, Started
 
 __all__ = ["WatchedWork"]
@@ -21,11 +22,12 @@ class WatchedWork(dist.Work):
         inner: the backend's own.
         member: of the group.
         started: the operation's record.
+        asked: whether the ranks of other machines have called the same, where there are any.
     """
 
-    def __init__(self, inner: Any, member: Member, started: Started) -> None:
+    def __init__(self, inner: Any, member: Member, started: Started, asked: Asked | None = None) -> None:
         super().__init__()
-        self._inner, self._member, self._started = inner, member, started
+        self._inner, self._member, self._started, self._asked = inner, member, started, asked
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the operation has ended.
@@ -34,12 +36,24 @@ class WatchedWork(dist.Work):
             DesyncError, RankLostError, StallError: it never will.
         """
         session = self._member.session
-        if session.error is None and self._inner.is_completed():
-            answer: bool = self._inner.wait()
+        if session.error is None and self.is_completed():
+            answer = self._wait_for_ended()
         else:
-            with session.blocking(self._started.number):
+            with session.blocking(self._started.number, self._member.ranks):
+                if self._asked is not None:
+                    self._asked.check()
                 answer = self._inner.wait(timeout) if timeout else self._inner.wait()
         self._member.leave(self._started, time.monotonic())
+        return answer
+
+    def _wait_for_ended(self) -> bool:
+        try:
+            if self._asked is not None:
+                self._asked.check()
+            answer: bool = self._inner.wait()
+        except BaseException as error:
+            self._member.session.explain(error, self._member.ranks)
+            raise
         return answer
 
     def block_current_stream(self) -> None:
@@ -48,7 +62,7 @@ class WatchedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        ended: bool = self._inner.is_completed()
+        ended: bool = self._inner.is_completed() and (self._asked is None or self._asked.is_done())
         return ended
 
     def is_success(self) -> bool:
@@ -80,4 +94,10 @@ class WatchedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that gives the result, or raises what ended the operation."""
         future: torch.futures.Future[Any] = self._inner.get_future()
+        if self._asked is not None:
+            future = self._asked.before(future)
+        session = self._member.session
+        if session.logs and self._member.ends_by_future:
+            recorder, number = session.recorder, self._started.number
+            future.add_done_callback(lambda _: recorder.leave(number, time.monotonic()))
         return future

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import ConfigError
+from .blame import is_refusal
 from .member import Member, Started
 from .signs import KINDS, Key
 from .work import WatchedWork
@@ -53,12 +55,31 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         thread = threading.get_ident()
         if member is None or thread in member.inside:
             return method(self, *args, **kwargs)
-        args = (*args, *kwargs.values())  # `barrier` gets its options by name
-        started = member.enter(operation, _key(key_of, args))
-        opts = args[-1] if args else None
+        given = (*args, *kwargs.values()) if kwargs else args  # `barrier` gets its options by name
+        started = member.enter(operation, _key(key_of, given))
+        opts = given[-1] if given else None
         if getattr(opts, "asyncOp", True):
-            return _start(self, member, started, thread, method, args)
-        return _carry_out(self, member, started, thread, method, args)
+            return _start(member, started, thread, functools.partial(method, self, *args, **kwargs))
+        # from here on what `_start` and `Session.blocking` do: this is the way that has to be short
+        session, recorder, inside = member.session, member.session.recorder, member.inside
+        recorder.wait(started.number, started.entered)
+        inside.add(thread)
+        session.begin(thread)
+        try:
+            if member.agreement is not None:
+                member.agreement.ask(started).check()
+            work = method(self, *args, **kwargs)
+            if work is not None:
+                work.wait()  # one that has failed by now as well, so that its error is explained
+        except BaseException as error:
+            _failed(member, started, error)
+            raise
+        finally:
+            session.inside.discard(thread)
+            inside.discard(thread)
+            now = recorder.run()
+        member.leave(started, now)
+        return work
 
     return call
 
@@ -70,52 +91,31 @@ def _key(key_of: Callable[..., Key], args: tuple[Any, ...]) -> Key:
         return ()
 
 
-def _carry_out(
-    group: Any, member: Member, started: Started, thread: int, method: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
-    """A call that returns when it is done."""
-    session, recorder, inside = member.session, member.session.recorder, member.inside
-    recorder.wait(started.number)
-    inside.add(thread)
-    session.begin(thread)  # not `session.blocking`: this is the way that has to be short
-    try:
-        work = method(group, *args)
-        if work is not None and not work.is_completed():
-            work.wait()
-    except BaseException as error:
-        _refused(member, started, error)
-        session.explain(error)
-        raise
-    finally:
-        session.inside.discard(thread)
-        inside.discard(thread)
-        now = recorder.run()
-    member.leave(started, now)
-    return work
-
-
-def _start(
-    group: Any, member: Member, started: Started, thread: int, method: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
+def _start(member: Member, started: Started, thread: int, method: Callable[[], Any]) -> Any:
     """A call that returns at once."""
     member.inside.add(thread)
+    asked = None
     try:
-        work = method(group, *args)
+        if member.agreement is not None and started.sequence:
+            asked = member.agreement.ask(started).check_later()
+        work = method()
     except BaseException as error:
-        _refused(member, started, error)
-        member.session.explain(error)
+        _failed(member, started, error)
         raise
     finally:
         member.inside.discard(thread)
     if work is None:  # inside a batch that is started together
         return work
     started.work = work
-    return WatchedWork(work, member, started)
+    return WatchedWork(work, member, started, asked)
 
 
-def _refused(member: Member, started: Started, error: BaseException) -> None:
-    if isinstance(error, ValueError | TypeError | NotImplementedError):
+def _failed(member: Member, started: Started, error: BaseException) -> None:
+    """Raise what an error comes from; if that is the call itself, the program may go on, and is not in it any more."""
+    if is_refusal(error):
         member.take_back(started)
+    member.session.explain(error, member.ranks)
+    member.drop(started)
 
 
 def _message(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,11 +123,13 @@ def _message(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         member: Member | None = self.__dict__.get("watch_member")
         thread = threading.get_ident()
+        anybody = name == "recv_anysource"
         if member is None or thread in member.inside or kwargs:
             return method(self, *args, **kwargs)
-        peer = member.ranks[args[1]] if name != "recv_anysource" else -1
-        started = member.send_or_receive(name, args[0], peer)
-        return _start(self, member, started, thread, method, args)
+        if not anybody and not 0 <= args[1] < len(member.ranks):  # at which Gloo would wait for ever
+            raise ConfigError("dst" if name == "send" else "src", f"a rank from 0 to {len(member.ranks) - 1}", args[1])
+        started = member.send_or_receive(name, args[0], -1 if anybody else member.ranks[args[1]])
+        return _start(member, started, thread, functools.partial(method, self, *args))
 
     return call
 
@@ -171,6 +173,11 @@ class AroundGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:  # noqa: N802 - c10d's name
         """What the group is for, as its maker says."""
         return str(self._group.group_desc)
+
+    @property
+    def everyone(self) -> Any:
+        """The group around which this one is."""
+        return self._group
 
     def __getattr__(self, name: str) -> Any:
         if name == "_group":

@@ -129,6 +129,11 @@ class HierarchicalGroup(NamedGroup):
             self._leaders.connection.group.set_timeout(timeout)
 
     @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks, connected by Gloo; not to be kept."""
+        return self._everyone.group
+
+    @property
     def timeout(self) -> timedelta:
         """How long an operation may take."""
         return timedelta(seconds=self._core.timeout)

@@ -72,7 +72,7 @@ class Mailbox:
         self._arriving: dict[int, _Message] = {}
         self._early: list[_Message] = []
         self._posted: list[Receive] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may end a generator of `receive` while this thread holds it
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Steps:
         """Write `tensor` into the ring to `target`; a message that the ring holds is sent before it is received."""

@@ -1,0 +1,347 @@
+"""What becomes of a watched call: it is recorded, compared, refused or fails; the ranks live in one process."""
+
+# torch's stubs give the methods of a group other signatures
+# mypy: disable-error-code="override,assignment,call-arg,arg-type"
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import ConfigError, DesyncError, TransportError
+from lockstep.recorder import Recorder, Recording, current
+from lockstep.recorder.places import rank_file
+from lockstep.watch import blame
+from lockstep.watch.blame import is_of_transport, is_refusal
+from lockstep.watch.causes import who_has_gone
+from lockstep.watch.judge import explain
+from lockstep.watch.member import Member, Started
+from lockstep.watch.places import Places
+from lockstep.watch.signs import Signs
+from lockstep.watch.waiting import is_on_its_way
+from lockstep.watch.work import WatchedWork
+from lockstep.watch.wrapping import watched
+
+
+class Work(dist.Work):
+    """One that has ended, perhaps with an error."""
+
+    error: BaseException | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Group(dist.ProcessGroup):
+    """A group in which nothing is sent; `act` is what its next call does."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.act: Callable[[], Any] = Work
+        self.keywords: dict[str, Any] = {}
+
+    def allreduce(self, tensors: Any, opts: Any = None, **keywords: Any) -> Any:
+        self.keywords = keywords
+        return self.act()
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self.act()
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
+        return self.act()
+
+    recv = send
+
+
+class Rank:
+    """A rank of two, with all that a call needs of its session."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.recorder = Recorder(folder, rank, 2, "here", "program")
+        texts = self.recorder.texts
+        self.found: list[tuple[Any, ...]] = []
+        self.session = SimpleNamespace(
+            error=None,
+            recorder=self.recorder,
+            rank=rank,
+            current=current,
+            uneven=0,
+            members=[],
+            signs=Signs(texts.number),
+            places=Places(texts.number),
+            lock=threading.RLock(),
+            looked=time.monotonic() + 1e6,
+            inside=set(),
+            begin=lambda thread: None,
+            logs=False,
+            own=Recording(rank_file(folder, rank)),
+            compare=lambda *args: self.found.append(args),
+            has_told=lambda *args: False,
+            explain=self.explain,
+        )
+        self.explained: list[BaseException] = []
+        self.group: Any = watched(Group())
+
+    def explain(self, error: BaseException, ranks: Any = None) -> None:
+        self.explained.append(error)
+
+    def join(self, other: Recording) -> None:
+        self.session.peers = {other.rank: other}
+        self.member = self.group.watch_member = Member(cast("Any", self.session), "g", "", (0, 1), 1)
+        self.session.members.append(self.member)
+
+    def close(self) -> None:
+        self.session.own.close()
+        for each in self.session.peers.values():
+            each.close()
+        self.recorder.close()
+
+    def all_reduce(self, size: int = 4, **options: Any) -> Any:
+        return self.group.allreduce([torch.ones(size)], blocking(dist.AllreduceOptions()), **options)
+
+    def barrier(self) -> Any:
+        return self.group.barrier(opts=blocking(dist.BarrierOptions()))
+
+
+def blocking(options: Any) -> Any:
+    options.asyncOp = False
+    return options
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Any:
+    made = [Rank(tmp_path, rank) for rank in range(2)]
+    for rank, other in ((0, 1), (1, 0)):
+        made[rank].join(Recording(rank_file(tmp_path, other)))
+    yield made
+    for each in made:
+        each.close()
+
+
+def refuse() -> Any:
+    raise ValueError("not these")
+
+
+def test_a_call_is_compared_with_that_of_the_rank_that_came_first(ranks: list[Rank]) -> None:
+    ranks[0].all_reduce()
+    ranks[1].all_reduce()
+    assert not ranks[0].found + ranks[1].found
+    ranks[0].all_reduce()
+    ranks[1].all_reduce(5)
+    assert len(ranks[1].found) == 1
+    assert not ranks[0].found
+
+
+def test_calls_that_every_rank_refuses_are_no_collectives(ranks: list[Rank]) -> None:
+    """One rank may have gone on when another is still to see its call refused."""
+    one, other = ranks
+    for rank in (one, other):
+        for size in (4, 5):
+            rank.group.act = refuse
+            with pytest.raises(ValueError, match="not these"):
+                rank.all_reduce(size)
+            assert not rank.member.started
+        rank.group.act = Work
+        rank.barrier()
+        assert not rank.found
+    other.all_reduce()  # and later ones are compared as before
+    one.all_reduce(5)
+    assert len(one.found) == 1
+
+
+def test_a_call_that_is_about_to_be_refused_is_compared_with_none(ranks: list[Rank]) -> None:
+    one, other = ranks
+    one.group.act = refuse
+    with pytest.raises(ValueError, match="not these"):
+        one.all_reduce(4)
+    other.member.enter("all_reduce", ())  # not refused yet
+    one.group.act = Work
+    one.barrier()
+    assert not one.found
+
+
+def test_a_call_that_only_one_rank_refuses_parts_them(ranks: list[Rank]) -> None:
+    one, other = ranks
+    one.group.act = refuse
+    with pytest.raises(ValueError, match="not these"):
+        one.all_reduce()
+    one.group.act = Work
+    one.barrier()
+    other.all_reduce()
+    assert not other.found
+    own = other.session.own.raw(1)
+    assert own is not None
+    other.member.judge(replace(own, entered=time.monotonic() - 6), other.member.others[0])  # still in it
+    assert len(other.found) == 1
+
+
+def test_a_rank_is_in_no_call_that_has_failed(ranks: list[Rank]) -> None:
+    def fail() -> Any:
+        raise RuntimeError("broken")
+
+    for rank in ranks:
+        rank.group.act = fail
+        with pytest.raises(RuntimeError, match="broken"):
+            rank.all_reduce()
+        assert rank.member.first() is None
+        assert [str(error) for error in rank.explained] == ["broken"]
+        rank.group.act = Work
+        rank.barrier()
+    assert not ranks[1].found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_has_failed_before_it_is_waited_for_is_explained(ranks: list[Rank], asynchronous: bool) -> None:
+    rank, failed = ranks[0], Work()
+    failed.error = RuntimeError("Connection closed by peer")
+    rank.group.act = lambda: failed
+    with pytest.raises(RuntimeError, match="closed"):
+        rank.group.allreduce([torch.ones(1)]).wait() if asynchronous else rank.all_reduce()
+    assert rank.explained == [failed.error]
+
+
+def test_keywords_reach_the_backend_as_such(ranks: list[Rank]) -> None:
+    ranks[0].all_reduce(timeout=3)
+    assert ranks[0].group.keywords == {"timeout": 3}
+
+
+@pytest.mark.parametrize("peer", [2, -1])
+def test_a_message_to_a_rank_that_is_none_is_refused(ranks: list[Rank], peer: int) -> None:
+    for call, name in ((ranks[0].group.send, "dst"), (ranks[0].group.recv, "src")):
+        with pytest.raises(ConfigError, match=f"{name}.*a rank from 0 to 1"):
+            call([torch.ones(1)], peer, 0)
+    assert ranks[0].recorder.count == 0
+
+
+def test_the_end_of_an_operation_that_nobody_waits_for_is_recorded(ranks: list[Rank]) -> None:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+
+    class Pending(Work):
+        def is_completed(self) -> bool:
+            return future.done()
+
+        def get_future(self) -> Any:
+            return future
+
+    rank = ranks[0]
+    rank.session.logs = rank.member.ends_by_future = True
+    rank.group.act = Pending
+    work = rank.group.allreduce([torch.ones(1)])
+    assert isinstance(work, WatchedWork)
+    work.get_future()
+    future.set_result(None)
+    (record,) = rank.session.own.records()
+    assert record.left is not None
+    rank.recorder.leave(1, 0.5)
+    assert rank.session.own.records() == [record]  # not when it was noticed
+
+
+def receive(rank: Rank, count: int) -> None:
+    for _ in range(count):
+        rank.group.recv([torch.ones(1)], 1, 0)
+
+
+def test_the_first_of_several_receives_waits_for_one_message_only(ranks: list[Rank]) -> None:
+    one, other = ranks
+    receive(one, 3)
+    raws = list(one.session.own.raws())
+    sender = one.session.peers[1]
+    assert [is_on_its_way(one.session.own, sender, raw) for raw in raws] == [False, False, False]
+    other.group.send([torch.ones(1)], 0, 0)
+    assert [is_on_its_way(one.session.own, sender, raw) for raw in raws] == [True, False, False]
+
+
+def test_who_has_gone_is_blamed_for_what_he_takes_part_in(ranks: list[Rank]) -> None:
+    one, other = ranks
+    one.session.health = SimpleNamespace(look=lambda: {1})
+    one.all_reduce()
+    finding = who_has_gone(cast("Any", one.session), (0, 1))
+    assert finding is not None
+    assert "waited for it in all_reduce(float32[4], sum) at " in finding.sentence
+    assert (finding.key, finding.sequence) == (one.member.key, 1)
+    assert who_has_gone(cast("Any", one.session), (0,)) is None
+    one.session.health = SimpleNamespace(look=set)
+    other.recorder.turn("left")
+    assert who_has_gone(cast("Any", one.session), (0,)) is None
+    finding = who_has_gone(cast("Any", one.session))
+    assert finding is not None
+    assert finding.kind == "left"
+
+
+def test_a_rank_waits_in_what_has_failed_until_that_is_explained(ranks: list[Rank]) -> None:
+    """A wait inside C++ is noticed when it has failed, and the operation seems to have ended."""
+    one, seen = ranks[0], list[Any]()
+    one.group.act = Work
+    one.group.allreduce([torch.ones(4)]).wait()
+    assert one.member.first() is None
+
+    def look() -> bool:
+        (record,) = one.session.own.records()
+        seen.append((one.member.first(), record.left, one.session.own.phase))
+        one.session.error = DesyncError("found")
+        return True
+
+    one.session.look, one.session.hand_over = look, lambda: None
+    one.session.started = lambda raw: Started(raw.number, raw.sequence, raw.entered)
+    one.session.met = SimpleNamespace(machines=((0, 1),))
+    with pytest.raises(DesyncError, match="found"):
+        blame.explain(cast("Any", one.session), RuntimeError("shm: between machines (Gloo): Connection closed"))
+    ((first, left, phase),) = seen
+    assert first is not None
+    assert (first.sequence, left, phase) == (1, None, "waits")
+    assert one.member.first() is None
+    assert one.session.own.phase == "runs"
+
+
+@pytest.mark.parametrize(
+    "error, refused, of_transport",
+    [
+        (ConfigError("root", "one", 2), True, False),
+        (RuntimeError("ProcessGroupGloo::broadcast: invalid root rank: 9"), True, False),
+        (RuntimeError("Cannot use ReduceOp.AVG with Gloo"), True, False),
+        (RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), False, True),
+        (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), False, True),
+        (TransportError("shm: the process of rank 1 has ended"), False, True),
+        (DesyncError("parted"), False, True),
+        (RuntimeError("CUDA out of memory"), False, False),
+    ],
+)
+def test_errors_of_arguments_are_told_from_those_of_the_transport(
+    error: BaseException, refused: bool, of_transport: bool
+) -> None:
+    assert (is_refusal(error), is_of_transport(error)) == (refused, of_transport)
+
+
+def record(rank: Rank, what: str, place: str, name: str = "") -> Any:
+    rank.all_reduce()
+    raw = rank.session.own.raw(rank.recorder.count)
+    assert raw is not None
+    return replace(rank.session.own.record(raw), what=what, place=place, name=name)
+
+
+def test_the_likely_cause_depends_on_the_lines_and_names(ranks: list[Rank]) -> None:
+    first, second = "all_reduce(float32[4], sum)", "all_reduce(float32[2], sum)"
+    for places, names, words in (
+        (("a.py:5", "a.py:7"), ("", ""), "only some ranks take"),
+        (("a.py:5", "a.py:5"), ("loss", "accuracy"), "only some ranks take"),
+        (("a.py:5", "a.py:5"), ("", ""), "other shapes"),
+    ):
+        calls = [record(ranks[0], *each) for each in zip((first, second), places, names, strict=True)]
+        assert words in explain("desync", (0, 1), (calls[0], calls[1])).cause
+    told = explain("batches", (0, 1), (calls[0], calls[1]))
+    assert "skipped a batch" in told.cause
+    assert "as many batches" in told.advice
