@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Collection, Generator, Iterator
@@ -30,6 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch keeps two descriptors from its first store on; no test shall seem to leak them
     fresh_store()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # thousands of tests and what they import, which each collection after a test would go through
 
 
 @pytest.hookimpl(wrapper=True)

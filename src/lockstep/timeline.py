@@ -195,22 +195,24 @@ class _Pen:
     zero: float
 
     def slice(self, lane: int, name: str, kind: str, start: float, end: float, **about: Any) -> None:
-        times = {"ts": _micros(start - self.zero), "dur": _micros(max(0.0, end - start))}
+        first, last = self._at(start), self._at(end)
+        # Perfetto cuts both down to whole nanoseconds, and drops a slice that reaches into the next one
+        times = {"ts": first / 1e3, "dur": max(0, last - first - 1) / 1e3}
         self._put({"name": name, "cat": kind, "ph": "X", "tid": lane, **times, "args": about})
 
     def mark(self, name: str, time: float, **about: Any) -> None:
-        ts = _micros(time - self.zero)
+        ts = self._at(time) / 1e3
         self._put({"name": name, "cat": "collective", "ph": "i", "s": "t", "tid": 1, "ts": ts, "args": about})
 
     def label(self, what: str, lane: int = 0, **about: Any) -> None:
         self._put({"name": what, "ph": "M", "tid": lane, "args": about})
 
+    def _at(self, time: float) -> int:
+        """Nanoseconds since the first of all."""
+        return round((time - self.zero) * 1e9)
+
     def _put(self, event: dict[str, Any]) -> None:
         self.file.write(",\n" + json.dumps({"pid": self.rank, **event}))
-
-
-def _micros(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
 
 
 def _write_rank(file: IO[str], source: _Source, span: _Span) -> RankTime:

@@ -1,4 +1,4 @@
-"""What tests of the command share: an empty folder with a module of the user's own."""
+"""What tests of the command share: the command in this process, and an empty folder with a module of the user's own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.command import Here, command_here
+from support.process import start_server
 
 MODULE = """
 import torch
@@ -29,6 +32,18 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self): return iter(three())
 def stream(): return Stream()
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server() -> None:
+    """Whoever launches workers first starts the fork server, and decides what all later ones find imported."""
+    start_server()
+
+
+@pytest.fixture
+def here(capfd: pytest.CaptureFixture[str]) -> Here:
+    """The command, run in this process."""
+    return command_here(capfd)
 
 
 @pytest.fixture

@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 import lockstep
+from support.examples import EXAMPLES, alone, together
 from support.pool import Pool
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def run(*command: str) -> str:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def as_a_rank(program: str, *arguments: str) -> None:
-    with mock.patch.object(sys, "argv", [program, *arguments]):
-        runpy.run_path(program, run_name="__main__")
-
-
-def result(workers: int) -> str:
-    return f"workers {workers}  sum 28  squares [0, 1, 4, 9, 16, 25, 36, 49]\n"
-
-
-def test_array_work_alone_and_under_torchrun() -> None:
-    program = str(EXAMPLES / "array_work.py")
-    assert run(sys.executable, program) == result(1)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    assert run(*torchrun, program) == result(2)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_array_work_of_parts_that_are_not_even(pool: Pool, workers: int) -> None:
-    shown = [outcome.output for outcome in pool.outcomes(as_a_rank, str(EXAMPLES / "array_work.py"), workers=workers)]
-    assert shown == [""] * (workers - 1) + [result(workers)]
+    result = f"workers {workers}  sum 28  squares [0, 1, 4, 9, 16, 25, 36, 49]\n"
+    assert together(pool, "array_work.py", workers=workers) == [""] * (workers - 1) + [result]
 
 
 def test_rank0_first(pool: Pool, tmp_path: Path) -> None:
-    program = str(EXAMPLES / "rank0_first.py")
-    assert run(sys.executable, program, str(tmp_path / "alone")) == "rank 0 of 1 uses {'lr': 0.1}\n"
-    pool.run(as_a_rank, program, str(tmp_path / "together"), workers=3)
+    assert alone(pool, "rank0_first.py", str(tmp_path / "alone")) == "rank 0 of 1 uses {'lr': 0.1}\n"
+    together(pool, "rank0_first.py", str(tmp_path / "together"), workers=3)
     written = [path.read_text() for path in sorted((tmp_path / "together").glob("*.log"))]
     assert written == [f"rank {rank} of 3 uses {{'lr': 0.1}}\n" for rank in range(3)]
 
@@ -75,8 +46,7 @@ def test_mpi_by_hand_steps_along_the_mean_over_all_samples(pool: Pool) -> None:
 
 
 def test_mpi_by_hand(pool: Pool) -> None:
-    outcomes = pool.outcomes(as_a_rank, str(EXAMPLES / "mpi_by_hand.py"), "2", workers=2)
-    first, second = (outcome.output.splitlines() for outcome in outcomes)
+    first, second = (shown.splitlines() for shown in together(pool, "mpi_by_hand.py", "2", workers=2))
     assert second == []
     assert [line.split("  ")[0] for line in first] == ["epoch 1", "epoch 2"]
     assert float(first[-1].split()[-1].removesuffix("%")) > 40

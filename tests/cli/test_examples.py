@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from support.command import Here
+from support.examples import EXAMPLES, alone
+from support.pool import Pool
+
+# one start of torchrun for both
+BOTH = """
+import runpy, sys
+for sys.argv in (["own_loop.py", "3"], ["array_work.py"]):
+    runpy.run_path(f"{EXAMPLES}/{sys.argv[0]}", run_name="__main__")
+"""
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -24,33 +33,36 @@ def last_accuracy(output: str) -> float:
     return float(output.split()[-1].removesuffix("%"))
 
 
-def test_own_loop_gives_the_same_under_torchrun(tmp_path: Path) -> None:
-    program = str(EXAMPLES / "own_loop.py")
-    alone = run(sys.executable, program, "3", cwd=tmp_path)
+def test_own_loop_and_array_work_under_torchrun(pool: Pool, tmp_path: Path) -> None:
+    own_loop, array_work = alone(pool, "own_loop.py", "3"), alone(pool, "array_work.py")
+    program = tmp_path / "both.py"
+    program.write_text(f"EXAMPLES = {str(EXAMPLES)!r}\n{BOTH}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    together = run(*torchrun, program, "3", cwd=tmp_path)
-    assert last_accuracy(alone) > 85
-    assert last_accuracy(together) == pytest.approx(last_accuracy(alone), abs=1.5)
+    *together, last = run(*torchrun, str(program), cwd=tmp_path).splitlines()
+    assert last_accuracy(own_loop) > 85
+    assert last_accuracy(together[-1]) == pytest.approx(last_accuracy(own_loop), abs=1.5)
+    assert array_work == "workers 1  sum 28  squares [0, 1, 4, 9, 16, 25, 36, 49]\n"
+    assert last == "workers 2  sum 28  squares [0, 1, 4, 9, 16, 25, 36, 49]"
 
 
 def test_notebook(tmp_path: Path) -> None:
     assert last_accuracy(run(sys.executable, str(EXAMPLES / "notebook.py"), cwd=tmp_path)) > 90
 
 
-def test_ddp_runs_as_it_is_under_lockstep_run(tmp_path: Path) -> None:
-    lockstep_run = [sys.executable, "-m", "lockstep", "run", "-np", "2"]
-    shown = run(*lockstep_run, str(EXAMPLES / "ddp.py"), "2", cwd=tmp_path)
-    assert last_accuracy(shown) > 60
+def test_ddp_runs_as_it_is_under_lockstep_run(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = here("run", "-np", 2, "--threads", 1, EXAMPLES / "ddp.py", 2)
+    assert ended.returncode == 0, ended.stderr
+    assert last_accuracy(ended.stdout) > 60
     assert {name.split(".")[0] for name in load_weights(tmp_path / "ddp.pt")} == {"0", "2", "6"}
     assert "lockstep" not in (EXAMPLES / "ddp.py").read_text().split('"""')[2]
 
 
 @pytest.mark.parametrize(("name", "line"), [("sharded", "epoch 2: train loss"), ("pipeline", "step 60: loss")])
-def test_model_parallel_loses_as_one_worker_does(tmp_path: Path, name: str, line: str) -> None:
-    program = str(EXAMPLES / f"{name}.py")
-    alone = run(sys.executable, program, cwd=tmp_path)
-    together = run(sys.executable, "-m", "lockstep", "run", "-np", "2", program, cwd=tmp_path)
-    assert loss_after(line, together) == pytest.approx(loss_after(line, alone), rel=1e-3)
+def test_model_parallel_loses_as_one_worker_does(pool: Pool, here: Here, name: str, line: str) -> None:
+    ended = here("run", "-np", 2, "--threads", 1, EXAMPLES / f"{name}.py")
+    assert ended.returncode == 0, ended.stderr
+    assert loss_after(line, ended.stdout) == pytest.approx(loss_after(line, alone(pool, f"{name}.py")), rel=1e-3)
 
 
 def loss_after(line: str, shown: str) -> float:

@@ -15,6 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep.cli import main
+from support.command import Here
+
 DEADLINE = 60.0  # seconds that a test waits for what must happen
 
 HEAD = """
@@ -106,7 +109,7 @@ def test_a_module_runs_and_one_worker_has_the_streams_to_itself(tmp_path: Path) 
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "module ['--flag'] __main__", "")
 
 
-def test_processes_that_the_program_spawns_find_its_functions(tmp_path: Path) -> None:
+def test_processes_that_the_program_spawns_find_its_functions(tmp_path: Path, here: Here) -> None:
     program = write(
         tmp_path,
         """
@@ -119,7 +122,7 @@ def test_processes_that_the_program_spawns_find_its_functions(tmp_path: Path) ->
         """,
     ).read_text()
     (tmp_path / "program.py").write_text(program.replace(HEAD, ""))
-    ended = run("-np", 2, "--quiet", tmp_path / "program.py")
+    ended = here("run", "-np", 2, "--quiet", tmp_path / "program.py")
     assert sorted(ended.stdout.splitlines()) == ["[0] [9]", "[1] [9]"], ended.stderr
 
 
@@ -132,16 +135,16 @@ def test_workers_may_begin_from_nothing(tmp_path: Path, method: str) -> None:
 # --- what is shown ------------------------------------------------------------------------------------------
 
 
-def test_each_rank_may_have_a_file(tmp_path: Path) -> None:
+def test_each_rank_may_have_a_file(tmp_path: Path, here: Here) -> None:
     program = write(tmp_path, "print('out of', rank); print('err of', rank, file=sys.stderr)")
-    ended = run("-np", 2, "--output-dir", tmp_path / "logs", program)
+    ended = here("run", "-np", 2, "--output-dir", tmp_path / "logs", program)
     assert (ended.returncode, ended.stdout) == (0, "")
     for rank in range(2):
         words = (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines()
         assert sorted(words) == [f"err of {rank}", f"out of {rank}"]
 
 
-def test_the_first_failure_comes_last_and_whole_with_its_exit_code(tmp_path: Path) -> None:
+def test_the_first_failure_comes_last_and_whole_with_its_exit_code(tmp_path: Path, here: Here) -> None:
     program = write(
         tmp_path,
         """
@@ -158,7 +161,7 @@ def test_the_first_failure_comes_last_and_whole_with_its_exit_code(tmp_path: Pat
         dist.barrier()
         """,
     )
-    ended = run("-np", 3, program)
+    ended = here("run", "-np", 3, program)
     assert ended.returncode == 1
     assert sorted(ended.stdout.splitlines()) == ["[0] before", "[1] before", "[2] before"]
     lines = ended.stderr.splitlines()
@@ -169,8 +172,8 @@ def test_the_first_failure_comes_last_and_whole_with_its_exit_code(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
-def test_the_exit_code_is_that_of_the_first_failure(tmp_path: Path, end: str, code: int) -> None:
-    ended = run("-np", 2, "--quiet", write(tmp_path, f"if rank == 1: {end}\ntime.sleep(100)"))
+def test_the_exit_code_is_that_of_the_first_failure(tmp_path: Path, here: Here, end: str, code: int) -> None:
+    ended = here("run", "-np", 2, "--quiet", write(tmp_path, f"if rank == 1: {end}\ntime.sleep(100)"))
     assert ended.returncode == code
     assert "rank 1" in ended.stderr
 
@@ -224,7 +227,7 @@ def test_a_trainer_saves_after_ctrl_c_however_long_it_takes(tmp_path: Path) -> N
         assert launcher.returncode == 130
 
 
-def test_all_ranks_are_started_afresh_when_one_fails(tmp_path: Path) -> None:
+def test_all_ranks_are_started_afresh_when_one_fails(tmp_path: Path, here: Here) -> None:
     program = write(
         tmp_path,
         """
@@ -238,7 +241,7 @@ def test_all_ranks_are_started_afresh_when_one_fails(tmp_path: Path) -> None:
         print(f"attempt {attempt}: {total.item()}")
         """,
     )
-    ended = run("-np", 2, "--restarts", 1, program)
+    ended = here("run", "-np", 2, "--restarts", 1, program)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["[0] attempt 1: 2.0", "[1] attempt 1: 2.0"]
     assert "started afresh after rank 1: RuntimeError: the first time" in ended.stderr
@@ -262,8 +265,6 @@ def test_all_ranks_are_started_afresh_when_one_fails(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_that_names_it(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from lockstep.cli import main
-
     assert main(["run", *words]) == 2
     text = capsys.readouterr().err
     assert said in text and len(text.splitlines()) == 1

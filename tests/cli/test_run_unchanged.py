@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.command import Here
 
 # as the tutorial of DistributedDataParallel has it for torchrun
 TUTORIAL = """
@@ -80,13 +80,12 @@ print("sum", library.all_reduce(torch.ones(1), reduce_op="sum").item())
     [("torch", TUTORIAL), ("accelerate", ACCELERATE), ("lightning_fabric", FABRIC)],
     ids=["torch", "accelerate", "fabric"],
 )
-def test_it_runs_on_two_ranks(library: str, text: str, tmp_path: Path) -> None:
+def test_it_runs_on_two_ranks(library: str, text: str, tmp_path: Path, here: Here) -> None:
     if importlib.util.find_spec(library) is None:  # importing it here would change this process
         pytest.skip(f"{library} is not installed")
     program = tmp_path / "program.py"
     program.write_text(text)
-    command = [sys.executable, "-m", "lockstep", "run", "-np", "2", str(program)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    ended = here("run", "-np", 2, program)
     assert ended.returncode == 0, ended.stderr
     sums = [line for line in ended.stdout.splitlines() if "sum" in line]
     assert sorted(sums) == ["[0] sum 2.0", "[1] sum 2.0"]

@@ -121,6 +121,33 @@ def test_the_command_says_where_time_has_gone(two_ranks: Path, capsys: pytest.Ca
     assert not list(two_ranks.glob(".*"))
 
 
+def overlapping(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The slices that Perfetto leaves out: it cuts times to nanoseconds, and slices of a lane lie within each other."""
+    left_out, open_until = [], dict[tuple[int, int], list[int]]()
+    for event in sorted((event for event in events if event["ph"] == "X"), key=lambda event: int(event["ts"] * 1000.0)):
+        start, ends = int(event["ts"] * 1000.0), open_until.setdefault((event["pid"], event["tid"]), [])
+        end = start + int(event["dur"] * 1000.0)
+        while ends and ends[-1] <= start:
+            ends.pop()
+        if ends and end > ends[-1]:
+            left_out.append(event)
+        else:
+            ends.append(end)
+    return left_out
+
+
+def test_no_slice_reaches_into_the_next(tmp_path: Path) -> None:
+    """Times of a real clock are no whole nanoseconds; a slice that overlaps another by one would not be shown."""
+    step, records = 0.000_012_345_6789, []
+    for n in range(1, 2000):
+        times = {"entered": 86_400.0 + (2 * n + n % 3 / 7) * step, "left": 86_400.0 + (2 * n + 1 + n % 2) * step}
+        records.append(replace(SUM, number=n, sequence=n, batch=n // 3, **times))
+    write(tmp_path, 1, [replace(record, entered=record.entered + step / 3) for record in records])
+    events = drawn_of(tmp_path, records)
+    assert len(slices(events, 0, "waiting")) == len(records)
+    assert overlapping(events) == []
+
+
 def test_a_file_that_was_cut_off_is_read_up_to_there(two_ranks: Path) -> None:
     with (two_ranks / "rank-1.records").open("a") as file:
         file.write('{"number": 2, "what": "ba')

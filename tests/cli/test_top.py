@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.cli import main
+from lockstep.cli.top import _Picture
 from lockstep.errors import LockstepError
 from lockstep.recorder import Call, Recorder, places
-from lockstep.recorder.layout import State
 from lockstep.watch import jobs, live
 from lockstep.watch.jobs import About
 
@@ -66,7 +67,8 @@ def test_one_job_is_shown_rank_by_rank(base: Path, capsys: pytest.CaptureFixture
     for rank in ranks:
         rank.note_batch(7, 1)
         rank.note_samples(640)
-    ranks[0].wait(enter(ranks[0], "all_reduce(float32[10], sum)", "train.py:3 in main\ndist.all_reduce(x)\x1b[31m"))
+    number = enter(ranks[0], "all_reduce(float32[10], sum)", "train.py:3 in main\ndist.all_reduce(x)\x1b[31m")
+    ranks[0].wait(number, time.monotonic())
     enter(ranks[1], "barrier()", "train.py:9 in main\ndist.barrier()")
     lines = shown(capsys)
     assert lines[0].startswith(f"run -np 2 train.py   PID {os.getpid()}, ")
@@ -88,8 +90,7 @@ def test_rates_are_those_of_the_last_seconds(base: Path, monkeypatch: pytest.Mon
     first = watched.look()[0]
     assert (first.state, round(first.samples_s or 0), first.waiting) == ("no heartbeat", 25, 0.0)
     rank.note_samples(50)
-    rank.wait(enter(rank, "barrier()", ""))
-    rank.reals[State().since] = clock.now
+    rank.wait(enter(rank, "barrier()", ""), clock.now)
     clock.now += 2
     second = watched.look()[0]
     assert (second.samples_s, second.seconds, second.waiting) == (25.0, 2.0, 1.0)
@@ -132,6 +133,22 @@ def test_several_jobs_are_listed_and_one_is_chosen(
         assert main(["top", "--once", word]) == 2
         told = capsys.readouterr().err
         assert f"job: expected the PID or the folder of a job that is running here ({os.getpid()}, {process})" in told
+
+
+def test_a_job_stays_on_the_screen_until_it_ends(base: Path, process: int) -> None:
+    def title() -> str:
+        return str(picture.draw().renderables[0]).split()[0]  # type: ignore[union-attr]
+
+    picture = _Picture(None)
+    first = make_job(base, "a", About("first.py", os.getpid(), 2, started=1.0))
+    assert title() == "first.py"
+    make_job(base, "b", About("second.py", process, 2, started=2.0))
+    assert title() == "first.py"
+    first.rename(first.with_name("attempt-1"))  # its ranks have been started afresh
+    assert title() == "first.py"
+    shutil.rmtree(first.parent)
+    assert picture.draw() is None
+    picture.close()
 
 
 def test_no_job(base: Path, capsys: pytest.CaptureFixture[str]) -> None:

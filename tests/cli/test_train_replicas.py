@@ -38,7 +38,7 @@ def test_two_devices_learn_what_one_learns(capsys: pytest.CaptureFixture[str]) -
     for name in ("train_loss", "test_loss"):
         assert left("two", "result.json")[name] == pytest.approx(left("one", "result.json")[name], rel=1e-4)
     assert main(["train", "--resume", "two", "--epochs", "2", "--quiet", "--strategy", "distributed"]) == 2
-    assert "devices: expected auto without the strategy replicas" in capsys.readouterr().err
+    assert "under another, --devices auto." in capsys.readouterr().err
     alone = ["--strategy", "distributed", "--devices", "auto", "--out", "on", "--workers", "1"]
     assert main(["train", "--resume", "two", "--epochs", "2", "--quiet", *alone]) == 0
     assert left("on", "result.json")["epochs"] == 2

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lockstep
 from lockstep.cli import main
+from lockstep.errors import ConfigError
+from lockstep.launchers import part
+from lockstep.launchers.choices import Choices
+from lockstep.launchers.options import Watch
+from lockstep.launchers.script import Script
+from lockstep.launchers.supervision import Supervision
+from lockstep.launchers.watching import Watching
 from lockstep.recorder import places
+from lockstep.watch import jobs
 from lockstep.watch import report as reports
 
 DEADLINE = 60.0
@@ -114,7 +124,7 @@ def test_an_error_that_all_ranks_have_is_told_once(tmp_path: Path) -> None:
     assert code == 1
     lines = told.splitlines()
     assert lines[1:4] == ["lockstep run: error: Ranks have parted.", "", "  rank  waiting  where"]
-    assert lines[-1] == "Written to out/report.json; `lockstep explain` shows it again."
+    assert lines[-1] == "Written to out/report.json; `lockstep explain out` shows it again."
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "rank-0.log",
         "rank-1.log",
@@ -142,6 +152,56 @@ def test_workers_find_where_to_record_and_nothing_stays(tmp_path: Path) -> None:
     }
     assert (about["workers"], about["first_rank"], about["cwd"]) == (2, 0, str(tmp_path))
     assert "program.py" in about["program"] and about["pid"] not in (0, os.getpid())
+
+
+def test_ranks_that_are_started_afresh_are_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "base", lambda: tmp_path / "base")
+    watching = Watching("run", Watch(), None, print)
+    for attempt in range(2):
+        watching.begin(attempt, 0, 2)
+    assert list(jobs.find_jobs()) == [watching.folder] == [tmp_path / "base" / "run" / "attempt-1"]
+    watching.close()
+    assert not list((tmp_path / "base").iterdir())
+
+
+def test_without_room_for_recordings_ranks_are_started_and_not_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_the_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(places, "base", lambda: tmp_path / "base")
+    told: list[str] = []
+    watching = Watching("run", Watch("strict"), None, told.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "describe", fill_the_disk)
+        watching.begin(0, 0, 2)
+    assert told == [f"lockstep: the ranks are not watched: {tmp_path}/base: No space left on device"]
+    assert watching.variables(0) == {"LOCKSTEP_WATCH": "off", "LOCKSTEP_WATCH_DIR": ""}
+    assert watching.report() is None and not watching.are_recorded([0, 1]) and not list((tmp_path / "base").iterdir())
+    watching.begin(1, 0, 2)
+    assert watching.variables(1)["LOCKSTEP_WATCH"] == "strict" and watching.folder is not None
+    watching.close()
+    assert not list((tmp_path / "base").iterdir())
+
+
+def test_ranks_that_are_stopped_are_not_waited_for_when_the_job_is_over() -> None:
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as stopped,
+        subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as other,
+    ):
+        os.kill(stopped.pid, signal.SIGSTOP)
+        os.waitpid(stopped.pid, os.WUNTRACED)
+        found = {0: stopped.pid, 1: other.pid}
+        folder = SimpleNamespace(
+            present=lambda ranks: {rank: found[rank] for rank in ranks}, read=lambda _: None, lost=lambda _: []
+        )
+        supervision = Supervision(folder, range(2), [], 100.0, 100.0)  # type: ignore[arg-type]
+        supervision.check()
+        assert not supervision.ended
+        supervision.check(is_over=True)
+        assert supervision.ended == {0} and stopped.wait(DEADLINE) == -signal.SIGKILL
 
 
 def test_a_launcher_that_is_killed_leaves_no_recordings(tmp_path: Path) -> None:
@@ -182,3 +242,9 @@ def test_the_error_of_a_launched_function_is_the_report() -> None:
 def test_options_that_do_not_fit(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *words, __file__]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_wrong_word_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_WATCH", "loud")
+    with pytest.raises(ConfigError, match="LOCKSTEP_WATCH: expected on, strict or off, got 'loud'"):
+        part.run_part(Script(__file__), Choices((__file__,)), 2, None, None)  # type: ignore[arg-type]

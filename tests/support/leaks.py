@@ -98,14 +98,12 @@ def descriptors() -> set[File]:
 
 
 def _children(known: Collection[int]) -> list[str]:
-    found: list[str] = []
-    if _is_childless():
-        return found
-    for child in psutil.Process().children(recursive=True):
-        if child.pid in known:
-            continue
-        with suppress(psutil.NoSuchProcess):
-            found.append(f"child process {child.pid} ({child.status()}): {_command(child)}")
+    found = []
+    for pid in _descendants(os.getpid()):
+        if pid not in known:
+            with suppress(psutil.NoSuchProcess):
+                child = psutil.Process(pid)
+                found.append(f"child process {pid} ({child.status()}): {_command(child)}")
     return found
 
 
@@ -116,15 +114,16 @@ def _command(process: psutil.Process) -> str:
         return str(process.name())
 
 
-def _is_childless() -> bool:
-    """Whether the kernel lists no child; much cheaper than looking at every process of the machine."""
-    empty = False
-    for path in Path("/proc/self/task").glob("*/children"):
+def _descendants(pid: int) -> list[int]:
+    """The children of a process, theirs, and so on; asked of the kernel where it has lists of them."""
+    lists = list(Path(f"/proc/{pid}/task").glob("*/children"))
+    if not lists and pid == os.getpid():
+        return [child.pid for child in psutil.Process().children(recursive=True)]  # looks at every process there is
+    found = []
+    for path in lists:
         with suppress(OSError):  # a thread that has ended meanwhile
-            if path.read_text().strip():
-                return False
-            empty = True
-    return empty
+            found += [int(word) for word in path.read_text().split()]
+    return [each for child in found for each in (child, *_descendants(child))]
 
 
 def _threads() -> list[str]:

@@ -17,17 +17,26 @@ from typing import Any
 import cloudpickle
 import psutil
 
+from lockstep.launchers.fork_server import start_fork_server
+
 from .outcome import Outcome
 from .worker import STACK_SIGNAL, Job, Release, serve
 
-__all__ = ["WorkerProcess"]
+__all__ = ["WorkerProcess", "start_server"]
 
-# Imported once, by the server from which all workers are forked.
-PRELOAD = ["torch", "torch.distributed", "numpy", "psutil", "cloudpickle", "pytest", "lockstep"]
+# Imported once, by the server from which all workers are forked. The first optimizer of a process imports the last,
+# which takes longer than all others but torch itself.
+PRELOAD = ["numpy", "psutil", "cloudpickle", "pytest", "lockstep.training.trainer", "torch._dynamo"]
 
 START_LIMIT = 100.0  # seconds for the first worker: importing torch from a cold disk
 TIDY_LIMIT = 10.0  # seconds to leave the process group
 STACK_LIMIT = 2.0  # seconds to wait for the stacks of a rank that hangs
+
+
+def start_server() -> None:
+    """Start multiprocessing's fork server, if there is none yet, with all that workers of tests need."""
+    with _one_thread():
+        start_fork_server(PRELOAD)
 
 
 @dataclass
@@ -45,8 +54,8 @@ class WorkerProcess:
     _read: dict[Path, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        start_server()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self.connection: Connection
         self.connection, far = context.Pipe()
         files = tempfile.mkdtemp(dir=self.folder)
@@ -54,8 +63,7 @@ class WorkerProcess:
         self.process: ForkServerProcess = context.Process(
             target=serve, args=(far, self.port, self.output, self.stacks), name="pool worker", daemon=True
         )
-        with _one_thread():
-            self.process.start()
+        self.process.start()
         far.close()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import random
 import signal
@@ -85,6 +86,7 @@ def serve(connection: Connection, port: int, output: Path, stacks: Path) -> None
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
+        gc.freeze()  # what is imported by now is no garbage, and each collection after a test would go through it
         connection.send("ready")
         with suppress(EOFError, KeyboardInterrupt, ConnectionError):
             while True:
@@ -178,5 +180,6 @@ def _with_exception(outcome: Outcome, error: BaseException) -> bytes:
 
 def _leave_group() -> None:
     if dist.is_initialized():
+        gc.collect()  # here, and not in one of Gloo's threads: what a test has left may hold its group
         with suppress(Exception):  # a group that has failed may also fail to end
             dist.destroy_process_group()

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .parser import Help
+from .run_folders import RUNS
 
 __all__ = ["add_to", "run_command"]
 
@@ -35,7 +36,6 @@ exit codes: 0; 2 for a file that is missing, damaged or no report
 """
 
 _REPORT = "report.json"
-_RUNS = Path("runs")
 
 
 def add_to(commands: Any, name: str) -> None:
@@ -75,8 +75,8 @@ def _find(name: str | None) -> Path:
 
 
 def _newest() -> Path:
-    found = list(_RUNS.glob(f"*/{_REPORT}"))
+    found = list(RUNS.glob(f"*/{_REPORT}"))
     if not found:
         hint = "Name one: lockstep explain FILE."
-        raise ConfigError("FILE", f"a report below {_RUNS}/", "none there", hint)
+        raise ConfigError("FILE", f"a report below {RUNS}/", "none there", hint)
     return max(found, key=lambda path: path.stat().st_mtime)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from .. import environment
 from ..errors import LockstepError, WorkerError
+from .run_folders import RUNS
 
 if TYPE_CHECKING:
     from ..watch.report import Report
@@ -38,10 +41,16 @@ def failure_text(stream: TextIO, error: LockstepError, lead: int) -> str:
         report = from_json(error.report_json)
     except ValueError:  # it has come from a machine with another version
         return str(error)
-    written = f"{error.report_path}; `lockstep explain` shows it again." if error.report_path else ""
+    written = f"{error.report_path}; `{_command_for(error.report_path)}` shows it again." if error.report_path else ""
     if isinstance(error, WorkerError) and error.kind not in JOINT_KINDS:
         where = f" on {error.host}" if error.host else ""
         others = f"\n({error.others})" if error.others else ""
         text = text_for(stream, report, written)
         return f"rank {error.rank}{where}: {error.kind}: {error.reason}{others}\n\n{text}"
     return text_for(stream, report, written, lead)
+
+
+def _command_for(report: str) -> str:
+    """What shows the file `report` of a run that has just ended."""
+    folder = Path(report).parent
+    return "lockstep explain" + (f" {shlex.quote(str(folder))}" if folder.parent != RUNS else "")

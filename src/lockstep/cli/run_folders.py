@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-__all__ = ["choose_folder", "find_checkpoint"]
+__all__ = ["RUNS", "choose_folder", "find_checkpoint"]
 
-_RUNS = Path("runs")
+RUNS = Path("runs")
 
 
 def find_checkpoint(resume: str, out: str | None) -> tuple[Path, Path | None]:
@@ -41,7 +41,7 @@ def find_checkpoint(resume: str, out: str | None) -> tuple[Path, Path | None]:
 
 
 def _latest_run() -> Path:
-    runs = [path.parent.parent for path in _RUNS.glob("*/checkpoints/step-*")]
+    runs = [path.parent.parent for path in RUNS.glob("*/checkpoints/step-*")]
     if not runs:
         raise ConfigError(
             "resume", "an earlier run with a checkpoint in runs/", "a folder without one", "Name it: --resume DIR."
@@ -87,4 +87,4 @@ def _same(one: Path, other: Path) -> bool:
 def _new_folder(name: str) -> Path:
     """A folder that does not exist: by time, name, and a mark that runs begun in the same second do not share."""
     tidy = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)[:100]
-    return _RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-{tidy}-{secrets.token_hex(2)}"
+    return RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-{tidy}-{secrets.token_hex(2)}"

@@ -43,6 +43,7 @@ Rates are those of the last ten seconds, with --once those since the start.
 exit codes: 0; 2 where there is no such job
 """
 
+_NOTHING = "Nothing is recorded yet. Ranks are from their first process group on; one that is alone in its job is not."
 _BAD = ("stopped", "no heartbeat", "gone", "raised")
 
 
@@ -92,17 +93,20 @@ def _interval(text: str) -> float:
 
 
 def _chosen(found: dict[Path, About], wanted: str | None) -> dict[Path, About]:
-    if wanted is None:
-        return found
-    if wanted.isdecimal():
-        chosen = {folder: about for folder, about in found.items() if int(wanted) in (about.pid, *_pids(folder))}
-    else:
-        path = Path(wanted).expanduser().resolve()
-        chosen = {folder: about for folder, about in found.items() if path in _folders(folder, about)}
-    if not chosen:
+    chosen = _matching(found, wanted)
+    if not chosen and wanted is not None:
         there = ", ".join(str(about.pid) for about in found.values()) or "none"
         raise ConfigError("job", f"the PID or the folder of a job that is running here ({there})", wanted)
     return chosen
+
+
+def _matching(found: dict[Path, About], wanted: str | None) -> dict[Path, About]:
+    if wanted is None:
+        return found
+    if wanted.isdecimal():
+        return {folder: about for folder, about in found.items() if int(wanted) in (about.pid, *_pids(folder))}
+    path = Path(wanted).expanduser().resolve()
+    return {folder: about for folder, about in found.items() if path in _folders(folder, about)}
 
 
 def _folders(folder: Path, about: About) -> list[Path]:
@@ -135,15 +139,17 @@ class _Picture:
         from ..watch.live import Live
 
         there = find_jobs()
-        if any(folder not in there for folder in self._live):
+        if self._live and not _matching(there, self._wanted):
             return None
         found = _chosen(there, self._wanted)
         if len(found) != 1:
-            self.close()
             return _jobs(found)
         [(folder, about)] = found.items()
-        live = self._live.setdefault(folder, Live(folder))
-        return _job(live.look(), about)
+        if folder not in self._live:  # the ranks of a job that are started afresh have another one
+            self.close()
+            self._live[folder] = Live(folder)
+        self._wanted = str(about.pid)  # it stays on the screen when another job starts
+        return _job(self._live[folder].look(), about)
 
     def close(self) -> None:
         """Let go of the recordings."""
@@ -195,7 +201,7 @@ def _job(ranks: Sequence[RankNow], about: About) -> RenderableType:
     head = Text(plain(about.program), "bold")
     head.append(f"   PID {about.pid}, {_duration(time.time() - about.started)}", "dim")
     if not ranks:
-        return Group(head, Text("No rank has called a collective yet."))
+        return Group(head, Text(_NOTHING))
     away = ranks[0].world_size - len(ranks)
     if away > 0:
         head.append(f", {len(ranks)} of {ranks[0].world_size} ranks are on this machine", "dim")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,5 +69,7 @@ def _not_packable(name: str, value: object, error: Exception) -> ConfigError:
 def call(path: Path) -> bytes | None:
     """Do the call packed in the file `path`, as a worker; rank 0 returns its value, packed, unless that is None."""
     fn, args, kwargs = unpack(path.read_bytes())
+    # the function chooses its own way to start processes: what it defines cannot be found by name in a new interpreter
+    multiprocessing.set_start_method(None, force=True)
     value = fn(*args, **kwargs)
     return pack(value) if value is not None and environment.find_world().is_first else None

@@ -15,6 +15,7 @@ from torch.distributed.elastic.agent.server.api import RunResult
 from .. import environment
 from ..errors import LockstepError
 from . import agent, worker
+from .failure import Failure
 from .folder import Folder, time_file
 from .interruption import collected_signals
 from .meeting import Meeting
@@ -32,6 +33,9 @@ POLL_SECONDS = 0.2
 
 WORDS_SECONDS = 4.0
 """Seconds that workers have to find out that one of their group has ended, and to say so; they need one or two."""
+
+ALONE_SECONDS = 1.0
+"""Seconds in which workers find out by themselves that those of another node have failed, but for those that died."""
 
 
 def _print(text: str) -> None:
@@ -69,7 +73,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.watching = Watching(self.folder.name, self.options.watch, self.options.debug_rank, self.tell)
-        self._words_due = 0.0
+        self._words_due = self._told_due = 0.0
 
     def begin(self, attempt: int, first_rank: int) -> None:
         """Make ready for the workers that the agent is about to start."""
@@ -96,6 +100,15 @@ class Job:
             return True
         self.watch.end(rank for rank in silent if states.get(first + rank) == "frozen")  # it does not hear anything
         return False
+
+    def pass_on_failure(self) -> None:
+        """Tell this node's workers, once, how those of another have failed: nobody there may be left to say it."""
+        self._told_due = self._told_due or time.monotonic() + ALONE_SECONDS
+        if time.monotonic() >= self._told_due:
+            self._told_due = float("inf")
+            failure = Failure.first(self.meeting.heard())
+            if failure is not None:
+                self.watching.take(failure)
 
     def ending(self, codes: dict[int, int]) -> Ending:
         """What is known of the last attempt; `codes` are exit codes by local rank."""
@@ -133,12 +146,18 @@ def run(task: Callable[[], object], job: Job) -> dict[int, Any]:
         finally:
             sweep(run_id, spare_children=True)
             job.watching.close()
-    if job.why and not job.signals:
-        raise LockstepError(f"the run was ended: {job.why}")  # the workers have been ended because of that
-    conclude(ending)
+    _conclude(ending, "" if job.signals else job.why)
     if isinstance(result, Exception):
         raise LockstepError(f"the workers could not be run: {type(result).__name__}: {result}") from result
     return result.return_values
+
+
+def _conclude(ending: Ending, why: str) -> None:
+    """Raise what has gone wrong here, or the reason `why` for which the workers have been ended, if there is one."""
+    if not why or ending.joint is not None:  # all nodes' report may be known on this one alone
+        conclude(ending)
+    if why:
+        raise LockstepError(f"the run was ended: {why}")
 
 
 def _agent_for(task: Callable[[], object], setup: worker.Setup, job: Job) -> agent.Agent:
@@ -175,6 +194,8 @@ def _look(elastic: agent.Agent, job: Job) -> None:
         job.is_over, job.why = True, "" if first_failure(job.ending({})) else why
     if job.signals or job.is_over:
         elastic.make_last()
+    if job.is_over and not job.signals:
+        job.pass_on_failure()
     if job.signals and not job.has_noted:
         job.has_noted = True
         job.meeting.note_interruption(job.signals[0])

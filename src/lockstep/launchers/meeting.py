@@ -156,6 +156,10 @@ class Meeting(RendezvousHandler):
         keys = [f"failure/{node}" for node in range(self.nodes)]
         return [Failure(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
 
+    def heard(self) -> list[Failure]:
+        """The failures of other nodes because of which the job cannot go on; asks nobody."""
+        return [Failure(**json.loads(text)) for text in (self._pulse.failures if self._pulse is not None else ())]
+
     def wait_for(self, keys: Sequence[str], seconds: float) -> bool:
         """Wait until all `keys` are in the store and say whether they are; a signal can interrupt it."""
         deadline = time.monotonic() + seconds

@@ -85,7 +85,8 @@ def first_failure(ending: Ending) -> WorkerError | None:
     """The failure that came first, or None where no worker failed.
 
     A report without dead peers comes before any other, the earliest first; then a death without a report; then a
-    failure after a peer's death. The last resort is a worker that says what the joint report says.
+    failure after a peer's death. The last resort is a worker that says what the joint report says, or was ended by its
+    watcher before it could.
     """
     failures = ending.failures
     causes = [report for report in failures if not report.after and not report.is_joint]
@@ -96,17 +97,19 @@ def first_failure(ending: Ending) -> WorkerError | None:
         error = _silent(ending.first_rank + silent[0], (ending.codes or {}).get(silent[0], 0))
         error.time = ending.lost_at
         return error
-    if failures and failures[0].is_joint and ending.joint is not None:
-        return _blamed(ending.joint, failures, ending)
+    forced = [rank for rank, code in (ending.codes or {}).items() if code == FORCED]
+    if ending.joint is not None and (failures[0].is_joint if failures else forced):
+        return _blamed(ending.joint, failures, ending, forced)
     return _reported(failures[0], ending) if failures else None
 
 
 def _silent_ranks(ending: Ending) -> list[int]:
     """The local ranks that have died without a word, those first that are known to have done so first."""
-    codes = {rank: code for rank, code in (ending.codes or {}).items() if code != FORCED}
     told = {report.rank for report in ending.reports}
-    seen = [rank for rank in codes if rank not in told]
-    lost = [rank for rank in ending.lost if rank not in told and (ending.codes or {}).get(rank) != FORCED]
+    if ending.joint is not None:
+        told |= {rank for rank, code in (ending.codes or {}).items() if code == FORCED}
+    seen = [rank for rank in ending.codes or {} if rank not in told]
+    lost = [rank for rank in ending.lost if rank not in told]
     if ending.joint is not None:  # the others were alive when it was made, and have been ended after that
         dead = [row.rank - ending.first_rank for row in ending.joint.ranks if row.state in ("died", "lost")]
         lost = [rank for rank in lost if rank in dead or rank in seen]
@@ -115,15 +118,20 @@ def _silent_ranks(ending: Ending) -> list[int]:
     return sorted(silent, key=lambda rank: ending.first_rank + rank not in culprits)
 
 
-def _blamed(joint: JointReport, failures: Sequence[Report], ending: Ending) -> WorkerError:
-    """The failure of the rank that the joint report blames, or else of the first that raised it."""
+def _blamed(joint: JointReport, failures: Sequence[Report], ending: Ending, forced: Sequence[int]) -> WorkerError:
+    """The failure of the rank that the joint report blames, or else of the first that raised it, or was ended by it."""
     own_ranks = range(ending.first_rank, ending.first_rank + ending.workers)
     for row in joint.ranks:
         if row.rank in joint.culprits and row.rank in own_ranks and row.state == "raised":  # and waits for its threads
             kind, _, reason = row.note.partition(": ")
             return WorkerError(row.rank, kind or "exit", reason, row.words)
     own = [report for report in failures if ending.first_rank + report.rank in joint.culprits]
-    return _reported((own or failures)[0], ending)
+    if failures:
+        return _reported((own or failures)[0], ending)
+    kind = {"lost": "RankLostError", "stall": "StallError"}.get(joint.kind, "DesyncError")
+    error = WorkerError(ending.first_rank + forced[0], kind, joint.sentence)
+    error.in_collective = True
+    return error
 
 
 def with_last_words(joint: JointReport, ending: Ending) -> JointReport:

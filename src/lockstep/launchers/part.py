@@ -34,11 +34,10 @@ def run_part(script: Script, choices: Choices, workers: int, screen: Screen, mee
     """Run this machine's workers."""
     from . import program
 
-    threads = _threads(choices, workers)
+    threads, watch = _threads(choices, workers), _watch(choices)
     if not choices.quiet:
         screen.tell(_greeting(workers, threads, choices))
     method, debug_rank = choices.start_method, choices.debug_rank
-    watch = _watch(choices)
     options = Options(workers, threads, choices.grace, PATIENCE, choices.restarts, method, debug_rank, watch)
     folder = Path(choices.output_dir) if choices.output_dir is not None else None
     alone = workers == 1 and meeting.nodes == 1 and folder is None
@@ -46,6 +45,7 @@ def run_part(script: Script, choices: Choices, workers: int, screen: Screen, mee
 
 
 def _watch(choices: Choices) -> Watch:
+    environment.watch_mode()  # a wrong word is to be said before anything is started
     mode = "off" if choices.no_watch else "strict" if choices.strict else None
     timeline = None if choices.timeline is None else str(Path(choices.timeline).absolute())
     folder = "" if choices.output_dir is None else str(Path(choices.output_dir).absolute())

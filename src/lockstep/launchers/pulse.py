@@ -32,12 +32,14 @@ class Pulse:
         round: how many times some node has started its workers afresh.
         is_cut: whether the store can no longer be reached.
         interruption: what a node has said of a signal that it was sent, "" where none has.
+        failures: what nodes had announced of their workers' failures when that was first heard of.
     """
 
     def __init__(self, address: str, port: int, node: int, nodes: int) -> None:
         self.round = 0
         self.is_cut = False
         self.interruption = ""
+        self.failures: list[str] = []
         self._why = ""
         self._answered = time.monotonic()
         self._address, self._port, self._node, self._nodes = address, port, node, nodes
@@ -76,6 +78,8 @@ class Pulse:
         if not self.interruption and self._store.check(["interruption"]):
             self.interruption = self._store.get("interruption").decode()
         if int(self._store.add("failures", 0)):
+            keys = [f"failure/{node}" for node in range(self._nodes)]
+            self.failures = [self._store.get(key).decode() for key in keys if self._store.check([key])]
             return "another host's workers have failed"
         others = [node for node in range(self._nodes) if node != self._node] if self._node == 0 else []
         silent = [self._name(node) for node in others if self._is_silent(node)]

@@ -213,7 +213,7 @@ def _fail(report: Report, setup: Setup) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if report.after and not report.is_joint:
             time.sleep(FOLLOW_SECONDS)
-        else:
+        elif not report.is_joint:  # the launcher knows whose words are still to come
             _await_others(setup)
     raise SystemExit(report.exit_code) from None
 
