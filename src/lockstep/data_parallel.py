@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .data.nested import map_tensors
+from .errors import ConfigError
 from .replicas.devices import Device, all_devices, as_devices
 from .replicas.engine import Engine
 from .replicas.spread import leaves, scatter
@@ -45,7 +46,7 @@ class DataParallel(nn.Module):
         loss: (output, target) → the mean over the samples, or one loss for each, or (sum, count).
 
     Raises:
-        ConfigError: for devices that are not there.
+        ConfigError: for devices that are not there, or said twice.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class DataParallel(nn.Module):
         loss: LossFn | None = None,
     ) -> None:
         super().__init__()
+        if devices is not None and device_ids is not None:
+            raise ConfigError("device_ids", "no other name of devices beside it", list(device_ids))
         chosen = devices if devices is not None else device_ids
         self.devices = all_devices() if chosen is None else as_devices(chosen)
         self.module, self.dim = module.to(self.devices[0]), dim

@@ -35,7 +35,8 @@ def hybridize(model: nn.Module, **options: Any) -> nn.Module:
 
     The first call of each kind of input takes seconds to minutes, while `torch.compile` makes a program of the model.
     What cannot become one program is compiled in parts, and what cannot be compiled at all runs as before; a warning
-    then says why, once. Small models may run slower than before: measure.
+    then says why, once. Small models may run slower than before: measure. Hooks are to be registered before that call;
+    later ones may not be run.
 
     Args:
         model: any module.
@@ -43,11 +44,13 @@ def hybridize(model: nn.Module, **options: Any) -> nn.Module:
 
     Returns:
         `model`.
+
+    Raises:
+        ConfigError: for what is no module.
     """
-
-    def as_before(*args: Any, **kwargs: Any) -> Any:  # torch compiles no function that is its own
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
+    if not isinstance(model, nn.Module):
+        raise ConfigError("model", "a module", type(model).__name__)
+    as_before = _uncompiled(model)
     fullgraph = bool(options.pop("fullgraph", True))
     ways: list[tuple[Callable[..., Any], str]] = (
         [(torch.compile(as_before, fullgraph=True, **options), "as one program")] if fullgraph else []
@@ -74,6 +77,18 @@ def hybridize(model: nn.Module, **options: Any) -> nn.Module:
 
     model._compiled_call_impl = call
     return model
+
+
+def _uncompiled(model: nn.Module) -> Callable[..., Any]:
+    """The call of `model` as torch has it, in a function of its own."""
+
+    def as_before(*args: Any, **kwargs: Any) -> Any:  # torch compiles no function that is its own
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # Torch keeps programs by their code, eight for each: models that shared it would use up each other's share, and run
+    # each other's programs, without hooks of their own.
+    as_before.__code__ = as_before.__code__.replace(co_name=f"as_before_{id(model)}")
+    return as_before
 
 
 def _is_the_compilers(error: BaseException) -> bool:
@@ -112,15 +127,19 @@ def export(
         The files that were written.
 
     Raises:
-        ConfigError: when the model cannot be traced, or cannot be written as ONNX, or the extra is missing.
+        ConfigError: when the model cannot be traced, or cannot be written as ONNX, or the extra is missing, or nothing
+            can be written to `path`.
         LockstepError: when a saved program gives other outputs than the model; nothing is written then.
     """
+    _check_path(Path(path))
     missing = [name for name in _ONNX if importlib.util.find_spec(name) is None]
     if onnx and missing:
         raise ConfigError("onnx", f"{', '.join(missing)} installed", "not", "pip install 'lockstep-train[onnx]'.")
     args = example if isinstance(example, tuple) else (example,)
     args = map_tensors(lambda tensor: tensor.detach().cpu(), args)
-    copied: nn.Module = replicate(getattr(model, "module", model), ["cpu"])[0].eval()
+    # What spreads a model over devices, torch's or Lockstep's own, holds it as `module`; others may hold a part there.
+    whole = model.module if hasattr(model, "device_ids") else model
+    copied: nn.Module = replicate(whole, ["cpu"])[0].eval()
     if dynamic_shapes is None:
         named = inspect.signature(copied.forward).bind(*args).arguments  # as torch.export names them
         dynamic_shapes = tree_map(_free_first, dict(named))
@@ -138,6 +157,13 @@ def export(
     for file, data in files.items():
         write_bytes(file, data)
     return list(files)
+
+
+def _check_path(path: Path) -> None:
+    if path.suffix == ".onnx":
+        raise ConfigError("path", "another suffix, such as .pt2", str(path), "ONNX goes beside the file that it names.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError("path", "a file in a folder that is there", str(path), "Make the folder first.")
 
 
 def _free_first(argument: Any) -> Mapping[int, Any] | None:
@@ -209,7 +235,7 @@ def _cause(error: BaseException) -> str:
 
 def _check_same(kind: str, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     try:
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, expected, equal_nan=True)
     except AssertionError as error:
         raise LockstepError(
             f"export: expected the {kind} program to give the model's outputs on the example, got others: "

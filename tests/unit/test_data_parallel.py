@@ -70,6 +70,29 @@ def test_outputs_come_back_in_order_with_their_graph() -> None:
     torch.testing.assert_close(gradients(model), gradients(alone))
 
 
+class Twice(nn.Module):
+    """Two outputs of one linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = make_model()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.layer(x)
+        return y, y.exp()
+
+
+@pytest.mark.parametrize("samples", [17, 1])
+def test_outputs_may_be_changed_in_place(samples: int) -> None:
+    images, _ = data(samples)
+    alone, model = Twice(), Twice()
+    for net in (alone, DataParallel(model, TWO)):
+        first, second = net(images)
+        first.mul_(2)
+        (first + second).sum().backward()
+    torch.testing.assert_close(gradients(model), gradients(alone))
+
+
 def test_steps_repeat_to_the_bit_in_threads_and_without() -> None:
     def run(threads: bool) -> list[torch.Tensor]:
         model = make_model()
@@ -154,6 +177,66 @@ def test_replicas_in_other_memory_follow_the_model(monkeypatch: pytest.MonkeyPat
     parallel(images)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Settings:
+    scale = 1.0
+
+
+class Attributes(nn.Module):
+    """Computes with attributes that are no parameters, buffers, layers or plain values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.mask, self.function, self.powers, self.settings = torch.ones(2), torch.relu, [1], Settings()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.function(x * self.weight * self.mask) ** self.powers[0] * self.settings.scale
+        return found
+
+
+def change_function(model: Any) -> None:
+    model.function = torch.sin
+
+
+def change_mask(model: Any) -> None:
+    model.mask = torch.zeros(2)
+
+
+def change_mask_in_place(model: Any) -> None:
+    model.mask.mul_(2)
+
+
+def change_powers(model: Any) -> None:
+    model.powers[0] = 2
+
+
+def change_settings(model: Any) -> None:
+    model.settings.scale = 3.0
+
+
+def change_forward(model: Any) -> None:
+    model.forward = torch.neg
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change_function, change_mask, change_mask_in_place, change_powers, change_settings, change_forward],
+    ids=lambda change: change.__name__,
+)
+def test_other_attributes_are_followed(change: Any) -> None:
+    model = Attributes()
+    parallel = DataParallel(model, TWO)
+    images = torch.rand(3, 2) + 0.1
+    parallel(images)
+    replicas = parallel._engine._mirrors._copies
+    parallel(images)
+    assert parallel._engine._mirrors._copies is replicas
+    before = model(images)
+    change(model)
+    assert not model(images).equal(before)
+    torch.testing.assert_close(parallel(images), model(images))
 
 
 class Odd(nn.Module):
@@ -429,6 +512,8 @@ def test_old_scripts() -> None:
     assert parallel.output_device == torch.device("cpu")
     assert parallel.device_ids == [torch.device("cpu")] * 2
     assert DataParallel(model, device_ids=TWO).devices == parallel.devices
+    with pytest.raises(ConfigError, match="device_ids: expected"):
+        DataParallel(model, TWO, device_ids=TWO)
     if not torch.accelerator.is_available():
         assert DataParallel(model).devices == [torch.device("cpu")]
     wide = nn.Identity()

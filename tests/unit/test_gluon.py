@@ -338,3 +338,29 @@ def test_arrays_have_sizes_and_types_as_in_mxnet() -> None:
     assert right.copyto(cpu()).asscalar() == 1
     with pytest.raises(ConfigError, match="max or avg, got 'sum'"):
         nd.Pooling(array, kernel=2, pool_type="sum")
+
+
+def test_layers_have_their_parameters_and_arrays_say_where_they_are() -> None:
+    net = nn.Sequential()
+    net.add(nn.Conv2D(2, 3), nn.Dense(2, use_bias=False))
+    net.initialize(ctx=CTX)
+    net(nd.ones((1, 1, 4, 4)))
+    assert net[0].weight.data(cpu(1)).shape == (2, 1, 3, 3)
+    assert net[0].bias.grad(cpu(1)).tolist() == [0, 0]
+    net[1].weight.set_data(nd.zeros((2, 8)))
+    assert net.collect_params()["1.layer.weight"].data(cpu(1)).eq(0).all()
+    with pytest.raises(AttributeError, match="bias"):
+        _ = net[1].bias
+    assert repr(nd.ones((1, 2), ctx=cpu(1))) == "NDArray([[1., 1.]]) @cpu(1)"
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_step_needs_samples(size: int) -> None:
+    net = nn.Dense(1, in_units=1)
+    net.initialize(ctx=cpu())
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    with autograd.record():
+        loss = net(nd.ones((1, 1)))
+    loss.backward()
+    with pytest.raises(ConfigError, match="batch_size: expected at least one sample"):
+        trainer.step(size)

@@ -52,6 +52,22 @@ def test_the_model_stays_the_same_object_with_the_same_results() -> None:
     torch.testing.assert_close(copy.deepcopy(model)(x), expected)
 
 
+def test_models_have_programs_of_their_own() -> None:
+    x, calls = torch.randn(4, 3), []
+    for number in range(10):  # more than the programs that torch keeps of one piece of code
+        model = lockstep.hybridize(nn.Sequential(*(nn.Tanh() for _ in range(number % 9 + 1))), backend="eager")
+        model.register_forward_hook(lambda *_, number=number: calls.append(number))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.testing.assert_close(model(x), nn.Sequential.forward(model, x))
+    assert calls == list(range(10))
+
+
+def test_only_modules_are_compiled() -> None:
+    with pytest.raises(ConfigError, match="model: expected a module, got 'function'"):
+        lockstep.hybridize(lambda x: x)  # type: ignore[arg-type]
+
+
 def test_what_is_no_single_program_is_compiled_in_parts() -> None:
     model = lockstep.hybridize(Branching(), backend="eager")
     x = torch.randn(4, 3)
@@ -109,6 +125,35 @@ def test_a_model_on_several_devices_is_saved_as_one(tmp_path: Path) -> None:
     lockstep.export(model, (torch.randn(4, 3),), tmp_path / "model.pt2", onnx=False)
     x = torch.randn(2, 3)
     torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(x), model.module(x))
+
+
+class Doubling(nn.Module):
+    """Has an attribute of the name that wrappers give the model within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.module(x) * 2
+        return found / (x[:, :1] != 0)  # infinite where x is zero, and not a number where both are
+
+
+def test_a_model_with_an_inner_module_is_saved_whole(tmp_path: Path) -> None:
+    model, x = Doubling(), torch.zeros(2, 3)
+    with torch.no_grad():
+        model.module.bias[0] = 0
+    lockstep.export(model, x, tmp_path / "model.pt2", onnx=False)
+    found = torch.export.load(tmp_path / "model.pt2").module()(x)
+    assert found.isnan().any()
+    torch.testing.assert_close(found, model(x), equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "said"), [("model.onnx", "another suffix"), ("none/model.pt2", "a folder that is")])
+def test_paths_that_cannot_be_written(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"path: expected .*{said}"):
+        lockstep.export(nn.Linear(3, 2), torch.randn(4, 3), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_cannot_be_traced(tmp_path: Path) -> None:

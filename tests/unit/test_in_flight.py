@@ -245,6 +245,12 @@ def test_requests_in_their_order_with_their_results() -> None:
     assert lockstep.wait_all([]) == []
 
 
+@pytest.mark.parametrize("requests", [3, [None], "ab", Request.ended(0)])
+def test_what_is_no_list_of_requests(requests: Any) -> None:
+    with pytest.raises(ConfigError, match="requests: expected a list of what verbs with async_op=True return, got"):
+        lockstep.wait_all(requests)
+
+
 def test_without_requests_all_that_are_held_in_the_order_in_which_they_began() -> None:
     order: list[str] = []
     made = {name: Request([Work(name, order)], lambda: 1) for name in "abcd"}

@@ -58,6 +58,25 @@ class Encoding(UserDict[str, Any]):
     words = 7
 
 
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """Like what models of Transformers and Diffusers return: items are fields as well, and there is no update()."""
+
+    x: Any = None
+    loss: Any = None
+
+    def __post_init__(self) -> None:
+        if self.x is not None:
+            self["x"] = self.x
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+
 def made(size: int) -> Made:
     return Made(size)
 
@@ -79,6 +98,8 @@ def encoding() -> Encoding:
         (defaultdict(list, x=X), lambda t: t["x"]),
         (encoding(), lambda t: t["x"]),
         (ReadOnly({"x": X}), lambda t: t["x"]),
+        (Output(X), lambda t: t["x"]),
+        (Output(X), lambda t: t.x),
         (Named(X, "a"), lambda t: t.x),
         (Frozen(X), lambda t: t.x),
         (made(6), lambda t: t.x),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -50,8 +52,10 @@ def test_broadcast_copies_the_first() -> None:
         ([torch.ones(2), torch.ones(2).double()], "one shape, dtype"),
         ([torch.ones(2).to_sparse(), torch.ones(2).to_sparse()], "dense"),
         ([torch.ones(2)] * 2, "the same tensor twice"),
+        (torch.ones(2, 3), "a list with a tensor for each device, got 'Tensor'"),
+        ([torch.ones(2), 1], "a list with a tensor for each device, got 'list'"),
     ],
 )
-def test_tensors_that_cannot_be_summed(tensors: list[torch.Tensor], said: str) -> None:
+def test_tensors_that_cannot_be_summed(tensors: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         allreduce_(tensors)

@@ -87,6 +87,17 @@ def test_a_child_process_is_left(after: ExitStack) -> None:
     assert left.startswith(f"child process {child.pid} (")
 
 
+def test_a_grandchild_is_left(after: ExitStack) -> None:
+    before = watch()
+    child = after.enter_context(subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE))
+    after.callback(child.kill)
+    assert child.stdout is not None
+    grandchild = int(child.stdout.readline())
+    after.callback(os.kill, grandchild, signal.SIGKILL)
+    left = [line for line in before.finish(linger=0) if line.startswith("child process")]
+    assert sorted(int(line.split()[2]) for line in left) == sorted([child.pid, grandchild])
+
+
 def test_a_zombie_is_left(after: ExitStack) -> None:
     before = watch()
     child = subprocess.Popen(["true"])

@@ -10,6 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar, overload
 
 import torch
 
+from ..errors import ConfigError
+
 __all__ = ["Request", "Watched", "outstanding", "wait_all"]
 
 T = TypeVar("T")
@@ -116,15 +118,27 @@ def wait_all(requests: Iterable[Request[T]] | None = None) -> list[T] | None:
 
     Returns:
         The results of the requests, in their order; without requests None.
+
+    Raises:
+        ConfigError: for what is no list of requests.
     """
     if requests is not None:
-        return [request.wait() for request in requests]
+        return [request.wait() for request in _checked(requests)]
     for age in sorted(_OUTSTANDING.keys()):
         waitable = _OUTSTANDING.get(age)
         if waitable is not None:
             waitable.wait()
     _synchronize()
     return None
+
+
+def _checked(requests: Iterable[Request[T]]) -> list[Request[T]]:
+    found = list(requests) if isinstance(requests, Iterable) else [requests]
+    others = [type(request).__name__ for request in found if not hasattr(request, "wait")]
+    if others or not isinstance(requests, Iterable):
+        got = others[0] if others else type(requests).__name__
+        raise ConfigError("requests", "a list of what verbs with async_op=True return", got)
+    return found
 
 
 def _synchronize() -> None:

@@ -39,8 +39,10 @@ def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
     if isinstance(tree, (dict, UserDict)):
         # Copies of these have items of their own, and whatever else the type holds, such as a defaultdict's factory.
+        # One by one: where items are fields as well, as in what models of Transformers return, setting one sets both.
         new = copy.copy(tree)
-        new.update(items)
+        for key, value in items.items():
+            new[key] = value
         return new
     return type(tree)(items)  # type: ignore[call-arg]
 

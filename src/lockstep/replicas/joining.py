@@ -184,7 +184,8 @@ class Join(torch.autograd.Function):
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         joined = [column.joined() for column in plan.columns]
-        joined = [tensor.view_as(tensor) for tensor in joined]
+        # Another tensor object, which may come to this function's graph; no view, so that it can be changed in place.
+        joined = [tensor.detach() for tensor in joined]
         without = [tensor for tensor, column in zip(joined, plan.columns, strict=True) if not column.wants_gradient]
         ctx.mark_non_differentiable(*without)
         return tuple(joined)

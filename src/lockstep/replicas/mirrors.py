@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ __all__ = ["Mirrors"]
 
 # Attributes of these types are settings, such as a dropout's share, and may be changed between steps.
 _PLAIN = (bool, int, float, str, type(None))
+# What torch keeps in every layer; hooks are those of the model.
+_TORCHS = frozenset(vars(nn.Module()))
 
 
 class Mirrors:
@@ -53,10 +55,11 @@ class Mirrors:
 
     def _is_another(self) -> bool:
         """Whether the model is made of other things than at the last call, or they lie elsewhere."""
-        made_of: list[object] = [
-            part for layer in self.module.modules() for part in (layer, *layer._parameters.values())
-        ]
+        layers = list(self.module.modules())
+        others = [part for layer in layers for part in _others(layer)]
+        made_of = [part for layer in layers for part in (layer, *layer._parameters.values())] + others
         lies_at: list[object] = [(p.device, p.dtype, _address(p)) for p in self.module.parameters()]
+        lies_at += [part._version for part in others if type(part) is torch.Tensor and not part.is_inference()]
         same = len(made_of) == len(self._made_of) and all(map(operator.is_, made_of, self._made_of))
         same = same and lies_at == self._lies_at
         self._made_of, self._lies_at = made_of, lies_at
@@ -142,6 +145,25 @@ def _average(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.
 def _address(parameter: nn.Parameter) -> int:
     """0 where there is no memory yet: what uses the parameter says so better."""
     return 0 if is_lazy(parameter) else parameter.data_ptr()
+
+
+def _others(layer: nn.Module) -> Iterator[object]:
+    """A layer's attributes that are neither plain values nor torch's own, such as a mask, and what they hold.
+
+    That is the content of lists, mappings and objects with attributes, which may be changed in place.
+    """
+    for name, value in vars(layer).items():
+        if name not in _TORCHS and type(value) not in _PLAIN:
+            yield value
+            yield from _content(value)
+
+
+def _content(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, set)):
+        return value
+    return () if isinstance(value, (nn.Module, torch.Tensor, type)) else getattr(value, "__dict__", {}).values()
 
 
 def _settings(layer: nn.Module) -> dict[str, object]:

@@ -82,6 +82,8 @@ def _sum_part(flat: Sequence[torch.Tensor], part: int, receivers: range) -> None
 
 
 def _check(tensors: Sequence[torch.Tensor]) -> None:
+    if not isinstance(tensors, Sequence) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise ConfigError("tensors", "a list with a tensor for each device", type(tensors).__name__)
     if not tensors:
         raise ConfigError("tensors", "a tensor for each device", "none")
     kinds = {(tuple(tensor.shape), tensor.dtype, tensor.layout) for tensor in tensors}

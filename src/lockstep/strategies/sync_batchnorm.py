@@ -80,6 +80,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise `input`, (n, c, …)."""
+        self._check_input_dim(input)
         if not self.training:
             return F.batch_norm(
                 input,

@@ -195,7 +195,8 @@ def check_together(options: TrainOptions) -> None:
     if options.strategy == "replicas":
         _check_with_replicas(options)
     elif options.devices != "auto":
-        raise ConfigError("devices", "auto without the strategy replicas", options.devices)
+        hint = "Pass --strategy replicas; or, to go on with a run of that strategy under another, --devices auto."
+        raise ConfigError("devices", "auto without the strategy replicas", options.devices, hint)
     if options.shards is None:
         if options.threads is not None:
             raise ConfigError("threads", "none without shards", options.threads)
