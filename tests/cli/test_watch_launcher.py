@@ -104,7 +104,7 @@ def test_last_words_are_waited_for_and_the_report_is_shown_once(
     assert capsys.readouterr().out.splitlines() == lines[4:-3]
 
 
-def test_a_mere_exception_is_shown_and_not_kept(tmp_path: Path) -> None:
+def test_an_exception_is_shown_and_kept(tmp_path: Path) -> None:
     body = """
     if rank == 1:
         row = RankRow(1, "raised", "ValueError: x")
@@ -115,8 +115,10 @@ def test_a_mere_exception_is_shown_and_not_kept(tmp_path: Path) -> None:
     code, _, told = run(tmp_path, body)
     assert code == 1
     assert "\nlockstep run: error: rank 1: ValueError: x\n\nRank 1 has raised ValueError.\n" in told
-    assert told.endswith('raise ValueError("x")\nValueError: x\n') and told.count("Traceback") == 1
-    assert not (tmp_path / "runs").exists()
+    assert 'raise ValueError("x")\nValueError: x\n' in told and told.count("Traceback") == 1
+    [written] = tmp_path.glob("runs/*-program-*/report.json")
+    assert f"Written to {written.relative_to(tmp_path)};" in told
+    assert reports.read(written).ranks[1].note == "ValueError: x"
 
 
 def test_an_error_that_all_ranks_have_is_told_once(tmp_path: Path) -> None:

@@ -151,14 +151,9 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _keep(report_json: str, choices: Choices) -> str:
-    """Write the report on all ranks into the folder of the run; returns where it is, "" where it is not kept."""
+    """Write the report on all ranks into the folder of the run; returns where it is."""
     from ..watch import files, report
 
-    found = report.from_json(report_json)
-    if choices.output_dir is not None:
-        folder = Path(choices.output_dir)
-    elif found.kind == "raised":
-        return ""  # the traceback, which is shown, says it all
-    else:
-        folder = choose_folder(None, None, Path(choices.program[0]).stem)
-    return files.write(folder, found)
+    given = choices.output_dir
+    folder = choose_folder(None, None, Path(choices.program[0]).stem) if given is None else Path(given)
+    return files.write(folder, report.from_json(report_json))
