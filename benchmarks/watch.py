@@ -11,7 +11,6 @@ difference or ratio; the median over the rounds counts. What the store gets of m
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -213,7 +212,6 @@ def main() -> None:
     machine["load_average_after"] = round(os.getloadavg()[0], 2)
     table, line = as_table(found), machine_line(machine, "random images")
     print(f"\n{table}\n\n{line}")
-    print(json.dumps(found["store"]))
     if args.json or not args.quick:
         write_json(args.json or RESULTS / "watch.json", {"machine": machine, "measured": found})
     if args.write:

@@ -110,6 +110,7 @@ def freed() -> None:
         with comm.dup() as part:
             part.allreduce(torch.ones(1))
     last = comm.dup()
+    last.barrier()  # else a rank may leave while another still connects to it
     dist.destroy_process_group()
     last.__exit__(ValueError, ValueError(), None)
 
