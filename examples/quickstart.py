@@ -19,4 +19,4 @@ trainer = lockstep.Trainer(
     global_batch=256,  # over all workers: their number is a matter of speed
     out="runs/quickstart",
 )
-trainer.fit(train, epochs=10, validate=test)
+trainer.fit(train, epochs=2, validate=test)
