@@ -90,8 +90,9 @@ LAST_PARTS = "dist.all_reduce(x.int() if last else x)"  # and the program is ove
 def test_between_machines(run: Run) -> None:
     names = ("other shape", "exception", "killed", "stopped", "exits early", "recv without send", "skipped batch")
     programs = [(program(CASES[name][0], "shm", "AABB"), 4) for name in names]
-    names = (*names, "other dtype of the same size", "uneven batches, then a like metric")
-    programs += [(program(CASES[name][0], "gloo", "AB"), 2) for name in names[-2:]]
+    pairs = ("other dtype of the same size", "uneven batches, then a like metric", "layers in another order")
+    programs += [(program(CASES[name][0], "gloo", "AB"), 2) for name in pairs]
+    names = (*names, *pairs)
     for text in (CASES["killed"][0], FIRST_EXITS, LAST_PARTS):
         programs.append((program(text, "shm", "AB"), 2))
     *ended, alone, first, at_end = run(programs)

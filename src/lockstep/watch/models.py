@@ -28,6 +28,9 @@ def replacements(session: Session) -> list[Replaced]:
                 # no call of c10d's: only a record, at which ranks with another model find each other
                 made = getattr(sys._getframe(1).f_locals.get("self"), "module", None)
                 started = member.enter("model", _layout(tensors, made))
+                if member.agreement is not None:
+                    with session.blocking(started.number, member.ranks):
+                        member.agreement.ask(started).check()
                 member.leave(started, started.entered)
             return original(process_group, tensors, logger)
 
