@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from ..watch.health import is_stopped
 from .folder import Folder, Report
 
 __all__ = ["FAILURE_GRACE", "Supervision"]
@@ -69,7 +69,7 @@ class Supervision:
         failed = is_over or bool(self.lost) or any(not report.stopped for report in reports)
         self._set_deadline(failed or (agent_is_gone and not self._asked))
         if failed:
-            self.end([rank for rank, pid in present.items() if _is_stopped(pid)])  # it cannot clear up
+            self.end([rank for rank, pid in present.items() if is_stopped(pid)])  # it cannot clear up
         if agent_is_gone:
             # it would have told them that they may leave
             self.end(rank for rank in present if self.folder.is_finished(rank))
@@ -110,10 +110,3 @@ class Supervision:
             self._deadline = now
         elif self._deadline == float("inf") and (failed or self._asked):
             self._deadline = now + (self.patience if self._asked else FAILURE_GRACE)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process has been stopped by a signal."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False

@@ -14,7 +14,6 @@ import torch
 
 from ..recorder import Raw, Record
 from . import judge
-from .finding import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,11 +76,9 @@ class Agreement:
         found = judge.explain(kind, pair, self._in_words(started, pair))
         if kind == "lines" and not session.limits.strict:
             if session.rank == pair[0] and pair[1] not in session.peers:  # else they have met before
-                session.say(f"warning: {found.sentence} {found.cause} {found.advice}")
+                session.say(found.as_warning())
             return
-        kind = "desync" if kind == "lines" else found.kind
-        finding = Finding(kind, found.sentence, (), found.cause, found.advice, member.key, started.sequence)
-        session.fail(finding, raises=True)
+        session.fail(found.as_finding(member.key, started.sequence), raises=True)
 
     def _has_told(self, raws: Sequence[Raw]) -> bool:
         lines = tuple(sorted({raw.line for raw in raws}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..recorder import Raw, Record
+from .finding import Finding
 
 __all__ = ["BATCHES", "Difference", "differs", "explain"]
 
@@ -17,6 +18,15 @@ class Difference:
     sentence: str
     cause: str = ""
     advice: str = ""
+
+    def as_warning(self) -> str:
+        """What is said of it where it is no error."""
+        return f"warning: {self.sentence} {self.cause} {self.advice}"
+
+    def as_finding(self, key: int, sequence: int) -> Finding:
+        """The error in the collective `sequence` of the group `key`."""
+        kind = "desync" if self.kind == "lines" else self.kind
+        return Finding(kind, self.sentence, (), self.cause, self.advice, key, sequence)
 
 
 def differs(mine: Raw, theirs: Raw, uneven: bool = False) -> str:

@@ -140,10 +140,9 @@ class Session:
         elif kind:
             calls = self.own.record(own), other.recording.record(theirs)
             found = judge.explain(kind, (self.rank, other.rank), calls)
-            kind = "desync" if kind == "lines" else found.kind
             if self.recorder.phase == "runs":
                 self.recorder.wait(own.number, own.entered)
-            self.fail(Finding(kind, found.sentence, (), found.cause, found.advice, member.key, own.sequence), raises)
+            self.fail(found.as_finding(member.key, own.sequence), raises)
 
     def has_told(self, own: Raw, theirs: Raw) -> bool:
         """Whether somebody knows already that these two lines have met, and that is no error."""
@@ -159,7 +158,7 @@ class Session:
             return
         except OSError:  # no room: better said twice than not at all
             pass
-        self.say(f"warning: {found.sentence} {found.cause} {found.advice}")
+        self.say(found.as_warning())
 
     def say(self, text: str) -> None:
         """Tell whoever looks at the screen."""
