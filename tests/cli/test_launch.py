@@ -128,6 +128,11 @@ def test_functions_arguments_and_results_travel_by_value() -> None:
     assert moved.x == 11
 
 
+def test_a_function_chooses_its_own_way_to_start_processes() -> None:
+    """As what it defines could not be found by name in a new interpreter."""
+    assert launch(lambda: multiprocessing.get_start_method(allow_none=True), workers=1) is None
+
+
 def test_tensors_outlive_the_worker_that_made_them() -> None:
     def work(weight: torch.Tensor) -> dict[str, Any]:
         layer = torch.nn.Linear(300, 300, bias=False)

@@ -117,3 +117,8 @@ def test_alone_its_mathematics_are_those_of_torch(layer: nn.Module) -> None:
         torch.testing.assert_close(b.grad, a.grad, msg=name)
     for (name, a), (_, b) in zip(layer.named_buffers(), ours.named_buffers(), strict=True):
         torch.testing.assert_close(b, a, msg=name)
+
+
+def test_synchronised_batch_norm_names_an_input_without_channels() -> None:
+    with pytest.raises(ValueError, match=r"at least 2 dimensions, got shape \[3\]"):
+        SyncBatchNorm(3).eval()(torch.ones(3))
