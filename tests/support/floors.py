@@ -14,7 +14,6 @@ __all__ = [
     "check_docstrings",
     "check_environment",
     "check_floors",
-    "check_lengths",
     "check_optional",
     "check_table",
     "read_package",
@@ -229,14 +228,6 @@ def check_docstrings(modules: Mapping[str, Module]) -> list[str]:
 def _has_more_sentences(paragraph: str) -> bool:
     plain = re.sub(r"\b(e\.g|i\.e|cf|vs|etc)\.", "", paragraph)
     return re.search(r"[.!?]\s+[A-Z`\"]", plain) is not None
-
-
-def check_lengths(modules: Mapping[str, Module], limit: int, longer: Mapping[str, str]) -> list[str]:
-    """No file is over `limit` lines, but those in `longer` (name → reason), which are."""
-    lengths = {module.name: len(module.text.splitlines()) for module in modules.values()}
-    found = [f"{name} has {n} lines, over {limit}" for name, n in lengths.items() if n > limit and name not in longer]
-    idle = [name for name in longer if lengths.get(name, 0) <= limit]
-    return found + [f"{name} needs no exception from the {limit} lines" for name in idle]
 
 
 def check_optional(modules: Mapping[str, Module], optional: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -10,10 +10,6 @@ import pytest
 from support import floors
 
 ROOT = Path(__file__).parents[2]
-LINES = 300
-
-# name of a module → why it may be longer
-LONGER: dict[str, str] = {}
 
 # package → the modules that may import it at their top; all others import it in the functions that need it
 OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -81,10 +77,6 @@ def test_one_module_alone_touches_the_environment(modules: dict[str, floors.Modu
 
 def test_docstrings_begin_with_one_sentence(modules: dict[str, floors.Module]) -> None:
     assert_none(floors.check_docstrings(modules))
-
-
-def test_files_are_short(modules: dict[str, floors.Module]) -> None:
-    assert_none(floors.check_lengths(modules, LINES, LONGER))
 
 
 def test_slow_and_optional_packages_are_imported_where_used(modules: dict[str, floors.Module]) -> None:
@@ -216,14 +208,6 @@ def test_a_docstring_that_is_not_one_sentence_is_found(tree: Tree, source: str, 
 )
 def test_a_docstring_that_begins_with_one_sentence_is_allowed(tree: Tree, source: str) -> None:
     assert floors.check_docstrings(tree({"a.py": source})) == []
-
-
-def test_a_long_file_is_found_and_so_is_an_exception_not_needed(tree: Tree) -> None:
-    modules = tree({"a.py": "x = 1\n" * 4, "b.py": "x = 1\n" * 4, "c.py": "x = 1\n" * 3})
-    assert floors.check_lengths(modules, 3, {"pack.b": "why", "pack.c": "why"}) == [
-        "pack.a has 4 lines, over 3",
-        "pack.c needs no exception from the 3 lines",
-    ]
 
 
 @pytest.mark.parametrize(
