@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,9 +157,33 @@ def check_floors(modules: Mapping[str, Module], floors: Mapping[str, int]) -> li
     return found
 
 
-def check_cycles(modules: Mapping[str, Module]) -> list[str]:
-    """No module imports itself by way of others."""
+def check_cycles(modules: Mapping[str, Module], excused: Collection[tuple[str, str]] = ()) -> list[str]:
+    """No module imports itself by way of others, imports for type checkers included.
+
+    Args:
+        modules: of the package.
+        excused: imports (module, imported module) that may close a cycle; each must be needed for that.
+    """
     graph = {name: _neighbours(module, modules) for name, module in modules.items()}
+    gone = [(name, target) for name, target in excused if target not in graph.get(name, ())]
+    for name, target in excused:
+        graph[name] = [other for other in graph.get(name, ()) if other != target]
+    idle = [pair for pair in excused if pair not in gone and not _leads(pair[1], pair[0], graph)]
+    found = [f"{name} is excused for importing {target}, and does not" for name, target in gone]
+    return _cycles(graph) + found + [f"{name} imports {target} without a cycle" for name, target in idle]
+
+
+def _leads(start: str, end: str, graph: Mapping[str, list[str]]) -> bool:
+    """Whether imports lead from module `start` to module `end`."""
+    seen, ahead = {start}, [start]
+    while ahead:
+        fresh = [name for name in graph.get(ahead.pop(), ()) if name not in seen]
+        seen.update(fresh)
+        ahead += fresh
+    return end in seen
+
+
+def _cycles(graph: Mapping[str, list[str]]) -> list[str]:
     found, done = [], set[str]()
     for start in sorted(graph):
         cycle = _cycle_from(start, graph, done, [])
@@ -170,7 +194,7 @@ def check_cycles(modules: Mapping[str, Module]) -> list[str]:
 
 
 def _neighbours(module: Module, modules: Mapping[str, Module]) -> list[str]:
-    targets = (_inside(used.target, modules) for used in module.imports if used.runtime)
+    targets = (_inside(used.target, modules) for used in module.imports)
     return sorted({target.name for target in targets if target is not None and target is not module})
 
 

@@ -24,6 +24,16 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "yaml": (),
 }
 
+# Imports for type checkers that close a cycle; none may be added. Parts that know the whole trainer, or the whole
+# member of a group, need something narrower: then their line here goes.
+CYCLES = [("lockstep.watch.member", "lockstep.watch.agreement")] + [
+    (f"lockstep.training.{part}", "lockstep.training.trainer")
+    for part in (
+        *("loop", "saving", "state", "callbacks.base", "callbacks.checkpoints", "callbacks.csv_log", "callbacks.curve"),
+        *("callbacks.early_stopping", "callbacks.group", "callbacks.progress", "callbacks.tensorboard"),
+    )
+]
+
 Tree = Callable[[dict[str, str]], dict[str, floors.Module]]
 
 
@@ -68,7 +78,7 @@ def test_imports_run_down(modules: dict[str, floors.Module], table: dict[str, in
 
 
 def test_nothing_imports_in_a_circle(modules: dict[str, floors.Module]) -> None:
-    assert_none(floors.check_cycles(modules))
+    assert_none(floors.check_cycles(modules, CYCLES))
 
 
 def test_one_module_alone_touches_the_environment(modules: dict[str, floors.Module]) -> None:
@@ -158,9 +168,21 @@ def test_a_circle_is_found(tree: Tree) -> None:
     assert floors.check_cycles(modules) == ["pack.p.a imports pack.p.b imports pack.p.c imports pack.p.a"]
 
 
-def test_an_import_for_type_checkers_makes_no_circle(tree: Tree) -> None:
-    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x\n"
-    assert floors.check_cycles(tree({"__init__.py": "", "a.py": "from .b import x", "b.py": source})) == []
+TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x\n"
+
+
+def test_an_import_for_type_checkers_closes_a_circle(tree: Tree) -> None:
+    modules = tree({"__init__.py": "", "a.py": "from .b import x", "b.py": TYPES_ONLY})
+    assert floors.check_cycles(modules) == ["pack.a imports pack.b imports pack.a"]
+    assert floors.check_cycles(modules, [("pack.b", "pack.a")]) == []
+
+
+def test_an_excuse_for_a_circle_must_be_needed(tree: Tree) -> None:
+    modules = tree({"__init__.py": "", "a.py": "", "b.py": TYPES_ONLY})
+    assert floors.check_cycles(modules, [("pack.b", "pack.a")]) == ["pack.b imports pack.a without a cycle"]
+    assert floors.check_cycles(modules, [("pack.a", "pack.b")]) == [
+        "pack.a is excused for importing pack.b, and does not"
+    ]
 
 
 @pytest.mark.parametrize(
