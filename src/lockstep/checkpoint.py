@@ -132,7 +132,7 @@ class CheckpointStore:
             return _newest_good(self.paths())
         limit = _step(Path(before))
         if limit < 0:
-            raise ConfigError("before", "a folder named step- and ten digits", str(before))
+            raise ConfigError("before", "a folder named step- and ten digits", got=str(before))
         return _newest_good(path for path in self.paths() if _step(path) < limit)
 
     def _prune(self, saved: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -45,23 +47,27 @@ class ConfigError(LockstepError, ValueError):
         argument: the argument as the library spells it, e.g. ``"global_batch"``; the command line shows it as
             ``--global-batch``.
         expected: what would have been right, e.g. ``"a whole number of at least 1"``.
-        got: the value that came.
+        got: the value that came; the message shows its `repr`.
         hint: what to do about it, a full sentence.
+        found: what came, in words, where that is no single value: ``"both"``, ``"a folder without one"``. The message
+            shows it as it is, in place of `got`.
     """
 
     exit_code = 2
 
-    def __init__(self, argument: str, expected: str, got: object, hint: str = "") -> None:
-        self.argument, self.expected, self.got, self.hint = argument, expected, got, hint
+    def __init__(self, argument: str, expected: str, got: object = None, hint: str = "", *, found: str = "") -> None:
+        self.argument, self.expected, self.got, self.hint, self.found = argument, expected, got, hint, found
         super().__init__(argument, expected, got, hint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), found=self.found), self.args
 
     def __str__(self) -> str:
         return self.render(self.argument)
 
     def render(self, argument: str) -> str:
         """The message with `argument` spelt the way its reader knows it."""
-        got = self.got if isinstance(self.got, str) and not self.got.isidentifier() else repr(self.got)
-        text = f"{argument}: expected {self.expected}, got {got}"
+        text = f"{argument}: expected {self.expected}, got {self.found or repr(self.got)}"
         return f"{text}. {self.hint}" if self.hint else text
 
 

@@ -66,7 +66,9 @@ def plain_names(state_dict: Mapping[str, T]) -> dict[str, T]:
         parts = [names[1:] for names in parts]
     plain = dict(zip((".".join(names) for names in parts), state_dict.values(), strict=True))
     if len(plain) < len(state_dict):
-        raise ConfigError("state_dict", "names that differ without 'module.' and '_orig_mod.'", ", ".join(state_dict))
+        raise ConfigError(
+            "state_dict", "names that differ without 'module.' and '_orig_mod.'", found=", ".join(state_dict)
+        )
     return plain
 
 
@@ -88,7 +90,7 @@ def _feed(digest: _Digest, node: object, where: str) -> None:
     elif node is None or type(node) in (bool, int, float, str):
         _head(digest, kind, repr(node))
     else:
-        raise ConfigError(where, "a tensor or a plain value", f"an object of type {kind}")
+        raise ConfigError(where, "a tensor or a plain value", found=f"an object of type {kind}")
 
 
 def _head(digest: _Digest, *fields: object) -> None:
@@ -99,7 +101,7 @@ def _raw(tensor: Tensor, where: str) -> Any:
     """The bytes of `tensor` in row-major order, as an array of uint8."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
         kind = f"a {tensor.layout} {type(tensor).__name__} on {tensor.device}"
-        raise ConfigError(where, "a plain dense tensor", kind, "Gather a DTensor first, with full_tensor().")
+        raise ConfigError(where, "a plain dense tensor", found=kind, hint="Gather a DTensor first, with full_tensor().")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # By way of bytes, because NumPy has no bfloat16; flat, because a view of another size needs a dimension.
     return dense.reshape(-1).view(torch.uint8).numpy()

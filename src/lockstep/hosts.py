@@ -65,7 +65,7 @@ def read_hostfile(path: Path) -> list[Host]:
         return parse_hostfile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError("hostfile", "a text file that can be read", f"{path}: {reason}") from None
+        raise ConfigError("hostfile", "a text file that can be read", found=f"{path}: {reason}") from None
 
 
 def parse_hostfile(text: str, source: str = "hostfile") -> list[Host]:
@@ -91,7 +91,7 @@ def _parse_line(words: list[str], where: str) -> Host:
     given = [value for key, _, value in settings if key == "slots"]
     unknown = [key for key, _, _ in settings if key not in ("slots", "max_slots", "max-slots")]
     if unknown or len(given) > 1 or (given and ":" in words[0].rpartition("]")[2]):
-        raise ConfigError(where, "host slots=4, or host:4", " ".join(words))
+        raise ConfigError(where, "host slots=4, or host:4", found=" ".join(words))
     return Host(host.name, _parse_slots(given[0], where), host.user) if given else host
 
 
@@ -99,14 +99,14 @@ def _parse_entry(text: str, where: str) -> Host:
     found = _ENTRY.fullmatch(text)
     if found is None or (found["v6"] and not _is_ipv6(found["v6"])):
         hint = f"Write [{text}] for an IPv6 address." if _is_ipv6(text) else ""
-        raise ConfigError(where, _FORM, repr(text), hint)
+        raise ConfigError(where, _FORM, text, hint)
     slots = 1 if found["slots"] is None else _parse_slots(found["slots"], where)
     return Host(found["v6"] or found["name"], slots, found["user"] or "")
 
 
 def _parse_slots(text: str, where: str) -> int:
     if not re.fullmatch(r"0*[1-9][0-9]{0,5}", text):
-        raise ConfigError(where, "a number of slots, at least 1", repr(text))
+        raise ConfigError(where, "a number of slots, at least 1", text)
     return int(text)
 
 
@@ -120,7 +120,7 @@ def _is_ipv6(text: str) -> bool:
 def _distinct(hosts: Iterable[tuple[str, Host]], source: str) -> list[Host]:
     found = list(_refuse_twice(hosts))
     if not found:
-        raise ConfigError(source, "at least one machine", "no machine")
+        raise ConfigError(source, "at least one machine", found="no machine")
     return found
 
 
@@ -128,6 +128,6 @@ def _refuse_twice(hosts: Iterable[tuple[str, Host]]) -> Iterator[Host]:
     seen: set[str] = set()
     for where, host in hosts:
         if host.name in seen:
-            raise ConfigError(where, "each machine once", repr(host.name), "Give it as many slots as it has in all.")
+            raise ConfigError(where, "each machine once", host.name, "Give it as many slots as it has in all.")
         seen.add(host.name)
         yield host

@@ -49,7 +49,7 @@ def hybridize(model: nn.Module, **options: Any) -> nn.Module:
         ConfigError: for what is no module.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError("model", "a module", type(model).__name__)
+        raise ConfigError("model", "a module", found=type(model).__name__)
     as_before = _uncompiled(model)
     fullgraph = bool(options.pop("fullgraph", True))
     ways: list[tuple[Callable[..., Any], str]] = (
@@ -134,7 +134,9 @@ def export(
     _check_path(Path(path))
     missing = [name for name in _ONNX if importlib.util.find_spec(name) is None]
     if onnx and missing:
-        raise ConfigError("onnx", f"{', '.join(missing)} installed", "not", "pip install 'lockstep-train[onnx]'.")
+        raise ConfigError(
+            "onnx", f"{', '.join(missing)} installed", found="not", hint="pip install 'lockstep-train[onnx]'."
+        )
     args = example if isinstance(example, tuple) else (example,)
     args = map_tensors(lambda tensor: tensor.detach().cpu(), args)
     # What spreads a model over devices, torch's or Lockstep's own, holds it as `module`; others may hold a part there.
@@ -161,9 +163,11 @@ def export(
 
 def _check_path(path: Path) -> None:
     if path.suffix == ".onnx":
-        raise ConfigError("path", "another suffix, such as .pt2", str(path), "ONNX goes beside the file that it names.")
+        raise ConfigError(
+            "path", "another suffix, such as .pt2", got=str(path), hint="ONNX goes beside the file that it names."
+        )
     if not path.absolute().parent.is_dir():
-        raise ConfigError("path", "a file in a folder that is there", str(path), "Make the folder first.")
+        raise ConfigError("path", "a file in a folder that is there", got=str(path), hint="Make the folder first.")
 
 
 def _free_first(argument: Any) -> Mapping[int, Any] | None:
@@ -179,8 +183,8 @@ def _traced(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> Any
         raise ConfigError(
             "model",
             "a module that torch.export can trace",
-            f"{type(model).__name__} ({_first_lines(error)})",
-            "Control flow that depends on values of tensors cannot be traced.",
+            found=f"{type(model).__name__} ({_first_lines(error)})",
+            hint="Control flow that depends on values of tensors cannot be traced.",
         ) from error
 
 
@@ -202,7 +206,7 @@ def _onnx(program: Any, args: tuple[Any, ...], expected: Any) -> bytes:
         try:
             torch.onnx.export(program, args, file, external_data=False, verbose=False)
         except torch.onnx.OnnxExporterError as error:
-            raise ConfigError("model", "one that has an ONNX form", _cause(error)) from error
+            raise ConfigError("model", "one that has an ONNX form", found=_cause(error)) from error
         data = file.read_bytes()
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     tensors = [tensor for _, tensor in leaves(args)]

@@ -32,7 +32,7 @@ def render(files: Mapping[str, bytes], *, step: int, epoch: int, info: Mapping[s
             raise ConfigError(name, "a whole number of at least 0", number)
     value, tensors = pack({"info": dict(info)})
     if tensors:
-        raise ConfigError("info", "plain values only", "tensors", "Put tensors into the state.")
+        raise ConfigError("info", "plain values only", found="tensors", hint="Put tensors into the state.")
     entries = {name: {"size": len(data), "sha256": _sha256(data)} for name, data in files.items()}
     head = {"format": FORMAT, "version": VERSION, "step": step, "epoch": epoch}
     return _seal({**head, "info": value["info"], "files": entries})

@@ -87,13 +87,13 @@ def portable(tensor: object, where: str) -> Tensor:
         ConfigError: naming `where`, if it is no plain dense tensor with values, or of a type that cannot be stored.
     """
     if not isinstance(tensor, Tensor):
-        raise ConfigError(where, "a tensor", f"an object of {_type_name(tensor)}")
+        raise ConfigError(where, "a tensor", found=f"an object of {_type_name(tensor)}")
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
         kind = f"a {tensor.layout} {type(tensor).__name__} on {tensor.device}"
         hint = "Turn it into one first: full_tensor() for a DTensor, to_dense() for a sparse tensor."
-        raise ConfigError(where, "a plain dense tensor", kind, hint)
+        raise ConfigError(where, "a plain dense tensor", found=kind, hint=hint)
     if tensor.dtype not in _REAL and tensor.dtype not in _COMPLEX.values():
-        raise ConfigError(where, "a tensor of a type that safetensors stores", f"a tensor of {tensor.dtype}")
+        raise ConfigError(where, "a tensor of a type that safetensors stores", found=f"a tensor of {tensor.dtype}")
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
@@ -106,7 +106,9 @@ def to_json(argument: str, value: Json, indent: int | None = None) -> bytes:
     data = json.dumps(value, allow_nan=False, indent=indent).encode("ascii")
     if len(data) > MAX_JSON:
         hint = "Put long rows of numbers into tensors."
-        raise ConfigError(argument, f"at most {MAX_JSON:,} bytes of plain values", f"{len(data):,} bytes", hint)
+        raise ConfigError(
+            argument, f"at most {MAX_JSON:,} bytes of plain values", found=f"{len(data):,} bytes", hint=hint
+        )
     return data
 
 
@@ -132,13 +134,13 @@ def to_safetensors(argument: str, tensors: dict[str, Tensor]) -> bytes:
     """
     for name in tensors:
         if not is_storable_name(name):
-            raise ConfigError(argument, "names that safetensors can store", repr(name))
+            raise ConfigError(argument, "names that safetensors can store", name)
     try:
         # Other readers of the format ask for this note.
         return safetensors.torch.save(tensors, metadata={"format": "pt"})
     except (KeyError, ValueError, safetensors.SafetensorError):
         types = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-        raise ConfigError(argument, "tensors of types that safetensors stores", types) from None
+        raise ConfigError(argument, "tensors of types that safetensors stores", found=types) from None
 
 
 def from_safetensors(data: bytes) -> dict[str, Tensor]:
@@ -162,7 +164,7 @@ def is_storable_name(name: str) -> bool:
 
 def _pack(node: object, path: tuple[object, ...], tensors: dict[str, Tensor]) -> Json:
     if len(path) > MAX_DEPTH:
-        raise ConfigError(_spell(path[:4]), f"at most {MAX_DEPTH} levels of nesting", "deeper nesting")
+        raise ConfigError(_spell(path[:4]), f"at most {MAX_DEPTH} levels of nesting", found="deeper nesting")
     kind = type(node)
     if isinstance(node, Tensor):
         return _pack_tensor(node, path, tensors)
@@ -188,7 +190,7 @@ def _pack_tensor(tensor: Tensor, path: tuple[object, ...], tensors: dict[str, Te
 def _pack_dict(node: dict[Any, object], path: tuple[object, ...], tensors: dict[str, Tensor]) -> Json:
     for key in node:
         if type(key) is not str and not _fits(key):
-            raise ConfigError(_spell(path), "keys of type str or int", f"the key {key!r} of {_type_name(key)}")
+            raise ConfigError(_spell(path), "keys of type str or int", found=f"the key {key!r} of {_type_name(key)}")
     items = [(key, _pack(value, (*path, key), tensors)) for key, value in node.items()]
     if all(type(key) is str and not key.startswith("$") for key in node):
         return dict(items)
@@ -202,11 +204,13 @@ def _fits(number: object) -> bool:
 def _refused(path: tuple[object, ...], node: object) -> ConfigError:
     expected = "None, bool, int, float, str, a tensor, or a list, tuple or dict of these"
     if type(node) is int:
-        return ConfigError(_spell(path), f"an integer of at most {_MAX_INT_BITS} bits", f"{node.bit_length()} bits")
+        return ConfigError(
+            _spell(path), f"an integer of at most {_MAX_INT_BITS} bits", found=f"{node.bit_length()} bits"
+        )
     hint = ""
     if type(node).__module__ == "numpy":
         hint = "Use .item() for a NumPy scalar and torch.from_numpy() for an array."
-    return ConfigError(_spell(path), expected, f"an object of {_type_name(node)}", hint)
+    return ConfigError(_spell(path), expected, found=f"an object of {_type_name(node)}", hint=hint)
 
 
 def _type_name(obj: object) -> str:

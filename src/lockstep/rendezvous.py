@@ -75,7 +75,9 @@ def find_meeting(world: World, variables: Mapping[str, str]) -> Meeting:
     if given or launched_by_torch:
         got = f"{given[0]} alone" if given else "neither"
         hint = "Start the workers with a launcher, or set both." if launched_by_torch else "Set both, or neither."
-        raise ConfigError("environment", f"MASTER_ADDR and MASTER_PORT beside the rank ({world.source})", got, hint)
+        raise ConfigError(
+            "environment", f"MASTER_ADDR and MASTER_PORT beside the rank ({world.source})", found=got, hint=hint
+        )
     if world.local_world_size == world.world_size:
         return Meeting("here", _job(world, variables))
     if world.source == "slurm":
@@ -86,8 +88,8 @@ def find_meeting(world: World, variables: Mapping[str, str]) -> Meeting:
     raise ConfigError(
         "environment",
         f"MASTER_ADDR and MASTER_PORT, as the workers are on several machines ({world.source})",
-        "neither",
-        f"Set both for all workers (the address of rank 0's machine, and a free port there){extra}.",
+        found="neither",
+        hint=f"Set both for all workers (the address of rank 0's machine, and a free port there){extra}.",
     )
 
 
@@ -105,7 +107,7 @@ def _first_node(variables: Mapping[str, str]) -> str:
     except ValueError:
         hint = "srun sets it. Or set MASTER_ADDR and MASTER_PORT for all workers."
         expected = "a list of nodes such as node[01-03],gpu4"
-        raise ConfigError("environment variable SLURM_STEP_NODELIST", expected, repr(text), hint) from None
+        raise ConfigError("environment variable SLURM_STEP_NODELIST", expected, text, hint) from None
 
 
 def _port(variables: Mapping[str, str]) -> int:
@@ -114,7 +116,7 @@ def _port(variables: Mapping[str, str]) -> int:
     if not (job.isdecimal() and step.isdecimal()):
         hint = "srun sets both. Or set MASTER_ADDR and MASTER_PORT for all workers."
         got = f"{job!r} and {step!r}"
-        raise ConfigError("environment variables SLURM_JOB_ID, SLURM_STEP_ID", "whole numbers", got, hint)
+        raise ConfigError("environment variables SLURM_JOB_ID, SLURM_STEP_ID", "whole numbers", found=got, hint=hint)
     # 97 steps of one job come before the next job's first; the prime shares no factor with the number of ports
     return _FIRST_PORT + (int(job) * 97 + int(step)) % _PORTS
 
@@ -145,7 +147,9 @@ def open_store(
     if meeting.kind == "tcp":
         return _meet_there(meeting, world, limit)
     if over_mpi is None:
-        raise ConfigError("environment", "MASTER_ADDR and MASTER_PORT", "neither", "Set both for all workers.")
+        raise ConfigError(
+            "environment", "MASTER_ADDR and MASTER_PORT", found="neither", hint="Set both for all workers."
+        )
     return over_mpi()
 
 
@@ -188,7 +192,7 @@ def _meet_there(meeting: Meeting, world: World, timeout: timedelta) -> Store:
         socket.getaddrinfo(meeting.host, meeting.port)
     except (OSError, UnicodeError) as error:  # the second: no name at all
         where = "environment variable SLURM_STEP_NODELIST"
-        raise ConfigError(where, "names that can be looked up", f"{meeting.host}: {error}", hint) from None
+        raise ConfigError(where, "names that can be looked up", found=f"{meeting.host}: {error}", hint=hint) from None
     try:
         store = TCPStore(meeting.host, meeting.port, None, world.is_first, timeout, wait_for_workers=False)
     except RuntimeError as error:

@@ -136,15 +136,15 @@ def test_defaults(started: list[Any]) -> None:
             "trian",
             "lockstep: error: command: expected one of .*train.*, got 'trian'. Did you mean train?",
         ),
-        ("--versoin", "lockstep: error: command: expected .*got --versoin. Did you mean --version?"),
-        ("--quiet train", "lockstep: error: command: expected .*got --quiet"),
+        ("--versoin", "lockstep: error: command: expected .*got '--versoin'. Did you mean --version?"),
+        ("--quiet train", "lockstep: error: command: expected .*got '--quiet'"),
         ("train --epochs", "lockstep train: error: --epochs: expected a value, got none"),
         ("train --lr -1e-3", r"lockstep train: error: --lr: expected a value.* written --lr=VALUE\)"),
         ("train --lr=-1e-3", "lockstep train: error: --lr: expected a finite number above 0, got -0.001"),
         ("train --compile=yes", "lockstep train: error: --compile/--no-compile: ignored explicit argument 'yes'"),
-        ("train --epoch 3", "lockstep train: error: option: .*got --epoch. Did you mean --epochs"),
-        ("train --global-bach=3", "lockstep train: error: option: .*got --global-bach. Did you mean --global-batch?"),
-        ("train -epochs 3", "lockstep train: error: option: .*got -epochs. Did you mean --epochs"),
+        ("train --epoch 3", "lockstep train: error: option: .*got '--epoch'. Did you mean --epochs"),
+        ("train --global-bach=3", "lockstep train: error: option: .*got '--global-bach'. Did you mean --global-batch?"),
+        ("train -epochs 3", "lockstep train: error: option: .*got '-epochs'. Did you mean --epochs"),
         ("train --no-compil", "lockstep train: error: option: .*Did you mean --no-compile"),
         ("train lenet", "lockstep train: error: option: expected one that `lockstep train --help` lists, got 'lenet'"),
         ("train --seed 18446744073709551616", "lockstep train: error: --seed: expected a whole number from 0 to"),
@@ -264,7 +264,7 @@ def test_a_launcher_says_how_many_workers(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "33")
     assert train.choose_workers(TrainOptions()) == 33
     assert train.choose_workers(TrainOptions(workers="33")) == 33
-    with pytest.raises(ConfigError, match="workers: expected auto or 33, as the launcher started, got 3"):
+    with pytest.raises(ConfigError, match="workers: expected auto or 33, as the launcher started, got '3'"):
         train.choose_workers(TrainOptions(workers="3"))
 
 

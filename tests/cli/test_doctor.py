@@ -84,7 +84,7 @@ def test_options_arrive(asked: list[Any], tmp_path: Any) -> None:
     ("typed", "told"),
     [
         (["-H", "a:0"], "lockstep doctor: error: -H: expected a number of slots, at least 1, got '0'\n"),
-        (["-H", "a", "--hostfile", "f"], "-H: expected either -H or --hostfile, got 'both'"),
+        (["-H", "a", "--hostfile", "f"], "-H: expected either -H or --hostfile, got both"),
         (["--hostfile", "missing"], "hostfile: expected a text file that can be read, got missing: No such file"),
         (["--ssh-port", "70000"], "--ssh-port: expected a whole number from 1 to 65535, got '70000'"),
         (["--time-limit", "0"], "--time-limit: expected a whole number from 1 to 3600, got '0'"),

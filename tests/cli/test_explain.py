@@ -33,7 +33,7 @@ def test_a_file_a_folder_or_the_newest(
     ("words", "said"),
     [
         ([], "FILE: expected a report below runs/, got none there. Name one: lockstep explain FILE."),
-        (["gone.json"], "FILE: expected a report that is there, got gone.json"),
+        (["gone.json"], "FILE: expected a report that is there, got 'gone.json'"),
         (["folder"], "FILE: expected a report, or a folder with report.json, got folder (it has none)"),
         (["damaged.json"], "damaged.json is damaged, or no report of Lockstep's: "),
         (["damaged.json", "--hlep"], "--help"),

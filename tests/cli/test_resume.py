@@ -107,17 +107,17 @@ def test_a_launcher_has_the_last_word_on_workers(runs: Path, monkeypatch: pytest
         ("--resume runs/first --global-batch 100 --epochs 3", "global_batch was 512, here it is 100"),
         (
             "--resume runs/first --out runs/other",
-            "--out: expected a folder without an earlier run, got runs/other. Go on with --resume runs/other, or",
+            "--out: expected a folder without an earlier run, got 'runs/other'. Go on with --resume runs/other, or",
         ),
-        ("--out runs/first", "got runs/first. Go on with --resume runs/first, or choose another folder."),
+        ("--out runs/first", "got 'runs/first'. Go on with --resume runs/first, or choose another folder."),
         (
             "--resume runs/first/checkpoints/step-0000000004 --epochs 3",
             "--resume: expected the newest checkpoint of that run, runs/first/checkpoints/step-0000000008, "
-            "got runs/first/checkpoints/step-0000000004. To go on from an earlier one, add --out DIR",
+            "got 'runs/first/checkpoints/step-0000000004'. To go on from an earlier one, add --out DIR",
         ),
         (
             "--resume runs/first/checkpoints/step-0000000004 --out runs/../runs/first --epochs 3",
-            "got runs/first/checkpoints/step-0000000004. To go on from an earlier one, add --out DIR",
+            "got 'runs/first/checkpoints/step-0000000004'. To go on from an earlier one, add --out DIR",
         ),
         (
             "--resume runs/stopped",

@@ -257,7 +257,7 @@ def test_all_ranks_are_started_afresh_when_one_fails(tmp_path: Path, here: Here)
         (["-np", "0", "x.py"], "-np: expected a whole number from 1 to"),
         (["-np", "2", "--debug-rank", "2", __file__], "--debug-rank: expected a rank from 0 to 1, got 2"),
         (["--start-method", "fork", "x.py"], "--start-method: expected forkserver or spawn, got 'fork'"),
-        (["-H", "a:2", "--hostfile", "b", "x.py"], "--hostfile: expected either -H or --hostfile, got 'both'"),
+        (["-H", "a:2", "--hostfile", "b", "x.py"], "--hostfile: expected either -H or --hostfile, got both"),
         (["-H", "a:2,b:1", "-np", "4", "x.py"], "-np: expected at most 3, the slots of a:2, b:1, got 4"),
         (["--nnodes", "2", "x.py"], "--master-addr: expected the name or address of the first machine"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x.py"], "--node-rank: expected a number from 0"),

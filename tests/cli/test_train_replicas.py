@@ -53,7 +53,7 @@ def test_two_devices_learn_what_one_learns(capsys: pytest.CaptureFixture[str]) -
         ([*REPLICAS, "--sync-batchnorm"], "--sync-batchnorm: expected false with the strategy replicas"),
         ([*REPLICAS, "--devices", "cpu,,cpu"], "--devices: expected a device"),
         ([*REPLICAS, "--devices", "cpu,xpu:7"], "--devices: expected devices that are there (cpu"),
-        ([*REPLICAS, "--device", "mps"], "--devices: expected mps in the first place, as in device, got cpu,cpu"),
+        ([*REPLICAS, "--device", "mps"], "--devices: expected mps in the first place, as in device, got 'cpu,cpu'"),
         (["--in-flight", "0"], "--in-flight: expected a whole number of at least 1, got 0"),
     ],
 )

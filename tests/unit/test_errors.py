@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,33 @@ def test_the_message_has_all_parts() -> None:
     assert error.render("--global-batch").startswith("--global-batch: expected")
 
 
+@pytest.mark.parametrize(
+    ("came", "shown"),
+    [
+        ({"got": "both"}, "'both'"),
+        ({"got": "4,5"}, "'4,5'"),
+        ({"got": None}, "None"),
+        ({"found": "both"}, "both"),
+        ({"found": "a folder without one"}, "a folder without one"),
+    ],
+)
+def test_values_are_quoted_and_words_are_not(came: dict[str, Any], shown: str) -> None:
+    assert str(ConfigError("workers", "one", **came)) == f"workers: expected one, got {shown}"
+
+
+def test_words_for_what_came_are_given_as_words() -> None:
+    # a text in the place of a value would be quoted
+    for path in sorted((Path(errors.__file__).parent).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "ConfigError":
+                got = call.args[2:3] + [word.value for word in call.keywords if word.arg == "got"]
+                assert not any(map(_is_prose, got)), f"{path}:{call.lineno}: give words by found="
+
+
+def _is_prose(value: ast.expr) -> bool:
+    return isinstance(value, ast.JoinedStr) or (isinstance(value, ast.Constant) and isinstance(value.value, str))
+
+
 def test_near_names_are_offered() -> None:
     assert "Did you mean lenet?" in str(unknown_name("model", "lenett", ["lenet", "resnet18"]))
     assert "Did you mean" not in str(unknown_name("model", "xyz", ["lenet", "resnet18"]))
@@ -25,6 +55,7 @@ def test_near_names_are_offered() -> None:
     "error",
     [
         ConfigError("a", "b", 3, "c"),
+        ConfigError("a", "b", found="both", hint="c"),
         InterruptedRunError("stopped", 15, "somewhere"),
         WorkerError(2, "ValueError", "no", "trace", 1),
         errors.CheckpointError("damaged"),

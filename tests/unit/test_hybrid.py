@@ -64,7 +64,7 @@ def test_models_have_programs_of_their_own() -> None:
 
 
 def test_only_modules_are_compiled() -> None:
-    with pytest.raises(ConfigError, match="model: expected a module, got 'function'"):
+    with pytest.raises(ConfigError, match="model: expected a module, got function"):
         lockstep.hybridize(lambda x: x)  # type: ignore[arg-type]
 
 

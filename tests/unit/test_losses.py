@@ -214,8 +214,8 @@ def test_a_loss_that_cannot_be_called_is_refused() -> None:
 @pytest.mark.parametrize(
     ("output", "target", "said"),
     [
-        ((OUTPUT, OUTPUT), LABELS, "model: expected a tensor of class scores as its output, got 'tuple'. .*forward="),
-        (OUTPUT, LABELS.tolist(), "data: expected a tensor of class labels as the target, got 'list'"),
+        ((OUTPUT, OUTPUT), LABELS, "model: expected a tensor of class scores as its output, got tuple. .*forward="),
+        (OUTPUT, LABELS.tolist(), "data: expected a tensor of class labels as the target, got list"),
         (OUTPUT, LABELS.int(), r"data: expected class labels of dtype torch.int64, got torch.int32. .*labels.long"),
     ],
 )

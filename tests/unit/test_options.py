@@ -81,7 +81,7 @@ def test_a_key_comes_once() -> None:
     ("name", "text", "said"),
     [
         ("epochs", "", "epochs: expected a whole number"),
-        ("lr", "1,5", "lr: expected a number, got 1,5"),
+        ("lr", "1,5", "lr: expected a number, got '1,5'"),
         ("out", "", "out: expected a text, got ''"),
         ("out", "  ", "out: expected a text"),
     ],

@@ -74,7 +74,7 @@ def test_half_an_address_is_refused(variables: Mapping[str, str], name: str) -> 
 
 
 def test_torchruns_variables_need_an_address() -> None:
-    with pytest.raises(ConfigError, match=r"expected MASTER_ADDR and MASTER_PORT .* got 'neither'"):
+    with pytest.raises(ConfigError, match=r"expected MASTER_ADDR and MASTER_PORT .* got neither"):
         meeting({"RANK": "0", "WORLD_SIZE": "2"})
 
 

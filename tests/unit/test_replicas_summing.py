@@ -52,8 +52,8 @@ def test_broadcast_copies_the_first() -> None:
         ([torch.ones(2), torch.ones(2).double()], "one shape, dtype"),
         ([torch.ones(2).to_sparse(), torch.ones(2).to_sparse()], "dense"),
         ([torch.ones(2)] * 2, "the same tensor twice"),
-        (torch.ones(2, 3), "a list with a tensor for each device, got 'Tensor'"),
-        ([torch.ones(2), 1], "a list with a tensor for each device, got 'list'"),
+        (torch.ones(2, 3), "a list with a tensor for each device, got Tensor"),
+        ([torch.ones(2), 1], "a list with a tensor for each device, got list"),
     ],
 )
 def test_tensors_that_cannot_be_summed(tensors: Any, said: str) -> None:

@@ -145,8 +145,8 @@ def test_elsewhere_the_factor_stays_on_the_device_and_has_the_gradients_type(mon
         ({"clip_norm": float("nan")}, "clip_norm: expected a number above 0"),
         ({"schedule": "cosine"}, "schedule: expected a function .* 'cosine'. .*make_schedule"),
         ({"loss_fn": 1}, "loss_fn: expected a function"),
-        ({"model": None}, "model: expected a torch.nn.Module, got 'NoneType'"),
-        ({"optimizer": None}, "optimizer: expected a torch.optim.Optimizer, got 'NoneType'"),
+        ({"model": None}, "model: expected a torch.nn.Module, got NoneType"),
+        ({"optimizer": None}, "optimizer: expected a torch.optim.Optimizer, got NoneType"),
     ],
 )
 def test_arguments_of_other_kinds_are_refused(options: dict[str, Any], said: str) -> None:

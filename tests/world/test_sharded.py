@@ -337,12 +337,12 @@ def refused(match: str, make: Callable[[], nn.Module] = Net, **options: Any) -> 
 def bad() -> None:
     comm = lockstep.init("cpu")
     refused("shards: expected none with strategy='sharded', got 4", shards=4)
-    refused("model: expected parameters with a dimension to cut along, got 'scale, a scalar'", Scaled)
+    refused("model: expected parameters with a dimension to cut along, got scale, a scalar", Scaled)
     refused("model: expected trained parameters of one dtype, .* got 'blocks.0.weight of torch.float64, out", Mixed)
-    refused("model: expected embeddings with sparse=False, .* got 'sparse=True of words", Sparse)
+    refused("model: expected embeddings with sparse=False, .* got sparse=True of words", Sparse)
     for names, match in [
         (["none"], "units: expected names of the model's modules, such as blocks, .* got 'none'"),
-        (["blocks"], "units: expected modules with a forward pass, got 'blocks, a ModuleList'"),
+        (["blocks"], "units: expected modules with a forward pass, got blocks, a ModuleList"),
     ]:
         refused(match, strategy=Sharded(comm, names))
     tied = Net()

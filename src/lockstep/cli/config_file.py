@@ -25,15 +25,15 @@ def read_config(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError("config", "a YAML or TOML file that can be read", f"{path} ({reason})") from None
+        raise ConfigError("config", "a YAML or TOML file that can be read", found=f"{path} ({reason})") from None
     try:
         content = _toml(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError("config", f"{path} to be YAML, or TOML with the ending .toml", reason) from None
+        raise ConfigError("config", f"{path} to be YAML, or TOML with the ending .toml", found=reason) from None
     if not isinstance(content, dict):
         got = "an empty file" if content is None else type(content).__name__
-        raise ConfigError("config", f"{path} to hold options by name, such as `epochs: 20`", got)
+        raise ConfigError("config", f"{path} to hold options by name, such as `epochs: 20`", found=got)
     return from_mapping(content, str(path))
 
 

@@ -80,7 +80,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
     if arguments.hosts is not None and arguments.hostfile is not None:
-        raise ConfigError("-H", "either -H or --hostfile", "both")
+        raise ConfigError("-H", "either -H or --hostfile", found="both")
     if arguments.hosts is not None:
         return parse_hosts(arguments.hosts, "-H")
     return read_hostfile(Path(arguments.hostfile).expanduser()) if arguments.hostfile is not None else []
@@ -88,14 +88,14 @@ def _hosts(arguments: argparse.Namespace) -> list[Host]:
 
 def _number(flag: str, text: str, most: int) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise ConfigError(flag, f"a whole number from 1 to {most}", repr(text))
+        raise ConfigError(flag, f"a whole number from 1 to {most}", text)
     return int(text)
 
 
 def _identity(text: str | None) -> Path | None:
     path = None if text is None else Path(text).expanduser()
     if path is not None and not path.is_file():
-        raise ConfigError("--identity", "the file of a private key", str(path))
+        raise ConfigError("--identity", "the file of a private key", got=str(path))
     return path
 
 

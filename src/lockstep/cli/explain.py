@@ -68,7 +68,7 @@ def _find(name: str | None) -> Path:
         return _newest()
     path = Path(name).expanduser()
     if path.is_dir() and not (path / _REPORT).exists():
-        raise ConfigError("FILE", f"a report, or a folder with {_REPORT}", f"{name} (it has none)")
+        raise ConfigError("FILE", f"a report, or a folder with {_REPORT}", found=f"{name} (it has none)")
     if not path.exists():
         raise ConfigError("FILE", "a report that is there", name)
     return path / _REPORT if path.is_dir() else path
@@ -78,5 +78,5 @@ def _newest() -> Path:
     found = list(RUNS.glob(f"*/{_REPORT}"))
     if not found:
         hint = "Name one: lockstep explain FILE."
-        raise ConfigError("FILE", f"a report below {RUNS}/", "none there", hint)
+        raise ConfigError("FILE", f"a report below {RUNS}/", found="none there", hint=hint)
     return max(found, key=lambda path: path.stat().st_mtime)

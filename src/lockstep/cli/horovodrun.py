@@ -105,7 +105,7 @@ def program_of(command: Sequence[str]) -> dict[str, Any]:
     """
     words = list(command[1:] if command[:1] == ["--"] else command)
     if not words:
-        raise ConfigError("command", "a command, such as `python train.py`", "nothing")
+        raise ConfigError("command", "a command, such as `python train.py`", found="nothing")
     if words[0].endswith(".py"):
         return {"script": words[0], "arguments": words[1:]}
     if _is_this_python(words[0]):
@@ -152,7 +152,7 @@ def _machines(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[st
             _say("the number of ranks stays that of -np: ranks are not added or replaced while a job runs")
         return {}
     if "hosts" in given or "hostfile" in given:
-        raise ConfigError("host_discovery_script", "either that, or -H or --hostfile", "both")
+        raise ConfigError("host_discovery_script", "either that, or -H or --hostfile", found="both")
     timeout = given.get("elastic_timeout") or variables.get("HOROVOD_ELASTIC_TIMEOUT") or "600"
     seconds = _seconds("elastic_timeout", timeout)
     hosts = Discovery(script, numbers["workers"] or least, numbers["slots_per_host"] or 1, seconds).find()

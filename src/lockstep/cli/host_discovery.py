@@ -49,7 +49,7 @@ class Discovery:
             if time.monotonic() > deadline:
                 names = ", ".join(f"{host.name}:{host.slots}" for host in seen.values()) or "no machine"
                 expected = f"{self.needed} slots within {self.timeout:g} s"
-                raise ConfigError(_ARGUMENT, expected, f"{count}: {names}")
+                raise ConfigError(_ARGUMENT, expected, found=f"{count}: {names}")
             time.sleep(_EVERY_S)
 
     def _ask(self) -> list[Host]:
@@ -58,10 +58,10 @@ class Discovery:
             words = shlex.split(self.command)
             said = subprocess.run(words, capture_output=True, text=True, timeout=max(self.timeout, _EVERY_S))
         except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(_ARGUMENT, expected, f"{self.command}: {error}") from None
+            raise ConfigError(_ARGUMENT, expected, found=f"{self.command}: {error}") from None
         if said.returncode != 0:
             got = f"exit code {said.returncode}: {said.stderr.strip()[-500:]}"
-            raise ConfigError(_ARGUMENT, expected, f"{self.command}: {got}")
+            raise ConfigError(_ARGUMENT, expected, found=f"{self.command}: {got}")
         lines = [line.strip() for line in said.stdout.splitlines() if line.strip()]
         return [self._host(line) for line in lines]
 

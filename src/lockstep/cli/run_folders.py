@@ -27,7 +27,9 @@ def find_checkpoint(resume: str, out: str | None) -> tuple[Path, Path | None]:
     try:
         path = _latest_run() if resume == "latest" else Path(resume).expanduser()
         if not path.is_dir():
-            raise ConfigError("resume", "a checkpoint, a run folder, or latest", f"{resume} (there is no such folder)")
+            raise ConfigError(
+                "resume", "a checkpoint, a run folder, or latest", found=f"{resume} (there is no such folder)"
+            )
         if (path / "checkpoints").is_dir() or (path / "config.yaml").exists():
             return _newest(path), path
         run = path.parent.parent if path.parent.name == "checkpoints" else None
@@ -37,14 +39,17 @@ def find_checkpoint(resume: str, out: str | None) -> tuple[Path, Path | None]:
             check_newest(path, "To go on from an earlier one, add --out DIR: a new folder.")
         return path, run
     except OSError as error:
-        raise ConfigError("resume", "a folder that can be read", f"{resume} ({error.strerror})") from None
+        raise ConfigError("resume", "a folder that can be read", found=f"{resume} ({error.strerror})") from None
 
 
 def _latest_run() -> Path:
     runs = [path.parent.parent for path in RUNS.glob("*/checkpoints/step-*")]
     if not runs:
         raise ConfigError(
-            "resume", "an earlier run with a checkpoint in runs/", "a folder without one", "Name it: --resume DIR."
+            "resume",
+            "an earlier run with a checkpoint in runs/",
+            found="a folder without one",
+            hint="Name it: --resume DIR.",
         )
     return max(set(runs), key=lambda run: max(path.stat().st_mtime for path in (run / "checkpoints").iterdir()))
 
@@ -55,7 +60,9 @@ def _newest(run: Path) -> Path:
     newest = CheckpointStore(run / "checkpoints").latest()
     if newest is None:
         hint = "Start it again without --resume, and with another --out."
-        raise ConfigError("resume", f"a checkpoint in {run / 'checkpoints'}", "an empty folder or none", hint)
+        raise ConfigError(
+            "resume", f"a checkpoint in {run / 'checkpoints'}", found="an empty folder or none", hint=hint
+        )
     return newest
 
 

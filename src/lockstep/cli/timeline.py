@@ -62,14 +62,16 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.folder).expanduser()
     if not folder.is_dir():
-        raise ConfigError("DIR", "a folder with the records of a run", f"{arguments.folder} (there is no such folder)")
+        raise ConfigError(
+            "DIR", "a folder with the records of a run", found=f"{arguments.folder} (there is no such folder)"
+        )
     path = folder / "trace.json" if arguments.out is None else Path(arguments.out).expanduser()
     if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError("--out", "a file in a folder that is there", str(path))
+        raise ConfigError("--out", "a file in a folder that is there", got=str(path))
     try:
         times = write_trace(folder, path)
     except OSError as error:
-        raise ConfigError("--out", "a file that can be written", f"{path} ({error.strerror})") from None
+        raise ConfigError("--out", "a file that can be written", found=f"{path} ({error.strerror})") from None
     print("\n".join(_table(times)))
     print(f"\nWrote {path}: open it at https://ui.perfetto.dev or chrome://tracing")
     return 0

@@ -131,8 +131,8 @@ def pick_device(device: str, world: World) -> torch.device:
             raise ConfigError(
                 "device",
                 f"at most as many workers on a node as it has GPUs ({gpus})",
-                f"{world.local_world_size} workers (this is rank {world.rank})",
-                "Start fewer workers, or choose the device cpu.",
+                found=f"{world.local_world_size} workers (this is rank {world.rank})",
+                hint="Start fewer workers, or choose the device cpu.",
             )
         torch.cuda.set_device(world.local_rank)
         return torch.device("cuda", world.local_rank)

@@ -24,7 +24,7 @@ class Receive:
         """Copy the message."""
         if message.numel() != self.room.numel() or message.dtype != self.room.dtype:
             expected = f"the size and dtype of the message ({message.numel()} × {message.dtype})"
-            raise ConfigError("tensor", expected, f"{self.room.numel()} × {self.room.dtype} on rank {self._rank}")
+            raise ConfigError("tensor", expected, found=f"{self.room.numel()} × {self.room.dtype} on rank {self._rank}")
         self.room.copy_(message.view(self.room.shape))
         self._ended = True
 

@@ -27,7 +27,7 @@ class Member:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise ConfigError("group", "a process group that this process is in", repr(group))
+            raise ConfigError("group", "a process group that this process is in", group)
         self._take_place(world_of(group), device_of(group) if device is None else torch.device(device), group)
 
     @classmethod
@@ -83,7 +83,7 @@ class Member:
         return self.group
 
     def _error(self, argument: str, expected: str, got: object, hint: str = "") -> ConfigError:
-        return ConfigError(argument, expected, f"{got} on rank {self.rank} of {self.size}", hint)
+        return ConfigError(argument, expected, found=f"{got} on rank {self.rank} of {self.size}", hint=hint)
 
     def _side(self) -> torch.device:
         """Where shapes and pickled objects travel: the CPU, but for backends such as NCCL alone."""

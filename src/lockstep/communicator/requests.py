@@ -137,7 +137,7 @@ def _checked(requests: Iterable[Request[T]]) -> list[Request[T]]:
     others = [type(request).__name__ for request in found if not hasattr(request, "wait")]
     if others or not isinstance(requests, Iterable):
         got = others[0] if others else type(requests).__name__
-        raise ConfigError("requests", "a list of what verbs with async_op=True return", got)
+        raise ConfigError("requests", "a list of what verbs with async_op=True return", found=got)
     return found
 
 

@@ -45,8 +45,8 @@ def _load() -> tuple[Tensor, Tensor]:
         raise ConfigError(
             "data",
             "scikit-learn to be installed, which holds the digits",
-            "no such package",
-            "Install lockstep-train[demo].",
+            found="no such package",
+            hint="Install lockstep-train[demo].",
         ) from None
     found = load_digits()
     return torch.from_numpy(found.images).to(torch.float64), torch.from_numpy(found.target).to(torch.int64)

@@ -232,8 +232,8 @@ def _length(dataset: Any) -> int:
         raise ConfigError(
             "dataset",
             "a map-style data set, with len() and indexing",
-            type(dataset).__name__,
-            "A stream has no order that could be dealt out; give it a length and an index.",
+            found=type(dataset).__name__,
+            hint="A stream has no order that could be dealt out; give it a length and an index.",
         ) from None
 
 
@@ -255,6 +255,6 @@ def _taken_over(epoch: int) -> ConfigError:
     return ConfigError(
         "loader",
         "one epoch at a time where loader processes are shared",
-        f"another one, or close(), before the last batch of epoch {epoch}",
-        "Make a Loader for each, e.g. one more to evaluate with.",
+        found=f"another one, or close(), before the last batch of epoch {epoch}",
+        hint="Make a Loader for each, e.g. one more to evaluate with.",
     )

@@ -80,6 +80,7 @@ def _check_first(tensor: torch.Tensor, samples: int) -> None:
         raise ConfigError(
             "accumulate",
             f"1, or batches whose tensors all have their {samples} samples in the first dimension",
-            f"one of shape {list(tensor.shape)}",
-            "Collate samples into the first dimension and turn it in the model; a value for all samples can be 0-dim.",
+            found=f"one of shape {list(tensor.shape)}",
+            hint="Collate samples into the first dimension and turn it in the model; "
+            "a value for all samples can be 0-dim.",
         )

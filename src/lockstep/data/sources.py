@@ -213,7 +213,7 @@ def _places(data_dir: Folder | None, name: str, installed: Sequence[Path] = (), 
         return _Places((*installed, cache), cache)
     folder = Path(data_dir).expanduser()
     if folder.is_file():
-        raise ConfigError("data_dir", "a folder", str(folder), "Name the folder that holds the files.")
+        raise ConfigError("data_dir", "a folder", got=str(folder), hint="Name the folder that holds the files.")
     return _Places((folder, folder / layout) if layout else (folder,), folder)
 
 

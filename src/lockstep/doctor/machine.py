@@ -85,7 +85,7 @@ def _add_shared_memory(section: Section) -> None:
         if environment.shm_size():
             text = f"at most {size(environment.shm_size())} a group (LOCKSTEP_SHM_SIZE)"
     except ConfigError as error:
-        text, problem = f"{error.got} (LOCKSTEP_SHM_SIZE)", Problem(str(error), "Set it right, or unset it.")
+        text, problem = f"{error.got!r} (LOCKSTEP_SHM_SIZE)", Problem(str(error), "Set it right, or unset it.")
     section.add("shm size", text, problem)
 
 

@@ -142,7 +142,7 @@ def _read_step(read: _Reader, rank: int, size: int) -> World:
         fits = False
     if not fits:
         expected = f"{size} tasks ({_SLURM.size}) on {nodes} nodes ({_SLURM.nodes})"
-        raise read.error(_SLURM.local_size, expected, repr(text))
+        raise read.error(_SLURM.local_size, expected, text)
     local_rank = read.index(_SLURM.local_rank, _SLURM.local_size, counts[node])
     return World(rank, size, local_rank, counts[node], node, nodes, _SLURM.source)
 
@@ -168,29 +168,29 @@ class _Reader:
         """A number of at least 1, and of at most that in the variable `most`."""
         value = self._whole(name, default)
         if value < 1:
-            raise self.error(name, "at least 1", str(value))
+            raise self.error(name, "at least 1", value)
         if most is not None and value > most[1]:
-            raise self.error(name, f"at most {most[0]}, which is {most[1]}", str(value))
+            raise self.error(name, f"at most {most[0]}, which is {most[1]}", value)
         return value
 
     def index(self, name: str, of: str, size: int, default: int | None = None) -> int:
         """A number below `size`, which comes from the variable `of`."""
         value = self._whole(name, default)
         if not 0 <= value < size:
-            raise self.error(name, f"0 to {size - 1}, as {of} gives {size}", str(value))
+            raise self.error(name, f"0 to {size - 1}, as {of} gives {size}", value)
         return value
 
     def text(self, name: str, expected: str) -> str:
         """The variable as it is."""
         if name not in self.env:
-            raise self.error(name, expected, "nothing: it is not set")
+            raise self.error(name, expected, found="nothing: it is not set")
         return self.env[name]
 
-    def error(self, name: str, expected: str, got: str) -> ConfigError:
+    def error(self, name: str, expected: str, got: object = None, found: str = "") -> ConfigError:
         """The error for a variable that cannot be used."""
         rank, size = self.launcher.rank, self.launcher.size
         hint = f"{self.launcher.title} sets it: start the workers with it, or unset {rank} and {size} to run alone."
-        return ConfigError(f"environment variable {name}", expected, got, hint)
+        return ConfigError(f"environment variable {name}", expected, got, hint, found=found)
 
     def _whole(self, name: str, default: int | None) -> int:
         if name not in self.env and default is not None:
@@ -199,4 +199,4 @@ class _Reader:
         try:
             return int(text)
         except ValueError:
-            raise self.error(name, "a whole number", repr(text)) from None
+            raise self.error(name, "a whole number", text) from None

@@ -63,7 +63,7 @@ def _check_part(name: str, value: object) -> None:
 
 def _not_packable(name: str, value: object, error: Exception) -> ConfigError:
     hint = f"Make it inside the function instead: {type(error).__name__}: {error}"
-    return ConfigError(name, "something that can be sent to another process", repr(value), hint)
+    return ConfigError(name, "something that can be sent to another process", value, hint)
 
 
 def call(path: Path) -> bytes | None:

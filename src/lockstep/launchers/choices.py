@@ -94,18 +94,22 @@ class Choices:
             expected = f"a number from 0 to {self.nnodes - 1} (--nnodes {self.nnodes})"
             raise ConfigError("node_rank", expected, self.node_rank)
         if self.nnodes > 1 and self.master_addr is None and not self.as_host:
-            raise ConfigError("master_addr", "the name or address of the first machine (--nnodes is given)", "nothing")
+            raise ConfigError(
+                "master_addr", "the name or address of the first machine (--nnodes is given)", found="nothing"
+            )
         if self.dry_run and not self.hosts:
-            raise ConfigError("dry_run", "-H or --hostfile: it shows what would be run on the machines", "neither")
+            raise ConfigError(
+                "dry_run", "-H or --hostfile: it shows what would be run on the machines", found="neither"
+            )
         slots = sum(host.slots for host in self.hosts)
         if self.hosts and (self.workers or slots) > slots:
             names = ", ".join(f"{host.name}:{host.slots}" for host in self.hosts)
             raise ConfigError("workers", f"at most {slots}, the slots of {names}", self.workers)
         if self.no_watch and (self.strict or self.stall_timeout is not None or self.timeline is not None):
             other = "strict" if self.strict else "timeline" if self.timeline is not None else "stall_timeout"
-            raise ConfigError(other, "not to be given with --no-watch, which does without all of it", "both")
+            raise ConfigError(other, "not to be given with --no-watch, which does without all of it", found="both")
         if self.tee and self.output_dir is None:
-            raise ConfigError("tee", "--output-dir as well, which says where the files go", "no folder")
+            raise ConfigError("tee", "--output-dir as well, which says where the files go", found="no folder")
         if self.timeline is not None and Path(self.timeline).is_file():
             raise ConfigError("timeline", "a folder, made where it is missing", self.timeline)
         if self.identity is not None and not Path(self.identity).is_file():
@@ -148,7 +152,7 @@ def _seconds(name: str, text: object, above: bool = False) -> float:
 
 def _hosts(given: Mapping[str, Any]) -> tuple[Host, ...]:
     if "hosts" in given and "hostfile" in given:
-        raise ConfigError("hostfile", "either -H or --hostfile", "both")
+        raise ConfigError("hostfile", "either -H or --hostfile", found="both")
     if "hosts" in given:
         return tuple(parse_hosts(given["hosts"], "hosts"))
     return tuple(read_hostfile(Path(given["hostfile"]))) if "hostfile" in given else ()

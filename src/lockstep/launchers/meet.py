@@ -121,5 +121,5 @@ def _await(address: str, port: int, seconds: float) -> None:
             if time.monotonic() > deadline:
                 hint = f"The last try ended with: {error}. Is the launcher of node 0 running there, and the port open?"
                 expected = f"a machine that answers within {seconds:g} s"
-                raise ConfigError("master_addr", expected, f"{address}:{port}", hint) from None
+                raise ConfigError("master_addr", expected, found=f"{address}:{port}", hint=hint) from None
         time.sleep(_RETRY_S)

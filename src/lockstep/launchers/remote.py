@@ -96,7 +96,7 @@ def run_on_hosts(choices: Choices) -> None:
     parts = shares(choices)
     check_debug_rank(choices, sum(part.slots for part in parts))
     if choices.debug_rank is not None:
-        raise ConfigError("debug_rank", "one machine, whose terminal can be given away", "-H or --hostfile")
+        raise ConfigError("debug_rank", "one machine, whose terminal can be given away", found="-H or --hostfile")
     commands = commands_for(choices, parts, environment.variables())
     if choices.dry_run:
         for command in commands:
@@ -134,7 +134,7 @@ class _Launch:
         try:
             process = subprocess.Popen(command, start_new_session=True, **pipes)
         except FileNotFoundError as error:
-            raise ConfigError("hosts", "a program ssh on this machine", str(error)) from None
+            raise ConfigError("hosts", "a program ssh on this machine", found=str(error)) from None
         part = _Part(host, process)
         for stream, pipe in enumerate((process.stdout, process.stderr)):
             assert pipe is not None
@@ -178,7 +178,7 @@ class _Launch:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 late = ", ".join(part.host.name for part in self._parts if part.ready is None)
-                raise ConfigError("hosts", f"machines that answer within {self._choices.start_timeout:g} s", late)
+                raise ConfigError("hosts", f"machines that answer within {self._choices.start_timeout:g} s", found=late)
         found = [part.ready for part in self._parts if part.ready is not None]
         compare(found)
         address = self._address(found)
@@ -260,6 +260,8 @@ class _Launch:
         words = " ".join(" ".join(part.words[-4:]).split()) or f"exit code {part.process.returncode}"
         if part.process.returncode == 255:
             hint = f"`{shlex.join([*ssh_words(self._choices), part.host.login, 'true'])}` must work without a question."
-            return ConfigError("hosts", f"a machine that ssh reaches ({part.host.name})", words, hint)
+            return ConfigError("hosts", f"a machine that ssh reaches ({part.host.name})", found=words, hint=hint)
         hint = f"Lockstep must be installed there for {self._choices.remote_python or sys.executable}."
-        return ConfigError("hosts", f"a machine on which a launcher can be started ({part.host.name})", words, hint)
+        return ConfigError(
+            "hosts", f"a machine on which a launcher can be started ({part.host.name})", found=words, hint=hint
+        )

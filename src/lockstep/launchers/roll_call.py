@@ -60,13 +60,13 @@ def compare(hosts: Sequence[Description]) -> None:
     """Raise ConfigError when a host cannot run the program, or their versions differ: it names them."""
     for each in hosts:
         if each.problem:
-            raise ConfigError("host", f"one that can run the program ({each.host})", each.problem)
+            raise ConfigError("host", f"one that can run the program ({each.host})", found=each.problem)
     for what in ALIKE:
         versions = Counter(str(getattr(each, what)) for each in hosts)
         if len(versions) > 1:
             got = ", ".join(f"{getattr(each, what)} on {each.host}" for each in hosts)
             hint = "Install the same on all of them."
-            raise ConfigError("hosts", f"the same version of {what} everywhere", got, hint)
+            raise ConfigError("hosts", f"the same version of {what} everywhere", found=got, hint=hint)
 
 
 def _version(name: str) -> str:

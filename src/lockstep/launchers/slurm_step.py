@@ -25,7 +25,9 @@ def as_step(choices: Choices, world: World, variables: Mapping[str, str]) -> Cho
     """
     if choices.hosts:
         hint = "Leave -H out, or start `lockstep run -H` without srun."
-        raise ConfigError("hosts", "not to be given under srun, which starts a launcher on each node", "both", hint)
+        raise ConfigError(
+            "hosts", "not to be given under srun, which starts a launcher on each node", found="both", hint=hint
+        )
     if world.local_world_size > 1:
         raise LockstepError(
             f"srun has started {world.local_world_size} launchers on this node, and one starts all its workers: "

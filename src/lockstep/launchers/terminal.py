@@ -58,7 +58,7 @@ def lent_terminal(rank: int, others: Streams) -> Iterator[TerminalStreams]:
     try:
         terminal = os.open(_TERMINAL, os.O_RDWR)
     except OSError:
-        raise ConfigError("debug_rank", "a terminal to give to that rank", "a program without one") from None
+        raise ConfigError("debug_rank", "a terminal to give to that rank", found="a program without one") from None
     before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # taking it back is done from the background
     try:
         yield TerminalStreams(rank, others)

@@ -55,7 +55,9 @@ def build(name: str, classes: int | None, shape: tuple[int, ...]) -> torch.nn.Mo
         raise ConfigError("model", "a factory callable with at most classes= and shape=", name, f"{error}.") from None
     model = factory(**arguments)
     if not isinstance(model, nn.Module):
-        raise ConfigError("model", "a factory that returns a torch.nn.Module", f"{name} -> {type(model).__name__}")
+        raise ConfigError(
+            "model", "a factory that returns a torch.nn.Module", found=f"{name} -> {type(model).__name__}"
+        )
     return model
 
 

@@ -17,7 +17,7 @@ def convnet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), dropout: fl
     """
     channels, height, width = shape
     if min(height, width) < 2:
-        raise ConfigError("shape", "images of at least 2×2 for convnet", f"{height}×{width}")
+        raise ConfigError("shape", "images of at least 2×2 for convnet", found=f"{height}×{width}")
     return nn.Sequential(
         nn.Conv2d(channels, 64, kernel_size=3, padding=1),
         nn.ReLU(),

@@ -22,7 +22,7 @@ def lenet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
     channels, height, width = shape
     after = [((side - 2) // 2 - 4) // 2 for side in (height, width)]
     if min(after) < 1:
-        raise ConfigError("shape", "images of at least 16×16 for lenet", f"{height}×{width}")
+        raise ConfigError("shape", "images of at least 16×16 for lenet", found=f"{height}×{width}")
     return nn.Sequential(
         nn.Conv2d(channels, 20, kernel_size=3),
         nn.ReLU(),

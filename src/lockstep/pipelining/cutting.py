@@ -85,4 +85,4 @@ def refuse_shared(stages: Iterable[nn.Module]) -> None:
             first, its_name = owner.setdefault(id(tensor), (number, name))
             if first != number:
                 got = f"{its_name} of stage {first}, which stage {number} has as {name}"
-                raise ConfigError("model", "stages without a parameter or buffer in common", got)
+                raise ConfigError("model", "stages without a parameter or buffer in common", found=got)

@@ -86,7 +86,7 @@ def _check(
 ) -> int:
     """See that the arguments of `pipeline` are of their kinds and fit each other; returns the number of stages."""
     if not isinstance(model, nn.Module):
-        raise ConfigError("model", "a torch.nn.Module", type(model).__name__)
+        raise ConfigError("model", "a torch.nn.Module", found=type(model).__name__)
     count = comm.size if stages is None else _number("stages", stages)
     if microbatches is not None:
         _number("microbatches", microbatches)
@@ -97,13 +97,15 @@ def _check(
         raise ConfigError("stages", f"one for each of the {comm.size} workers", count, hint)
     if isinstance(split, str) or (split is not None and len(split) != count - 1):
         got = split if isinstance(split, str) else f"{len(split)}: {', '.join(map(str, split))}"
-        raise ConfigError("split", f"{count - 1} names, with which stages 1 to {count - 1} begin", got)
+        raise ConfigError("split", f"{count - 1} names, with which stages 1 to {count - 1} begin", found=got)
     if _layers(model) is None:
         if not isinstance(example, torch.Tensor) or (split is None and count > 1):
             hint = "An nn.Sequential needs neither."
-            raise ConfigError("model", "an nn.Sequential, or another with split= and example=", _missing(example), hint)
+            raise ConfigError(
+                "model", "an nn.Sequential, or another with split= and example=", found=_missing(example), hint=hint
+            )
     elif example is not None:
-        raise ConfigError("example", "none with an nn.Sequential, which is not traced", type(example).__name__)
+        raise ConfigError("example", "none with an nn.Sequential, which is not traced", found=type(example).__name__)
     return count
 
 

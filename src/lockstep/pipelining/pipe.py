@@ -151,7 +151,7 @@ class Pipeline:
     def _check(self, batch: Any, target: Any) -> int:
         for name, value in (("batch", batch), ("target", target)):
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                raise ConfigError(name, "a tensor of shape (samples, …)", _described(value))
+                raise ConfigError(name, "a tensor of shape (samples, …)", found=_described(value))
         if len(batch) != len(target):
             raise ConfigError("target", f"as many as samples in the batch, {len(batch)}", len(target))
         return self._number(len(batch))
@@ -164,7 +164,7 @@ class Pipeline:
             if samples % self._size or self._microbatches not in (None, samples // self._size):
                 wanted = self._microbatches or "some"
                 raise ConfigError(
-                    "batch", f"{wanted} micro-batches of {self._size}, as the example", f"{samples} samples"
+                    "batch", f"{wanted} micro-batches of {self._size}, as the example", found=f"{samples} samples"
                 )
             return samples // self._size
         if self._microbatches is None:

@@ -68,7 +68,7 @@ def _follow(model: nn.Module, split: Sequence[str], example: torch.Tensor) -> li
         cause = error.__cause__ or error
         got = f"{type(cause).__name__}: " + " ".join(str(cause).split("\n\n")[0].split())
         hint = "Make it an nn.Sequential, whose layers are taken as they are."
-        raise ConfigError("model", "one that torch.export can follow", got, hint) from error
+        raise ConfigError("model", "one that torch.export can follow", found=got, hint=hint) from error
     found, wanted = dict(pipe.split_gm.named_children()), [f"submod_pp_{number}" for number in range(len(split) + 1)]
     if sorted(found) != sorted(wanted):
         raise ConfigError("split", "modules that a pass comes by after the model's first", list(split))
@@ -100,7 +100,9 @@ def _refuse_skips(pipe: Any) -> None:
             sources = {_source(argument) for argument in node.all_input_nodes}
             if sources - {before}:
                 hint = "Choose split points between which a single path leads, outside of residual connections."
-                raise ConfigError("split", f"stages that use the one before alone ({node.target})", "others too", hint)
+                raise ConfigError(
+                    "split", f"stages that use the one before alone ({node.target})", found="others too", hint=hint
+                )
             before = node
 
 

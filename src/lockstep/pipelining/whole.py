@@ -73,7 +73,7 @@ def own_part(state: Mapping[str, Any], every: Sequence[str], own: Iterable[str])
 def _group(optimizer: Optimizer) -> dict[str, Any]:
     if len(optimizer.param_groups) != 1:
         raise ConfigError(
-            "optimizer", "one group of parameters, in a pipeline", f"{len(optimizer.param_groups)} groups"
+            "optimizer", "one group of parameters, in a pipeline", found=f"{len(optimizer.param_groups)} groups"
         )
     return optimizer.param_groups[0]
 
@@ -85,7 +85,7 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -
     known = [name for name in found if name is not None]
     if len(known) < len(found):
         got = f"{len(found) - len(known)} that are not"
-        raise ConfigError("optimizer", "parameters of this stage alone, pipe.parameters()", got)
+        raise ConfigError("optimizer", "parameters of this stage alone, pipe.parameters()", found=got)
     return known
 
 

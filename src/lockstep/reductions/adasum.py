@@ -33,7 +33,7 @@ def combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
     if a.shape != b.shape or a.dtype != b.dtype or a.dtype not in _DTYPES:
         expected = f"the shape and dtype of the first ({tuple(a.shape)}, {a.dtype}), which is real"
-        raise ConfigError("b", expected, f"{tuple(b.shape)}, {b.dtype}")
+        raise ConfigError("b", expected, found=f"{tuple(b.shape)}, {b.dtype}")
     mixed = a.detach().reshape(-1).to(_wide(a.dtype), copy=True)
     other = b.detach().reshape(-1)
     _mix(mixed, other, _coefficients(_products(mixed, other)))
@@ -101,7 +101,7 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
             raise ConfigError(where, "a tensor of float16, bfloat16, float32 or float64", tensor.dtype)
         if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
             expected = f"{tensors[0].dtype} on {tensors[0].device}, as the first"
-            raise ConfigError(where, expected, f"{tensor.dtype} on {tensor.device}")
+            raise ConfigError(where, expected, found=f"{tensor.dtype} on {tensor.device}")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

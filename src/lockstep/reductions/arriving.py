@@ -36,8 +36,8 @@ class Arrivals:
             raise ConfigError(
                 "parameters",
                 "none with a hook of register_post_accumulate_grad_hook()",
-                "one, which would see the gradients of one shard or of two, depending on the number of workers",
-                "Use register_hook(), which sees each shard's, or change gradients before the optimizer's step.",
+                found="one, which would see the gradients of one shard or of two, depending on the number of workers",
+                hint="Use register_hook(), which sees each shard's, or change gradients before the optimizer's step.",
             )
 
     def listen(self, buckets: Sequence[Bucket], ready: Callable[[], None]) -> None:
@@ -82,6 +82,6 @@ def _several() -> ConfigError:
     return ConfigError(
         "backward",
         "one backward pass for each shard",
-        "several, or one that comes by a parameter more than once",
-        "Add up the losses and call backward() once; use torch.utils.checkpoint with use_reentrant=False.",
+        found="several, or one that comes by a parameter more than once",
+        hint="Add up the losses and call backward() once; use torch.utils.checkpoint with use_reentrant=False.",
     )

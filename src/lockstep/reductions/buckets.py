@@ -135,4 +135,6 @@ def grouped(
 def _check_dense(gradients: Gradients) -> None:
     if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
         hint = "Make embeddings with sparse=False."
-        raise ConfigError("parameters", "parameters with dense gradients", "one with a sparse gradient", hint)
+        raise ConfigError(
+            "parameters", "parameters with dense gradients", found="one with a sparse gradient", hint=hint
+        )

@@ -101,7 +101,7 @@ class OrderedReducer:
                 self._open(shard)
                 yield shard
                 if self._current is not current:
-                    raise ConfigError("reducer", "one loop over it at a time", "another one, begun inside of it")
+                    raise ConfigError("reducer", "one loop over it at a time", found="another one, begun inside of it")
                 self._close(shard)
             self._end()
         finally:
@@ -120,7 +120,9 @@ class OrderedReducer:
         """
         if self._sent:
             hint = "Call add() between the forward and the backward pass."
-            raise ConfigError("numbers", "numbers before the backward pass of their shard", "some after it", hint)
+            raise ConfigError(
+                "numbers", "numbers before the backward pass of their shard", found="some after it", hint=hint
+            )
         self._numbers.push((self._shard, 1), numbers)
         if self._shard == self.here[-1] and self.comm.size > 1:
             self._waiting_sum = gather_sum(self._numbers.held, self._places)

@@ -62,14 +62,14 @@ def copy_module(module: nn.Module, device: torch.device, shared: bool = False) -
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             hint = "Call it once on a batch before it is replicated."
-            raise ConfigError("module", "parameters with shapes", f"{name} without one", hint)
+            raise ConfigError("module", "parameters with shapes", found=f"{name} without one", hint=hint)
         memo[id(parameter)] = _copy_tensor(parameter, device, shared)
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to(device, copy=True)
     for name, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
             got = f"a {type(layer).__name__} at {name or 'its top'}"
-            raise ConfigError("module", "modules in Python", got, "Pass the module that it was made of.")
+            raise ConfigError("module", "modules in Python", found=got, hint="Pass the module that it was made of.")
         for attribute, value in vars(layer).items():
             if "hooks" in attribute:
                 memo[id(value)] = value
@@ -80,5 +80,5 @@ def copy_module(module: nn.Module, device: torch.device, shared: bool = False) -
     except (TypeError, RuntimeError) as error:
         hint = "Keep outside of it what cannot be copied, and tensors with a graph in lists."
         raise ConfigError(
-            "module", "a module that can be copied", f"{type(module).__name__} ({error})", hint
+            "module", "a module that can be copied", found=f"{type(module).__name__} ({error})", hint=hint
         ) from error

@@ -26,10 +26,10 @@ def as_devices(devices: Iterable[Device], argument: str = "devices") -> list[tor
         ConfigError: when it is no list, is empty, or names a device that is not there.
     """
     if isinstance(devices, (str, torch.device, int)) or not isinstance(devices, Iterable):
-        raise ConfigError(argument, 'a list of devices, e.g. ["cpu", "cpu"]', repr(devices))
+        raise ConfigError(argument, 'a list of devices, e.g. ["cpu", "cpu"]', devices)
     found = [as_device(device, argument) for device in devices]
     if not found:
-        raise ConfigError(argument, "at least one device", "an empty list")
+        raise ConfigError(argument, "at least one device", found="an empty list")
     return found
 
 
@@ -48,14 +48,14 @@ def as_device(device: Device, argument: str = "device") -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(argument, 'a device, e.g. "cpu" or "cuda:0"', repr(device), reason) from None
+        raise ConfigError(argument, 'a device, e.g. "cpu" or "cuda:0"', device, reason) from None
     if found.type in ("cpu", "meta"):
         return torch.device(found.type)
     count = torch.accelerator.device_count() if found.type == kind else 0
     index = torch.accelerator.current_device_index() if found.index is None and count else found.index or 0
     if index >= count:
         there = ", ".join(["cpu", *(f"{kind}:{number}" for number in range(count))])
-        raise ConfigError(argument, f"devices that are there ({there})", str(found))
+        raise ConfigError(argument, f"devices that are there ({there})", got=str(found))
     return torch.device(found.type, index)
 
 

@@ -127,7 +127,9 @@ class Engine:
             if some and len(some) < len(found):
                 got = ", ".join(f"{name}: {size}" for name, size in found.items())
                 hint = "Values that are for all samples can be 0-dim, or no tensors."
-                raise ConfigError("batch", f"samples for replica {number} in every tensor, or in none", got, hint)
+                raise ConfigError(
+                    "batch", f"samples for replica {number} in every tensor, or in none", found=got, hint=hint
+                )
             sizes.append(some[0] if some else 0)
         return sizes
 

@@ -50,7 +50,7 @@ def check_can_be_cut(batch: Any) -> None:
     for path, tensor in leaves(batch):
         if tensor.is_nested or tensor.layout != torch.strided:
             kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
-            raise ConfigError("batch", "tensors that can be cut", f"{kind} at {path or 'its top'}", hint)
+            raise ConfigError("batch", "tensors that can be cut", found=f"{kind} at {path or 'its top'}", hint=hint)
 
 
 def cut(tensor: torch.Tensor, number: int, parts: int, dim: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ def concatenate(column: Sequence[torch.Tensor], device: torch.device, dim: int) 
         shapes = ", ".join(str(list(tensor.shape)) for tensor in moved)
         expected = f"tensors that differ in dimension {dim} alone"
         hint = "What a model returns must have its samples there."
-        raise ConfigError("parts", expected, f"shapes {shapes}", hint) from None
+        raise ConfigError("parts", expected, found=f"shapes {shapes}", hint=hint) from None
 
 
 def join(parts: Sequence[Any], fn: Callable[[str, list[torch.Tensor]], Any]) -> Any:
@@ -102,12 +102,12 @@ def join(parts: Sequence[Any], fn: Callable[[str, list[torch.Tensor]], Any]) -> 
         ConfigError: for parts that hold tensors in other places than the first.
     """
     if not parts:
-        raise ConfigError("parts", "at least one part", "none")
+        raise ConfigError("parts", "at least one part", found="none")
     named = [dict(leaves(part)) for part in parts]
     for number, other in enumerate(named):
         if other.keys() != named[0].keys():
             got = f"part {number} with {_places(other)} where part 0 has {_places(named[0])}"
-            raise ConfigError("parts", "tensors in the same places of every part", got)
+            raise ConfigError("parts", "tensors in the same places of every part", found=got)
     paths = iter(named[0])
 
     def joined(_: torch.Tensor) -> Any:
@@ -128,7 +128,9 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(tree, PackedSequence):
         # It is a tuple of tensors, but neither of them has its samples side by side.
         hint = "Pack it inside of the model, from a padded tensor and its lengths."
-        raise ConfigError("batch", "tensors that can be cut", f"a packed sequence at {path or 'its top'}", hint)
+        raise ConfigError(
+            "batch", "tensors that can be cut", found=f"a packed sequence at {path or 'its top'}", hint=hint
+        )
     elif isinstance(tree, (tuple, list)):
         for number, item in enumerate(tree):
             yield from leaves(item, f"{path}[{number}]")

@@ -51,7 +51,9 @@ def _exchange(tensors: Sequence[torch.Tensor], receivers: range) -> None:
     places = [(tensor.device, tensor.data_ptr()) for tensor in tensors if tensor.numel()]
     if len(set(places)) < len(places):
         got = "the same tensor twice"
-        raise ConfigError("tensors", "tensors in memory of their own", got, "Copies on one device are copies, too.")
+        raise ConfigError(
+            "tensors", "tensors in memory of their own", found=got, hint="Copies on one device are copies, too."
+        )
     with torch.no_grad():
         flat = [_flat(tensor) for tensor in tensors]
         for part in range(len(flat)):
@@ -83,12 +85,12 @@ def _sum_part(flat: Sequence[torch.Tensor], part: int, receivers: range) -> None
 
 def _check(tensors: Sequence[torch.Tensor]) -> None:
     if not isinstance(tensors, Sequence) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        raise ConfigError("tensors", "a list with a tensor for each device", type(tensors).__name__)
+        raise ConfigError("tensors", "a list with a tensor for each device", found=type(tensors).__name__)
     if not tensors:
-        raise ConfigError("tensors", "a tensor for each device", "none")
+        raise ConfigError("tensors", "a tensor for each device", found="none")
     kinds = {(tuple(tensor.shape), tensor.dtype, tensor.layout) for tensor in tensors}
     if len(kinds) > 1:
         got = ", ".join(f"{list(shape)} {dtype} {layout}" for shape, dtype, layout in sorted(kinds, key=str))
-        raise ConfigError("tensors", "one shape, dtype and layout on all devices", got)
+        raise ConfigError("tensors", "one shape, dtype and layout on all devices", found=got)
     if tensors[0].layout != torch.strided:
-        raise ConfigError("tensors", "dense tensors", str(tensors[0].layout), "Use to_dense().")
+        raise ConfigError("tensors", "dense tensors", found=str(tensors[0].layout), hint="Use to_dense().")

@@ -138,7 +138,7 @@ def parallel_apply(
     places = [_device_of((i, k)) for i, k in zip(inputs, keywords, strict=False)] if devices is None else devices
     lengths["devices"] = len(places)
     if len(set(lengths.values())) > 1:
-        raise ConfigError("inputs", "as many inputs as functions", str(lengths))
+        raise ConfigError("inputs", "as many inputs as functions", found=str(lengths))
     if threads is not None and len(threads) < len(functions):
         raise ConfigError("threads", f"a thread for each of {len(functions)} functions", len(threads))
     targets = as_devices(places)

@@ -130,7 +130,9 @@ class Conditions:
             if found := differences(every[0], theirs):
                 name, ours, other = found[0]
                 hint = "Equal bits need equal machines; choose them, or set the same on each."
-                raise ConfigError("workers", f"the same {name} on all", f"{ours} on rank 0, {other} on {rank}", hint)
+                raise ConfigError(
+                    "workers", f"the same {name} on all", found=f"{ours} on rank 0, {other} on {rank}", hint=hint
+                )
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -116,7 +116,7 @@ class Invariant(Strategy):
     @property
     def _parts(self) -> tuple[OrderedReducer, ShardBuffers, MovingBuffers]:
         if self._made is None:
-            raise ConfigError("strategy", "prepare(model) before anything else", "no call of it")
+            raise ConfigError("strategy", "prepare(model) before anything else", found="no call of it")
         return self._made
 
     def begin(self) -> None:
@@ -158,7 +158,9 @@ class Invariant(Strategy):
         assert self._model is not None
         name = next(name for name, p in self._model.named_parameters() if p._version != old.get(id(p), p._version))
         hint = "Keep what it changes in a buffer. If you know better, set same_bits = True on the layer."
-        return ConfigError("model", "forward passes that change no parameter", f"one that changes {name}", hint)
+        return ConfigError(
+            "model", "forward passes that change no parameter", found=f"one that changes {name}", hint=hint
+        )
 
     def sync_buffers(self) -> None:
         """Give every worker rank 0's buffers, also those that something else than a step has changed."""

@@ -120,7 +120,9 @@ class Meeting:
     def _meet(self) -> None:
         if self._ended:
             hint = "Let every shard go through the same synchronised layers in the same order."
-            raise ConfigError("model", "batch norm over all shards in every shard's pass", "some without it", hint)
+            raise ConfigError(
+                "model", "batch norm over all shards in every shard's pass", found="some without it", hint=hint
+            )
         first = self._brought[0]
         table = first.new_zeros(self._shards, first.numel())
         for place, row in self._brought.items():

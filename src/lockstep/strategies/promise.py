@@ -87,7 +87,9 @@ def check_modules(model: nn.Module, device: torch.device) -> None:
             if kind.found(layer, device):
                 where = f"{type(layer).__name__} at {name or 'its top'}: {kind.reason}"
                 hint = f"{kind.instead} If you know better, set its attribute same_bits = True."
-                raise ConfigError("model", "layers that give the same bits at any number of workers", where, hint)
+                raise ConfigError(
+                    "model", "layers that give the same bits at any number of workers", found=where, hint=hint
+                )
 
 
 def check_meeting(model: nn.Module) -> None:
@@ -100,7 +102,11 @@ def check_meeting(model: nn.Module) -> None:
         where = f"{type(layer).__name__} at {name or 'its top'}"
         if isinstance(layer, _NormBase) and layer.track_running_stats and not isinstance(layer, SyncBatchNorm):
             hint = "Make it without running statistics, or leave sync_batchnorm out."
-            raise ConfigError("model", "no other running statistics, with sync_batchnorm and shards", where, hint)
+            raise ConfigError(
+                "model", "no other running statistics, with sync_batchnorm and shards", found=where, hint=hint
+            )
         if layer._compiled_call_impl is not None or hasattr(layer.forward, "_torchdynamo_orig_callable"):
             hint = "Leave out one of the three."
-            raise ConfigError("model", "one that is not compiled, with sync_batchnorm and shards", where, hint)
+            raise ConfigError(
+                "model", "one that is not compiled, with sync_batchnorm and shards", found=where, hint=hint
+            )

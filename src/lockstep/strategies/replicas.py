@@ -73,7 +73,9 @@ class Replicas(Distributed):
             if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
                 hint = "Replicas talk in no order that would be the same everywhere; use strategy='distributed'."
                 found = f"{type(layer).__name__} at {name or 'its top'}"
-                raise ConfigError("model", "no synchronised batch norm with strategy='replicas'", found, hint)
+                raise ConfigError(
+                    "model", "no synchronised batch norm with strategy='replicas'", found=found, hint=hint
+                )
         super().prepare(model)
         self._engine = Engine(model, self._devices) if len(self._devices) > 1 else None
 
@@ -131,7 +133,9 @@ def _cut(data: Any, size: int, devices: int) -> list[tuple[Any, int]]:
         if tensor.dim() and tensor.shape[0] != size:
             expected = f"batches whose tensors all have their {size} samples in the first dimension"
             hint = "Collate them there and turn them in the model; a value for all samples can be 0-dim."
-            raise ConfigError("batch", expected, f"shape {list(tensor.shape)} at {path or 'the batch'}", hint)
+            raise ConfigError(
+                "batch", expected, found=f"shape {list(tensor.shape)} at {path or 'the batch'}", hint=hint
+            )
     cuts = [bounds(size, parts, number) for number in range(parts)]
     return [(narrow(data, start, stop), stop - start) for start, stop in cuts]
 
@@ -140,10 +144,10 @@ def _checked(devices: Sequence[Device], comm: Communicator) -> list[torch.device
     found = as_devices(devices)
     got = ", ".join(str(device) for device in found)
     if any(device.type == "meta" for device in found):
-        raise ConfigError("devices", "devices that compute", got)
+        raise ConfigError("devices", "devices that compute", found=got)
     if found[0] != comm.device:
         hint = "Batches come there, and losses and gradients are added there; lockstep.init(device) chooses it."
-        raise ConfigError("devices", f"{comm.device}, this worker's own, in the first place", got, hint)
+        raise ConfigError("devices", f"{comm.device}, this worker's own, in the first place", found=got, hint=hint)
     return found
 
 

@@ -74,8 +74,9 @@ class Sharded(Distributed):
             raise ConfigError(
                 "optimizer",
                 "one that has its parameters in param_groups alone, with strategy='sharded'",
-                f"{type(optimizer).__name__}, which has some in its attribute {place} too",
-                "Each is exchanged for this worker's part of it. Use an optimizer of torch.optim, or 'distributed'.",
+                found=f"{type(optimizer).__name__}, which has some in its attribute {place} too",
+                hint="Each is exchanged for this worker's part of it. "
+                "Use an optimizer of torch.optim, or 'distributed'.",
             )
 
     def prepare(self, model: nn.Module) -> None:
@@ -172,7 +173,9 @@ def _refuse_sharded(model: nn.Module) -> None:
     """A model is cut once: its parameters of then are gone, and one that has come since would be cut otherwise."""
     if any(isinstance(p, DTensor) for p in model.parameters()):
         hint = "Train it with one Trainer, all layers in it; or make it anew and load the weights that were saved."
-        raise ConfigError("model", "one whose parameters are whole", "one that is spread over workers already", hint)
+        raise ConfigError(
+            "model", "one whose parameters are whole", found="one that is spread over workers already", hint=hint
+        )
 
 
 def _held_elsewhere(optimizer: Optimizer) -> str | None:

@@ -233,7 +233,7 @@ def convert_noted(model: nn.Module, comm: Communicator) -> list[SyncBatchNorm]:
         ConfigError: when the model itself is such a layer, which nothing can be exchanged in.
     """
     if getattr(model, "synchronised", False) and not isinstance(model, SyncBatchNorm):
-        raise ConfigError("model", "a module that has batch norm in it", type(model).__name__)
+        raise ConfigError("model", "a module that has batch norm in it", found=type(model).__name__)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if getattr(child, "synchronised", False) and not isinstance(child, SyncBatchNorm):

@@ -99,7 +99,7 @@ def check_units(model: nn.Module, names: Sequence[str]) -> list[str]:
         if not name or name not in modules:
             raise ConfigError("units", f"names of the model's modules, such as {_example(modules)}", name)
         if not _runs(modules[name]) and not isinstance(modules[name], nn.Sequential):
-            raise ConfigError("units", "modules with a forward pass", f"{name}, a {type(modules[name]).__name__}")
+            raise ConfigError("units", "modules with a forward pass", found=f"{name}, a {type(modules[name]).__name__}")
         if not search._alone(modules[name], name):
             raise ConfigError("units", "modules that share no parameter with others", name)
     return sorted(dict.fromkeys(names), key=lambda name: -name.count("."))
@@ -118,15 +118,15 @@ def check_model(model: nn.Module) -> None:
     sparse = [n for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     if sparse:
         raise ConfigError(
-            "model", "embeddings with sparse=False, with strategy='sharded'", f"sparse=True of {sparse[0]}"
+            "model", "embeddings with sparse=False, with strategy='sharded'", found=f"sparse=True of {sparse[0]}"
         )
     dtypes: dict[torch.dtype, str] = {}
     for name, p in model.named_parameters():
         if p.dim() == 0:
             hint = "Give it one dimension, of size 1."
-            raise ConfigError("model", "parameters with a dimension to cut along", f"{name}, a scalar", hint)
+            raise ConfigError("model", "parameters with a dimension to cut along", found=f"{name}, a scalar", hint=hint)
         if p.requires_grad:
             dtypes.setdefault(p.dtype, name)
     if len(dtypes) > 1:
         got = ", ".join(f"{name} of {dtype}" for dtype, name in dtypes.items())
-        raise ConfigError("model", "trained parameters of one dtype, with strategy='sharded'", got)
+        raise ConfigError("model", "trained parameters of one dtype, with strategy='sharded'", found=got)

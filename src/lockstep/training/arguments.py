@@ -42,9 +42,9 @@ def check_step(model: Any, optimizer: Any, accumulate: Any, clip_norm: Any, sche
         ConfigError: naming the first that is not.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError("model", "a torch.nn.Module", type(model).__name__)
+        raise ConfigError("model", "a torch.nn.Module", found=type(model).__name__)
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
+        raise ConfigError("optimizer", "a torch.optim.Optimizer", found=type(optimizer).__name__)
     _refuse_closure(optimizer)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError("accumulate", "a whole number of at least 1", accumulate)
@@ -70,7 +70,7 @@ def make_strategy(
         made = strategy
     if devices is not None and strategy != "replicas":
         hint = "Each worker has one device; they are chosen with lockstep.init(device)."
-        raise ConfigError("devices", "none without strategy='replicas'", str(list(devices)), hint)
+        raise ConfigError("devices", "none without strategy='replicas'", found=str(list(devices)), hint=hint)
     return made
 
 
@@ -115,8 +115,9 @@ def _refuse_closure(optimizer: Optimizer) -> None:
         raise ConfigError(
             "optimizer",
             "one that takes a step from gradients that are there, such as SGD or AdamW",
-            f"{type(optimizer).__name__}, whose step needs a closure",
-            "A closure computes the gradients again as often as the optimizer likes, and the workers' parts with them.",
+            found=f"{type(optimizer).__name__}, whose step needs a closure",
+            hint="A closure computes the gradients again as often as the optimizer likes, "
+            "and the workers' parts with them.",
         )
 
 
@@ -133,7 +134,7 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
         raise ConfigError(
             "optimizer",
             "parameters of the model that is trained",
-            f"{foreign} of {len(parameters)} that are not among them",
-            "Make the optimizer from model.parameters() of this very model.",
+            found=f"{foreign} of {len(parameters)} that are not among them",
+            hint="Make the optimizer from model.parameters() of this very model.",
         )
     return parameters

@@ -47,7 +47,9 @@ def accuracy(
     fitting = output.shape if soft else (*output.shape[:1], *output.shape[2:])
     if output.dim() < 2 or target.shape != fitting:
         shapes = f"output {list(output.shape)} and target {list(target.shape)}"
-        raise ConfigError("metrics", "outputs (samples, classes, …) for the labels (samples, …) of accuracy", shapes)
+        raise ConfigError(
+            "metrics", "outputs (samples, classes, …) for the labels (samples, …) of accuracy", found=shapes
+        )
     labels = target.argmax(dim=1) if soft else target
     kept = labels != ignore_index
     return ((output.argmax(dim=1) == labels) & kept).sum(), kept.sum()
@@ -66,12 +68,14 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
         ConfigError: naming the first that cannot be used.
     """
     if not isinstance(metrics, Mapping):
-        raise ConfigError("metrics", "a mapping of names to functions (output, target) -> sum", type(metrics).__name__)
+        raise ConfigError(
+            "metrics", "a mapping of names to functions (output, target) -> sum", found=type(metrics).__name__
+        )
     if "loss" in metrics:
-        raise ConfigError("metrics", "names other than that of the loss itself", "loss")
+        raise ConfigError("metrics", "names other than that of the loss itself", found="'loss'")
     for name, metric in metrics.items():
         if not callable(metric):
-            raise ConfigError("metrics", f"a function (output, target) -> sum as {name!r}", repr(metric))
+            raise ConfigError("metrics", f"a function (output, target) -> sum as {name!r}", metric)
 
 
 @contextmanager

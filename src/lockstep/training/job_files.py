@@ -42,7 +42,7 @@ class RunFolder(Callback):
         try:
             atomic.write_text(self._out / "config.yaml", _HEAD + text)
         except OSError as error:
-            raise ConfigError("out", "a folder that can be written", f"{self._out} ({error.strerror})") from None
+            raise ConfigError("out", "a folder that can be written", found=f"{self._out} ({error.strerror})") from None
 
     @contextmanager
     def removed_for_nothing(self, trainer: Trainer) -> Iterator[None]:

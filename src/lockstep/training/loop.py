@@ -109,7 +109,9 @@ class Loop:
         """
         if loader is self._feeding:
             hint = "Give its data set, or another Loader."
-            raise ConfigError("dataset", "another Loader than that of the epoch that is being trained", "it", hint)
+            raise ConfigError(
+                "dataset", "another Loader than that of the epoch that is being trained", found="it", hint=hint
+            )
         return cast(Loader, StoppableLoader(loader, self.stopping, self._interrupt))
 
     def _agree_to_stop(self) -> bool:

@@ -38,7 +38,7 @@ def default_forward(model: nn.Module, data: Any) -> tuple[Any, Any]:
         raise ConfigError(
             "forward",
             "a function (model, data) -> (output, target) for data that is no pair (inputs, targets)",
-            type(data).__name__,
+            found=type(data).__name__,
         )
     return model(data[0]), data[1]
 
@@ -65,8 +65,8 @@ class LossSum:
                 raise ConfigError(
                     "loss_fn",
                     "a mean over samples, or (sum, count)",
-                    f"{type(loss_fn).__name__} with reduction='sum'",
-                    "A sum alone does not say what it is a sum over.",
+                    found=f"{type(loss_fn).__name__} with reduction='sum'",
+                    hint="A sum alone does not say what it is a sum over.",
                 )
         self._loss_fn = loss_fn
         self._summing = _summing(self._of_classes)
@@ -128,9 +128,9 @@ def _refuse_weighted_mean(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
         raise ConfigError(
             "loss_fn",
             "a loss whose mean is over samples",
-            f"{type(loss_fn).__name__}, with a forward of its own, class weights and reduction='mean'",
-            "Its mean is over weights, which differ from part to part. Return (sum, count): the sum of the losses, and "
-            "weight[target].sum().",
+            found=f"{type(loss_fn).__name__}, with a forward of its own, class weights and reduction='mean'",
+            hint="Its mean is over weights, which differ from part to part. "
+            "Return (sum, count): the sum of the losses, and weight[target].sum().",
         )
 
 
@@ -229,8 +229,8 @@ def as_sum(value: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
     raise ConfigError(
         "loss_fn",
         f"a scalar mean, {size} losses (one for each sample), or (sum, count)",
-        f"{shape}",
-        "Where the mean is over tokens or pixels, return their sum and their count.",
+        found=f"{shape}",
+        hint="Where the mean is over tokens or pixels, return their sum and their count.",
     )
 
 
@@ -239,8 +239,8 @@ def _too_few(error: ValueError, size: int) -> ConfigError:
     return ConfigError(
         "global_batch",
         "at least two values for each channel of every batch norm, in each worker's part of each batch",
-        f"a part of {size} (torch: {error})",
-        "Use a global batch that leaves no such rest, drop_last=True of Loader, fewer workers, passes "
+        found=f"a part of {size} (torch: {error})",
+        hint="Use a global batch that leaves no such rest, drop_last=True of Loader, fewer workers, passes "
         "or shards, or sync_batchnorm.",
     )
 
@@ -258,22 +258,22 @@ def check_fit(loss_fn: LossFn, output: Any, target: Any) -> None:
         return
     shapes = f"output {list(output.shape)} and labels {list(target.shape)}"
     if output.dim() < 2 or target.shape != (output.shape[0], *output.shape[2:]):
-        raise ConfigError("model", "an output of shape (samples, classes, …) for labels (samples, …)", shapes)
+        raise ConfigError("model", "an output of shape (samples, classes, …) for labels (samples, …)", found=shapes)
     labels = target[target != getattr(loss_fn, "ignore_index", -100)]
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < output.shape[1]:
         raise ConfigError(
             "model",
             f"at least as many outputs as the labels need ({int(labels.max()) + 1})",
-            f"{output.shape[1]} outputs, and labels from {int(labels.min())} to {int(labels.max())}",
+            found=f"{output.shape[1]} outputs, and labels from {int(labels.min())} to {int(labels.max())}",
         )
 
 
 def _check_types(output: Any, target: Any) -> None:
     if not isinstance(output, torch.Tensor):
         hint = "Choose the class scores among them with forward=lambda model, data: (output, target)."
-        raise ConfigError("model", "a tensor of class scores as its output", type(output).__name__, hint)
+        raise ConfigError("model", "a tensor of class scores as its output", found=type(output).__name__, hint=hint)
     if not isinstance(target, torch.Tensor):
-        raise ConfigError("data", "a tensor of class labels as the target", type(target).__name__)
+        raise ConfigError("data", "a tensor of class labels as the target", found=type(target).__name__)
     if not target.is_floating_point() and target.dtype not in (torch.int64, torch.uint8):
-        dtype = str(target.dtype)
-        raise ConfigError("data", "class labels of dtype torch.int64", dtype, "Convert them with labels.long().")
+        hint = "Convert them with labels.long()."
+        raise ConfigError("data", "class labels of dtype torch.int64", target.dtype, hint)

@@ -253,7 +253,7 @@ def from_mapping(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         if name not in known:
             raise unknown_name(source, key, known, expected="options of a run, as `lockstep train --help` has them")
         if name in result:
-            raise ConfigError(f"{source}: {key}", "each option once", "it twice")
+            raise ConfigError(f"{source}: {key}", "each option once", found="it twice")
         result[name] = _typed(known[name], value, f"{source}: {key}")
     return result
 
@@ -268,26 +268,28 @@ def _typed(option: Field[Any], value: Any, argument: str) -> Any:
         return value
     # YAML 1.1 takes 1e-3 for a text, and `workers: 2` is a number.
     if isinstance(value, (str, int)) or (isinstance(value, float) and kind != "str"):
-        return parse_text(option, str(value), argument)
+        return parse_text(option, str(value), argument, came=value)
     raise ConfigError(argument, _EXPECTED[kind], value, "Put it in quotes." if kind == "str" else "")
 
 
-def parse_text(option: Field[Any], text: str, argument: str = "") -> Any:
+def parse_text(option: Field[Any], text: str, argument: str = "", came: object = None) -> Any:
     """A flag's text as a value of its option's type.
 
     Args:
         option: a field of `TrainOptions`.
         text: as it was typed.
         argument: what errors name; the option itself when "".
+        came: what errors show; the text itself when None.
 
     Raises:
         ConfigError: when it is none.
     """
+    got = text if came is None else came
     kind = str(option.type).partition(" | ")[0]
     try:
         value = {"int": int, "float": float, "str": str}[kind](text)
     except ValueError:
-        raise ConfigError(argument or option.name, _EXPECTED[kind], text) from None
+        raise ConfigError(argument or option.name, _EXPECTED[kind], got) from None
     if not text.strip() or "\0" in text:
-        raise ConfigError(argument or option.name, _EXPECTED[kind], repr(text))
+        raise ConfigError(argument or option.name, _EXPECTED[kind], got)
     return value

@@ -67,7 +67,7 @@ def check_unused(out: Path, hint: str = "Go on with that run (resume), or choose
     except OSError as error:
         raise _not_writable(out, error) from None
     if used:
-        raise ConfigError("out", "a folder without an earlier run", str(out), hint)
+        raise ConfigError("out", "a folder without an earlier run", got=str(out), hint=hint)
 
 
 def check_newest(checkpoint: Path, hint: str = "Give another folder as out, or remove the newer ones.") -> None:
@@ -85,7 +85,7 @@ def check_newest(checkpoint: Path, hint: str = "Give another folder as out, or r
         return
     newest = store.newest_good()
     if newest is not None and newest.name > checkpoint.name:
-        raise ConfigError("resume", f"the newest checkpoint of that run, {newest}", str(checkpoint), hint)
+        raise ConfigError("resume", f"the newest checkpoint of that run, {newest}", got=str(checkpoint), hint=hint)
 
 
 def _make(out: Path, made: list[Path]) -> None:
@@ -107,10 +107,10 @@ def _claim(out: Path) -> None:
         (out / "checkpoints").mkdir()
     except FileExistsError:
         hint = "Another one has begun there just now: choose another folder."
-        raise ConfigError("out", "a folder without another run", str(out), hint) from None
+        raise ConfigError("out", "a folder without another run", got=str(out), hint=hint) from None
     except OSError as error:
         raise _not_writable(out, error) from None
 
 
 def _not_writable(out: Path, error: OSError) -> ConfigError:
-    return ConfigError("out", "a folder that can be written", f"{out} ({error.strerror})")
+    return ConfigError("out", "a folder that can be written", found=f"{out} ({error.strerror})")

@@ -30,7 +30,7 @@ def _running(argument: str, expected: str, name: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         got = f"{type(error).__name__} from {name}" + (f": {reason}" if reason else "")
-        raise ConfigError(argument, expected, got, "--debug shows where.") from error
+        raise ConfigError(argument, expected, found=got, hint="--debug shows where.") from error
 
 
 def load_data(options: TrainOptions) -> tuple[Any, Any]:
@@ -45,7 +45,7 @@ def load_data(options: TrainOptions) -> tuple[Any, Any]:
     made = _call(factory, options)
     parts = made if isinstance(made, tuple) else (made, None)
     if len(parts) != 2:
-        raise ConfigError("data", _FORM, f"a tuple of {len(parts)} from {options.data}")
+        raise ConfigError("data", _FORM, found=f"a tuple of {len(parts)} from {options.data}")
     for part in (parts[0], *(part for part in parts[1:] if part is not None)):
         _check_set(part, options.data)
     return parts[0], parts[1]
@@ -57,7 +57,7 @@ _FORM = "a factory that returns (train, test), or train alone, each with len() a
 
 def _call(factory: Any, options: TrainOptions) -> Any:
     if not callable(factory):
-        raise ConfigError("data", _FORM, f"{options.data}, which is of type {type(factory).__name__}")
+        raise ConfigError("data", _FORM, found=f"{options.data}, which is of type {type(factory).__name__}")
     with _running("data", "a factory that can be called without arguments", options.data):
         accepts = "data_dir" in inspect.signature(factory).parameters
         if options.data_dir is not None and not accepts:
@@ -67,18 +67,18 @@ def _call(factory: Any, options: TrainOptions) -> Any:
 
 def _check_set(dataset: Any, name: str) -> None:
     if isinstance(dataset, (str, bytes, dict)) or not all(hasattr(dataset, it) for it in ("__len__", "__getitem__")):
-        raise ConfigError("data", _FORM, f"one of type {type(dataset).__name__} from {name}")
+        raise ConfigError("data", _FORM, found=f"one of type {type(dataset).__name__} from {name}")
     with _running("data", "data sets with len() and indexing", name):
         if len(dataset) == 0:
-            raise ConfigError("data", "at least one sample in each data set", f"{name}, with an empty one")
+            raise ConfigError("data", "at least one sample in each data set", found=f"{name}, with an empty one")
         sample = dataset[0]
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             got = f"one of type {type(sample).__name__} in a {type(dataset).__name__}"
-            raise ConfigError("data", "items that are pairs (input, label)", got, _HINT)
+            raise ConfigError("data", "items that are pairs (input, label)", found=got, hint=_HINT)
         inputs, labels = _samples(dataset, 1)
         if not isinstance(inputs, torch.Tensor) or not isinstance(labels, torch.Tensor):
             got = f"a batch of {type(inputs).__name__} and {type(labels).__name__}"
-            raise ConfigError("data", "inputs and labels that are tensors, arrays or numbers", got)
+            raise ConfigError("data", "inputs and labels that are tensors, arrays or numbers", found=got)
 
 
 def _samples(dataset: Any, count: int) -> Any:
@@ -135,7 +135,7 @@ def _try_model(model: nn.Module, samples: Any, classes: int | None, name: str) -
         output = model(inputs)
     if classes is not None and isinstance(output, torch.Tensor) and output.shape[1:2] < (classes,):
         got = f"an output of shape {list(output.shape)}"
-        raise ConfigError("model", f"an output for each of the {classes} classes of the data", got)
+        raise ConfigError("model", f"an output for each of the {classes} classes of the data", found=got)
     loss_fn = nn.CrossEntropyLoss()
     check_fit(loss_fn, output, labels)
     with _running("model", f"an output that cross-entropy takes with labels of {labels.dtype}", name):

@@ -36,7 +36,9 @@ def make_schedule(name: str, total_steps: int, warmup_steps: int = 0, warmup_sta
     if name not in SCHEDULES:
         raise unknown_name("schedule", name, SCHEDULES)
     if not 0 <= warmup_steps < max(total_steps, 1):
-        raise ConfigError("warmup_epochs", f"a warm-up shorter than the run of {total_steps} steps", f"{warmup_steps}")
+        raise ConfigError(
+            "warmup_epochs", f"a warm-up shorter than the run of {total_steps} steps", found=f"{warmup_steps}"
+        )
 
     def factor(step: int) -> float:
         if step < warmup_steps:

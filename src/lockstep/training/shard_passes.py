@@ -112,7 +112,7 @@ class ShardPasses:
         if buffers.others_moved():
             hint = "Leave sync_batchnorm out, or the layer."
             expected = "no layer but batch norm that changes buffers, with sync_batchnorm and shards"
-            raise ConfigError("model", expected, "another one", hint)
+            raise ConfigError("model", expected, found="another one", hint=hint)
         nothing = torch.zeros_like(found[here[0]][0]), [None] * len(trained)
         for shard in reducer:
             numbers, gradients = found.get(shard, nothing)
@@ -149,7 +149,9 @@ class ShardPasses:
         reducer, comm = self._strategy.reducer, self._strategy.comm
         if batch.shards != reducer.shards and (batch.shards is not None or comm.size > 1):
             hint = "Make the Loader with the same shards= as the training."
-            raise ConfigError("batch", f"one in {reducer.shards} shards", f"one in {batch.shards or 'none'}", hint)
+            raise ConfigError(
+                "batch", f"one in {reducer.shards} shards", found=f"one in {batch.shards or 'none'}", hint=hint
+            )
         cuts = [reducer.part(batch.global_size, shard) for shard in reducer.here]
         sizes = [cut.stop - cut.start for cut in cuts]
         data = batch.data if batch.shards else [narrow(batch.data, cut.start, cut.stop) for cut in cuts]

@@ -77,8 +77,8 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
             raise ConfigError(
                 "tensor",
                 f"one on the CPU, which is what {own} carries",
-                str(device),
-                f'Make the group with "cpu:{own},{device.type}:..." to name a backend for it.',
+                got=str(device),
+                hint=f'Make the group with "cpu:{own},{device.type}:..." to name a backend for it.',
             )
         made[device.type] = _make(group, str(name), device)
     return made[device.type]

@@ -33,7 +33,7 @@ def make_shm_group(given: Any, options: ShmOptions | None) -> dist.ProcessGroup:
         StallError: when some ranks do not call it in time.
     """
     if options is not None and not isinstance(options, ShmOptions):
-        raise ConfigError("pg_options", "lockstep.ShmOptions", type(options).__name__)
+        raise ConfigError("pg_options", "lockstep.ShmOptions", found=type(options).__name__)
     wish = options.size if options is not None else None
     if wish is None:
         wish = environment.shm_size() or None

@@ -9,11 +9,12 @@ __all__ = ["Finding"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """See `report.Report` for what the fields mean.
+    """What a report will say; see `report.Report` for `sentence`, `cause` and `advice`.
 
     Attributes:
-        key, sequence: of the collective in which the ranks part; 0 where that is not in a collective.
-        waiting: ranks that wait for others, with what they wait in.
+        kind: one of `report.KINDS`.
+        culprits: the ranks to blame; none where that cannot be said.
+        key, sequence: of the group and the collective in which the ranks part; 0 where that is not in a collective.
     """
 
     kind: str

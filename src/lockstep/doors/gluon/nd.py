@@ -93,7 +93,9 @@ class NDArray(torch.Tensor):
             ConfigError: for what was not recorded.
         """
         if not self.requires_grad:
-            raise ConfigError("backward", "an array computed within autograd.record()", "one that was not recorded")
+            raise ConfigError(
+                "backward", "an array computed within autograd.record()", found="one that was not recorded"
+            )
         if not args and not kwargs and self.dim():
             args = (torch.ones_like(self),)
         super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ class Home:
             ContextError: when it is not there, or has no shapes yet.
         """
         if context not in self.contexts:
-            raise ContextError("ctx", f"a device that {what} was initialised on, one of {self.contexts}", str(context))
+            raise ContextError("ctx", f"a device that {what} was initialised on, one of {self.contexts}", context)
         if not self.copies:
             hint = "Call the model once on a batch, whose shape tells it those of its parameters."
             raise ContextError(what, "parameters with shapes", "none yet", hint)

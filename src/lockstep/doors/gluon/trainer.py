@@ -54,7 +54,9 @@ class Trainer:
         try:
             self._kind([torch.zeros(1, requires_grad=True)], **self._options)
         except (TypeError, ValueError) as error:
-            raise ConfigError("optimizer_params", f"options of {optimizer}", str(self._options), f"{error}.") from None
+            raise ConfigError(
+                "optimizer_params", f"options of {optimizer}", found=str(self._options), hint=f"{error}."
+            ) from None
         self._parameters = list(params.values()) if isinstance(params, Mapping) else list(params)
         self._optimizers: dict[Context, torch.optim.Optimizer] = {}
 
@@ -139,8 +141,8 @@ def _stale(parameters: list[Parameter]) -> ConfigError:
     return ConfigError(
         "step",
         "a new gradient of every parameter on every device since the last step",
-        f"none of {first.name} on {', '.join(_without(first))}{others}",
-        "Call backward() for the loss of every device, or pass ignore_stale_grad=True if some take no part.",
+        found=f"none of {first.name} on {', '.join(_without(first))}{others}",
+        hint="Call backward() for the loss of every device, or pass ignore_stale_grad=True if some take no part.",
     )
 
 

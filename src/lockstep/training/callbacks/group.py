@@ -74,5 +74,7 @@ def _checked(callback: Any) -> Callback:
         return callback
     if isinstance(callback, type):
         name = callback.__name__
-        raise ConfigError("callbacks", "instances of Callback", f"the class {name}", f"Make one of it: {name}(...).")
-    raise ConfigError("callbacks", "instances of Callback", f"one of type {type(callback).__name__}")
+        raise ConfigError(
+            "callbacks", "instances of Callback", found=f"the class {name}", hint=f"Make one of it: {name}(...)."
+        )
+    raise ConfigError("callbacks", "instances of Callback", found=f"one of type {type(callback).__name__}")

@@ -21,7 +21,7 @@ def check_installed() -> None:
 
     if find_spec("tensorboard") is None:
         hint = "pip install 'lockstep-train[tensorboard]'"
-        raise ConfigError("log", "csv, as tensorboard is not installed", "tensorboard", hint)
+        raise ConfigError("log", "csv, as tensorboard is not installed", found="tensorboard", hint=hint)
 
 
 class TensorBoard(Callback):

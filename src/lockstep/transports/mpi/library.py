@@ -25,8 +25,8 @@ def load() -> Any:
         raise ConfigError(
             "backend",
             "one whose packages are installed",
-            f"mpi4py, which cannot be imported ({error})",
-            "Install it with an MPI: pip install 'lockstep-train[mpi]'.",
+            found=f"mpi4py, which cannot be imported ({error})",
+            hint="Install it with an MPI: pip install 'lockstep-train[mpi]'.",
         ) from error
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise ConfigError(

@@ -32,7 +32,7 @@ def make_mpi_group(given: Any, options: object) -> dist.ProcessGroup:
         StallError: when some ranks do not call it in time.
     """
     if options is not None:
-        raise ConfigError("pg_options", "none, as mpi4py has no options", type(options).__name__)
+        raise ConfigError("pg_options", "none, as mpi4py has no options", found=type(options).__name__)
     world, rank, size = load().COMM_WORLD, given.group_rank, given.group_size
     # a store may outlive the groups that met in it, and c10d gives a group that is made again the same name
     given.store = PrefixStore(str(given.store.add(f"round/{rank}", 1)), given.store)
@@ -43,8 +43,8 @@ def make_mpi_group(given: Any, options: object) -> dist.ProcessGroup:
         raise ConfigError(
             "mpi4py",
             f"the {size} ranks of the group in one MPI job",
-            f"ranks that are number {', '.join(map(str, places))} of theirs (this one has {world.size})",
-            f"Start the program with mpiexec -n {size}, the one of the MPI that mpi4py uses.",
+            found=f"ranks that are number {', '.join(map(str, places))} of theirs (this one has {world.size})",
+            hint=f"Start the program with mpiexec -n {size}, the one of the MPI that mpi4py uses.",
         )
     crowded = [text.split(" ", 1)[1] for text in said].count(host) > usable_cores()
     comm = _communicator(world, places, str(given.group_id))

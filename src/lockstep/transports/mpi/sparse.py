@@ -23,7 +23,7 @@ def all_reduce_sparse(comm: Any, tensor: torch.Tensor, op: Any) -> Steps:
         ConfigError: for another operation than SUM.
     """
     if op != ReduceOp.SUM:
-        raise ConfigError("op", "SUM, the only one for sparse tensors", str(op))
+        raise ConfigError("op", "SUM, the only one for sparse tensors", found=str(op))
     return _sum(comm, tensor)
 
 

@@ -30,7 +30,7 @@ def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not tensor.is_cpu:
             raise NotOnCPUError(tensor.device)
         if tensor.layout is not torch.strided:
-            raise ConfigError("tensor", "a dense tensor", str(tensor.layout))
+            raise ConfigError("tensor", "a dense tensor", found=str(tensor.layout))
     return [_plain(tensor) if tensor.requires_grad or tensor.is_inference() else tensor for tensor in tensors]
 
 
@@ -38,7 +38,7 @@ def same_dtype(tensors: Sequence[torch.Tensor]) -> None:
     """Raise ConfigError unless all tensors have one dtype."""
     for tensor in tensors:
         if tensor.dtype != tensors[0].dtype:
-            raise ConfigError("tensors", f"one dtype ({tensors[0].dtype})", str(tensor.dtype))
+            raise ConfigError("tensors", f"one dtype ({tensors[0].dtype})", found=str(tensor.dtype))
 
 
 def pieces(tensor: torch.Tensor, ranks: int, argument: str, splits: Sequence[int] | None = None) -> list[torch.Tensor]:

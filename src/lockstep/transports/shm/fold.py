@@ -67,7 +67,7 @@ def _build(op: Any, code: int, dtype: torch.dtype) -> Fold:
         _require(op, dtype, _NUMBER)
         return _average(dtype) if code == _AVG else _premultiplied(factor_of(op), dtype)
     if code not in _PAIR:
-        raise ConfigError("op", "SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM", str(op))
+        raise ConfigError("op", "SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM", found=str(op))
     pair, dtypes = _PAIR[code]
     _require(op, dtype, dtypes)
     if dtype in _UNSIGNED:
@@ -87,7 +87,7 @@ def _require(op: Any, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> None
     if dtype not in dtypes:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         name = str(getattr(op, "op", op)).rsplit(".", 1)[-1]
-        raise ConfigError("dtype", f"one that {name} is defined for ({names})", str(dtype).removeprefix("torch."))
+        raise ConfigError("dtype", f"one that {name} is defined for ({names})", found=str(dtype).removeprefix("torch."))
 
 
 def _left(pair: Callable[..., Any]) -> Fold:

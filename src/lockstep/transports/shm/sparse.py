@@ -22,7 +22,7 @@ def all_reduce_sparse(arena: Arena, tensor: torch.Tensor, op: Any) -> Steps:
         ConfigError: for another operation than SUM.
     """
     if op != ReduceOp.SUM:
-        raise ConfigError("op", "SUM, the only one for sparse tensors", str(op))
+        raise ConfigError("op", "SUM, the only one for sparse tensors", found=str(op))
     return _sum(arena, tensor)
 
 

@@ -115,7 +115,7 @@ def mpi_threads_supported() -> bool:
         ConfigError: as there is no MPI below; a ValueError.
     """
     job.current("mpi_threads_supported")
-    raise ConfigError("mpi_threads_supported", "a job on MPI", "one on torch.distributed's process groups")
+    raise ConfigError("mpi_threads_supported", "a job on MPI", found="one on torch.distributed's process groups")
 
 
 def mpi_enabled() -> bool:

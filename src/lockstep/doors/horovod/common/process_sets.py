@@ -76,7 +76,7 @@ class ProcessSet:
         ranks, engine = self._entry()
         if engine is None:
             me = current("process_set").comm.rank
-            raise ConfigError("process_set", f"one with this rank, {me}", f"one of ranks {list(ranks)}")
+            raise ConfigError("process_set", f"one with this rank, {me}", found=f"one of ranks {list(ranks)}")
         return engine
 
     def root_of(self, root_rank: int) -> int:
@@ -94,7 +94,7 @@ class ProcessSet:
         job = current("process_set")
         if self.process_set_id is None or self.process_set_id not in job.sets:
             hint = "Give it to hvd.init(process_sets=...) or to hvd.add_process_set()."
-            raise ConfigError("process_set", "one that has been added", repr(self), hint)
+            raise ConfigError("process_set", "one that has been added", self, hint)
         return job.sets[self.process_set_id]
 
 
@@ -178,7 +178,7 @@ def checked_set(process_set: Any) -> ProcessSet:
         ConfigError: when it is something else.
     """
     if not isinstance(process_set, ProcessSet):
-        raise ConfigError("process_set", "a hvd.ProcessSet", repr(process_set))
+        raise ConfigError("process_set", "a hvd.ProcessSet", process_set)
     return process_set
 
 
@@ -195,4 +195,6 @@ def _check(made: ProcessSet, job: Job) -> None:
         raise ConfigError("process_set", f"some of the ranks 0 to {size - 1}", made.ranks)
     for number, (ranks, _) in job.sets.items():
         if list(ranks) == made.ranks:
-            raise ConfigError("process_set", "other ranks than those of the sets there are", f"those of set {number}")
+            raise ConfigError(
+                "process_set", "other ranks than those of the sets there are", found=f"those of set {number}"
+            )

@@ -54,14 +54,14 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     global _timeline
     comm = current_job("start_timeline").comm
     if _timeline is not None:
-        raise ConfigError("start_timeline", "one timeline at a time", f"another one than {_timeline.path}")
+        raise ConfigError("start_timeline", "one timeline at a time", found=f"another one than {_timeline.path}")
     path = Path(file_path).expanduser().absolute()
     folder = path.with_name(f".{path.name}.records-{_run()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         records = Operations(folder, comm.rank, comm.size)
     except OSError as error:
-        raise ConfigError("file_path", "a file that can be written", f"{path} ({error.strerror})") from None
+        raise ConfigError("file_path", "a file that can be written", found=f"{path} ({error.strerror})") from None
     _timeline = _Timeline(path, folder, records)
     operations.current = records
 

@@ -150,7 +150,7 @@ class Engine:
         key = request.key
         if key in self._requests:
             expected = f"one that no other {request.kind} under way has"
-            raise ConfigError("name", expected, repr(request.name), "Call synchronize() for that one first.")
+            raise ConfigError("name", expected, request.name, "Call synchronize() for that one first.")
         request.events, request.asked = (mark(request.inputs), None), time.monotonic()
         if (records := operations.current) is not None:
             records.begun(request)

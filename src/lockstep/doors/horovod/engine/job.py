@@ -66,7 +66,7 @@ def current(what: str) -> Job:
         ConfigError: when there is none.
     """
     if _job is None:
-        raise ConfigError(what, "a call of hvd.init() before", "none", "Horovod has not been initialized.")
+        raise ConfigError(what, "a call of hvd.init() before", found="none", hint="Horovod has not been initialized.")
     return _job
 
 

@@ -43,10 +43,10 @@ def broadcast_parameters(
     elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str)):
         items = [each if isinstance(each, tuple) else (None, each) for each in params]
     else:
-        raise ConfigError("params", "a dict, or tensors, or (name, tensor) pairs", type(params).__name__)
+        raise ConfigError("params", "a dict, or tensors, or (name, tensor) pairs", found=type(params).__name__)
     for name, tensor in items:
         if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise ConfigError("params", "tensors", f"{type(tensor).__name__} for {name!r}")
+            raise ConfigError("params", "tensors", found=f"{type(tensor).__name__} for {name!r}")
     begun = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in items if tensor is not None]
     for handle in begun:
         synchronize(handle)
@@ -70,7 +70,7 @@ def broadcast_optimizer_state(
         ConfigError: a ValueError, for torch.optim.LBFGS, whose state is that of a line search on one rank.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("optimizer", "one with a state for each parameter", "torch.optim.LBFGS")
+        raise ConfigError("optimizer", "one with a state for each parameter", found="torch.optim.LBFGS")
     state = optimizer.state_dict()
     if process_set.size() == 1:
         return

@@ -30,16 +30,16 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | No
     pairs: list[Any] = places if named_parameters is None else list(named_parameters)
     if any(not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
         expected = "(name, parameter) pairs, as model.named_parameters() gives them"
-        raise ConfigError("named_parameters", expected, "something else")
+        raise ConfigError("named_parameters", expected, found="something else")
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError("named_parameters", "a different name for each parameter", f"{', '.join(twice)} twice")
+        raise ConfigError("named_parameters", "a different name for each parameter", found=f"{', '.join(twice)} twice")
     found = {p: name for name, p in pairs}
     nameless = [place for place, p in places if p not in found]
     if nameless:
         got = f"none for {len(nameless)} of {len(places)}"
-        raise ConfigError("named_parameters", "a name for each parameter of the optimizer", got)
+        raise ConfigError("named_parameters", "a name for each parameter of the optimizer", found=got)
     return found
 
 
@@ -63,12 +63,14 @@ def grouped(
     elif isinstance(groups, (list, tuple)) and all(map(_is_tensors, groups)):
         lists = [[p for p in group if any(p is q for q in parameters)] for group in groups]
     else:
-        raise ConfigError("groups", "a number of at least 0, or a list of lists of parameters", repr(groups))
+        raise ConfigError("groups", "a number of at least 0, or a list of lists of parameters", groups)
     found: dict[Parameter, tuple[Parameter, ...]] = {}
     for members in map(tuple, lists):
         for p in members:
             if p in found:
-                raise ConfigError("groups", "each parameter in one group", f"one of shape {tuple(p.shape)} in two")
+                raise ConfigError(
+                    "groups", "each parameter in one group", found=f"one of shape {tuple(p.shape)} in two"
+                )
             found[p] = members
     return found
 

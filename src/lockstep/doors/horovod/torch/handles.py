@@ -70,10 +70,10 @@ def checked(tensor: Any, where: str = "tensor") -> torch.Tensor:
         ConfigError: when it is none, or sparse.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(where, "a tensor", type(tensor).__name__)
+        raise ConfigError(where, "a tensor", found=type(tensor).__name__)
     if tensor.layout is not torch.strided:
         hint = "hvd.sparse_allreduce_async reduces sparse tensors."
-        raise ConfigError(where, "a dense tensor", str(tensor.layout), hint)
+        raise ConfigError(where, "a dense tensor", found=str(tensor.layout), hint=hint)
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -84,11 +84,13 @@ def checked_list(tensors: Any) -> list[torch.Tensor]:
         ConfigError: when there are none, or they are on several devices.
     """
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence) or not tensors:
-        raise ConfigError("tensors", "a list of tensors", type(tensors).__name__ if tensors != [] else "an empty one")
+        raise ConfigError(
+            "tensors", "a list of tensors", found=type(tensors).__name__ if tensors != [] else "an empty one"
+        )
     found = [checked(tensor, f"tensors[{number}]") for number, tensor in enumerate(tensors)]
     devices = {tensor.device for tensor in found}
     if len(devices) > 1:
-        raise ConfigError("tensors", "tensors on one device", ", ".join(sorted(map(str, devices))))
+        raise ConfigError("tensors", "tensors on one device", found=", ".join(sorted(map(str, devices))))
     return found
 
 

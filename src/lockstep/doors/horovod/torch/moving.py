@@ -216,7 +216,7 @@ def _counts(rows: int, splits: torch.Tensor | Sequence[int] | None, size: int) -
             raise ConfigError("tensor", f"rows that can be dealt out evenly to {size} ranks", rows, hint)
         return [rows // size] * size
     if isinstance(splits, torch.Tensor) and (splits.is_floating_point() or splits.dim() != 1):
-        raise ConfigError("splits", "a vector of whole numbers", f"{splits.dtype} of shape {tuple(splits.shape)}")
+        raise ConfigError("splits", "a vector of whole numbers", found=f"{splits.dtype} of shape {tuple(splits.shape)}")
     counts = [int(count) for count in splits]
     if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
         raise ConfigError("splits", f"{size} numbers, one for each rank, that make {rows} rows together", counts)
@@ -232,4 +232,4 @@ def _as_splits(counts: list[int], like: torch.Tensor | Sequence[int] | None) -> 
 def _check_dimensions(tensors: Tensors) -> None:
     for tensor in tensors:
         if not tensor.dim():
-            raise ConfigError("tensor", "at least one dimension", "none", "Use tensor.reshape(1).")
+            raise ConfigError("tensor", "at least one dimension", found="none", hint="Use tensor.reshape(1).")

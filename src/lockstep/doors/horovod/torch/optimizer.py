@@ -85,9 +85,9 @@ def DistributedOptimizer(  # noqa: N802, as Horovod calls it
 
 def _check(optimizer: Any, compression: Any, op: int, predivide: float) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError("optimizer", "one of torch.optim, or of a class derived from its Optimizer", repr(optimizer))
+        raise ConfigError("optimizer", "one of torch.optim, or of a class derived from its Optimizer", optimizer)
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
-        raise ConfigError("compression", "hvd.Compression.fp16 or a class like it", repr(compression))
+        raise ConfigError("compression", "hvd.Compression.fp16 or a class like it", compression)
     how_to(op, None, 1.0, 1.0)
     if predivide <= 0 or (predivide != 1.0 and op != Average):
         expected = "a number above 0, and 1 where op is not hvd.Average"

@@ -27,7 +27,7 @@ def how_to(op: int | None, average: bool | None, before: float, after: float) ->
     """
     if average is not None:
         if op is not None:
-            raise ConfigError("average", "one of op and average", f"both, op={shown(op)} and average={average}")
+            raise ConfigError("average", "one of op and average", found=f"both, op={shown(op)} and average={average}")
         op = Average if average else Sum
     op = Average if op is None else op
     if op not in range(len(OP_NAMES)):
@@ -74,10 +74,10 @@ def scattering(plain: Tensors, name: str | None, op: int, before: float, after: 
         ConfigError: a ValueError, for another `op` than Average and Sum, or a tensor without dimensions.
     """
     if op not in (Average, Sum):
-        raise ConfigError("op", "hvd.Average or hvd.Sum", shown(op))
+        raise ConfigError("op", "hvd.Average or hvd.Sum", found=shown(op))
     for tensor in plain:
         _check_dtype(tensor.dtype, op)
         if not tensor.dim():
-            raise ConfigError("tensor", "at least one dimension", "none")
+            raise ConfigError("tensor", "at least one dimension", found="none")
     how = {"op": int(op), "prescale_factor": float(before), "postscale_factor": float(after)}
     return Request("reducescatter", name or "", plain, (), how, (*_said(*how.values()), *handles.form_of(plain)))

@@ -35,9 +35,9 @@ def sparse_allreduce_async(
         ConfigError: a ValueError, for a dense tensor or another `op`.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
-        raise ConfigError("tensor", "a sparse COO tensor", getattr(tensor, "layout", type(tensor).__name__))
+        raise ConfigError("tensor", "a sparse COO tensor", found=getattr(tensor, "layout", type(tensor).__name__))
     if op not in (Average, Sum):
-        raise ConfigError("op", "Average or Sum of a sparse tensor", shown(op))
+        raise ConfigError("op", "Average or Sum of a sparse tensor", found=shown(op))
     name = name or checked_set(process_set).engine.name_for("sparse_allreduce")
     indices = allgather_async(tensor._indices().t(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
