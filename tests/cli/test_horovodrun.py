@@ -53,6 +53,7 @@ def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     warning = "LOCKSTEP_STALL_WARNING"
     assert handed_down({"timeline_filename": "t.json"}, {}) == {"HOROVOD_TIMELINE": str(tmp_path / "t.json")}
+    assert handed_down({"timeline_mark_cycles": True}, {}) == {"HOROVOD_TIMELINE_MARK_CYCLES": "1"}
     seconds = "HOROVOD_STALL_CHECK_TIME_SECONDS"
     assert handed_down({}, {seconds: "7"}) == {warning: "7", seconds: "7"}
     assert handed_down({"stall_warning": "9"}, {seconds: "7"}) == {warning: "9", seconds: "9"}
@@ -182,6 +183,7 @@ def test_other_commands_and_their_children_find_the_door(tmp_path: Path) -> None
         "import horovod, horovod.torch as hvd, lockstep.doors.horovod.torch as door, importlib.util, torch, sys\n"
         "assert hvd is door and hvd.__spec__.name == door.__name__, hvd.__spec__\n"
         "assert importlib.util.find_spec('horovod.tensorflow') is None\n"
+        "from horovod.runner.util.threads import in_thread\n"
         "hvd.init()\n"
         "print('sum', hvd.allreduce(torch.ones(1), op=hvd.Sum, name='ones').item())\n"
         "sys.exit(hvd.rank() * 7)\n"

@@ -170,6 +170,33 @@ def test_wrong_arguments(call: Any) -> None:
         call()
 
 
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("op", [hvd.Adasum, hvd.Max])
+def test_a_reduce_scatter_that_there_is_not(op: int) -> None:
+    """Scripts for Horovod catch a RuntimeError; NotImplementedError is one."""
+    for call in (hvd.reducescatter, hvd.reducescatter_async):
+        with pytest.raises(NotImplementedError, match=r"op: expected hvd\.Average or hvd\.Sum"):
+            call(torch.ones(2), op=op)
+    with pytest.raises(NotImplementedError, match=r"op: expected hvd\.Average or hvd\.Sum"):
+        hvd.grouped_reducescatter([torch.ones(2)], op=op)
+
+
+@pytest.mark.usefixtures("job")
+def test_gradients_are_zeros_once_an_empty_state_has_been_sent() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(3, 2, sparse=True), "layer": nn.Linear(2, 1)})
+    model["layer"].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1.0)
+    before = [p.tolist() for p in model.parameters()]
+    hvd.broadcast_optimizer_state(optimizer, 0, model)
+    assert model["table"].weight.grad.is_sparse
+    assert model["layer"].weight.grad.tolist() == [[0.0, 0.0]]
+    assert model["layer"].bias.grad is None
+    assert [p.tolist() for p in model.parameters()] == before
+    single = torch.optim.SparseAdam([torch.ones(2, 2, requires_grad=True)])
+    hvd.broadcast_optimizer_state(single, 0)
+    assert single.param_groups[0]["params"][0].grad.is_sparse
+
+
 @pytest.mark.parametrize("wrong", [{"process_sets": "static"}, {"process_sets": [[0], [0]]}, {"comm": [1]}])
 def test_wrong_arguments_of_init(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=": expected"):

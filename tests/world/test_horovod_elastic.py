@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,9 @@ def test_where_a_rank_is_killed_the_others_are_told_who_and_keep_their_last_comm
 
 
 def test_a_timeline_has_a_lane_for_each_rank_and_a_row_for_each_tensor(pool: Any, tmp_path: Path) -> None:
-    def body(path: str) -> str:
+    def body(path: str) -> None:
         os.environ["HOROVOD_TIMELINE"] = path
         hvd.init()
-        try:
-            hvd.start_timeline(path)
-        except ValueError as error:
-            said = str(error)
         some = hvd.add_process_set([0, 1])
         for _ in range(2):
             hvd.allreduce(torch.ones(2, 3), op=hvd.Sum, name="weights")
@@ -145,16 +142,18 @@ def test_a_timeline_has_a_lane_for_each_rank_and_a_row_for_each_tensor(pool: Any
             hvd.broadcast(torch.ones(1, dtype=torch.int64), 0, name="count", process_set=some)
         hvd.shutdown()
         del os.environ["HOROVOD_TIMELINE"]
-        return said
 
-    said = pool.run(body, str(tmp_path / "new" / "trace.json"), workers=3, backend="shm")
-    assert all("one timeline at a time" in each for each in said)
+    began = time.time()
+    pool.run(body, str(tmp_path / "new" / "trace.json"), workers=3, backend="shm")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["trace.json"]
     events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
     rows = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
-    assert list(rows)[3:] == ["add_process_set, unnamed", "weights", "count of ranks 0, 1"]
+    assert list(rows)[3:] == ["add_process_set, unnamed", "allreduce.weights", "broadcast.count of ranks 0, 1"]
     assert list(rows.values()) == list(range(6))
-    phases = [event for event in events if event["pid"] == rows["weights"] and event["ph"] != "M"]
+    start = next(event["args"] for event in events if event["name"] == "start_time_since_epoch_in_micros")
+    assert began * 1e6 < start["start_time_since_epoch_in_micros"] < time.time() * 1e6
+    assert "CYCLE_START" not in {event["name"] for event in events}
+    phases = [event for event in events if event["pid"] == rows["allreduce.weights"] and event["ph"] != "M"]
     assert [event["name"] for event in phases] == ["NEGOTIATE_ALLREDUCE", "0", "1", "2", "ALLREDUCE"] * 2
     for negotiate, *ticks, done in (phases[:5], phases[5:]):
         moments = sorted(tick["ts"] for tick in ticks)
@@ -188,6 +187,7 @@ def test_a_timeline_can_be_started_and_stopped(pool: Any, tmp_path: Path) -> Non
             assert not Path(folder, name).exists()
             hvd.barrier()
             hvd.stop_timeline()
+            assert hvd.rank() or Path(folder, name).exists()  # a program reads it then
             hvd.allreduce(torch.ones(1), name="in none")
         hvd.shutdown()
 
@@ -198,3 +198,23 @@ def test_a_timeline_can_be_started_and_stopped(pool: Any, tmp_path: Path) -> Non
             text = file.read()
         assert text.count(f"allreduce in {name}") == 2
         assert text.count("allreduce in") == 2
+
+
+def test_a_timeline_ends_the_one_before_and_marks_the_rounds_of_the_ranks(pool: Any, tmp_path: Path) -> None:
+    def body(folder: str) -> None:
+        hvd.init()
+        for name in ("a.json", "b.json", "b.json"):
+            hvd.start_timeline(f"{folder}/{name}", mark_cycles=name == "a.json")
+            hvd.allreduce(torch.ones(1), name=f"in {name}")
+        hvd.shutdown()
+
+    pool.run(body, str(tmp_path), backend="shm")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
+    first, last = (json.loads((tmp_path / name).read_text())["traceEvents"] for name in ("a.json", "b.json"))
+    marks = [event["ts"] for event in first if event["name"] == "CYCLE_START"]
+    done = [event["ts"] + event["dur"] for event in first if event["name"] == "ALLREDUCE"]
+    assert len(done) == 1
+    assert marks
+    assert 0 <= marks[0] < done[0]  # the round in which the ranks have told each other of it
+    assert not [event for event in last if event["name"] == "CYCLE_START"]
+    assert len([event for event in last if event["name"] == "ALLREDUCE"]) == 1  # the second of this name

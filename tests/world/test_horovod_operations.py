@@ -169,11 +169,14 @@ def test_join(pool: Any) -> None:
 
 
 def test_gradients(pool: Any) -> None:
+    """Those of moves are averages over the ranks, as scripts have it in their learning rates."""
+
     def body() -> dict[str, list[float]]:
         hvd.init()
         rank, found = hvd.rank(), {}
+        part = hvd.add_process_set([0, 2])
 
-        def gradient(name: str, function: Any, rows: int = 2) -> None:
+        def gradient(name: str, function: Any, rows: int = 3) -> None:
             x = torch.ones(rows, requires_grad=True)
             result = function(x)
             (result * (torch.arange(len(result)) + 1.0 + 10 * rank)).sum().backward()
@@ -185,27 +188,72 @@ def test_gradients(pool: Any) -> None:
         gradient("prescale", lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0))
         gradient("group", lambda x: sum(hvd.grouped_allreduce([x, x], op=hvd.Sum)))
         gradient("allgather", hvd.allgather, rows=rank + 1)
+        gradient("grouped allgather", lambda x: torch.cat(hvd.grouped_allgather([x, x[:1]])), rows=rank + 1)
         gradient("broadcast", lambda x: hvd.broadcast(x, 1))
         gradient("alltoall", hvd.alltoall)
-        gradient("splits", lambda x: hvd.alltoall(x, torch.tensor([0, 2]))[0])
+        gradient("splits", lambda x: hvd.alltoall(x, torch.tensor([0, 2, 1]))[0])
         gradient("reducescatter", hvd.reducescatter)
         gradient("reducescatter sum", lambda x: hvd.reducescatter(x, op=hvd.Sum))
+        factors = {"prescale_factor": 3.0, "postscale_factor": 0.5}
+        gradient("reducescatter factors", lambda x: hvd.reducescatter(x, op=hvd.Sum, **factors))
+        gradient("grouped reducescatter", lambda x: hvd.grouped_reducescatter([x, x], **factors)[1])
         gradient("bf16", lambda x: hvd.allreduce(x, compression=hvd.Compression.bf16))
+        if part.included():
+            gradient("part allgather", lambda x: hvd.allgather(x, process_set=part), rows=1)
+            gradient("part broadcast", lambda x: hvd.broadcast(x, 2, process_set=part), rows=1)
+            gradient("part scatter", lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=part), rows=2)
         hvd.shutdown()
         return found
 
-    first, second = pool.run(body, backend="shm")
-    both = [12.0, 14.0]  # [1, 2] + [11, 12]
-    assert first["sum"] == second["sum"] == both
-    assert first["average"] == second["average"] == first["bf16"] == [6.0, 7.0]
-    assert first["prescale"] == [24.0, 28.0]
-    assert first["group"] == [24.0, 28.0]
-    assert (first["allgather"], second["allgather"]) == ([12.0], [14.0, 16.0])
-    assert (first["broadcast"], second["broadcast"]) == ([0.0, 0.0], both)
-    assert (first["alltoall"], second["alltoall"]) == ([1.0, 11.0], [2.0, 12.0])
-    assert (first["splits"], second["splits"]) == ([11.0, 12.0], [13.0, 14.0])
-    assert first["reducescatter"] == second["reducescatter"] == [1.0, 11.0]
-    assert first["reducescatter sum"] == [2.0, 22.0]
+    answers = pool.run(body, workers=3, backend="shm")
+    first, second, third = answers
+    for rank, found in enumerate(answers):
+        assert found["sum"] == [33.0, 36.0, 39.0]  # [1, 2, 3] + [11, 12, 13] + [21, 22, 23]
+        assert found["average"] == found["bf16"] == [11.0, 12.0, 13.0]
+        assert found["prescale"] == found["group"] == [66.0, 72.0, 78.0]
+        assert found["broadcast"] == ([11.0, 12.0, 13.0] if rank == 1 else [0.0] * 3)
+        assert found["alltoall"] == [rank + 1.0, rank + 11.0, rank + 21.0]
+        assert found["reducescatter"] == [1.0, 11.0, 21.0]
+        assert found["reducescatter sum"] == [3.0, 33.0, 63.0]
+        assert found["reducescatter factors"] == [4.5, 49.5, 94.5]
+        assert found["grouped reducescatter"] == [1.5, 16.5, 31.5]
+    assert [found["allgather"] for found in answers] == [[11.0], [12.0, 13.0], [14.0, 15.0, 16.0]]
+    # 7 to 9 are the weights of the second tensor's rows
+    assert [found["grouped allgather"] for found in answers] == [[28.0], [30.0, 13.0], [33.0, 15.0, 16.0]]
+    assert [found["splits"] for found in answers] == [[11.0, 12.0, 21.0], [13.0, 14.0, 22.0], [15.0, 16.0, 23.0]]
+    assert (first["part allgather"], third["part allgather"]) == ([11.0], [12.0])
+    assert (first["part broadcast"], third["part broadcast"]) == ([0.0], [11.0])
+    assert first["part scatter"] == third["part scatter"] == [2.0, 42.0]
+    assert "part scatter" not in second
+
+
+def test_gradients_of_gradients(pool: Any) -> None:
+    """As a penalty on the gradient's norm has them; a reduction must not end the graph in silence."""
+
+    def body() -> dict[str, list[float]]:
+        hvd.init()
+        rank, found = hvd.rank(), {}
+
+        def second(name: str, function: Any) -> None:
+            x = torch.tensor([1.0, 2.0], requires_grad=True)
+            (slope,) = torch.autograd.grad((function(x) ** 3).sum(), x, create_graph=True)
+            (found_here,) = torch.autograd.grad((slope * (rank + 1.0)).sum(), x)
+            found[name] = found_here.tolist()
+
+        second("allreduce", hvd.allreduce)
+        second("grouped", lambda x: hvd.grouped_allreduce([x, x], op=hvd.Sum)[0])
+        second("allgather", lambda x: hvd.allgather(x)[:2])
+        second("broadcast", lambda x: hvd.broadcast(x, 1))
+        hvd.shutdown()
+        return found
+
+    first, last = pool.run(body, backend="shm")
+    # 6 y y' times the mean of the weights 1 and 2, through a second mean
+    assert first["allreduce"] == last["allreduce"] == [9.0, 18.0]
+    assert first["grouped"] == last["grouped"] == [72.0, 144.0]  # twice three sums in place of means
+    # only the root's slope is not zero: its weight alone counts, as half of the weights
+    assert (first["broadcast"], last["broadcast"]) == ([0.0, 0.0], [6.0, 12.0])
+    assert (first["allgather"], last["allgather"]) == ([3.0, 6.0], [0.0, 0.0])
 
 
 def test_sparse(pool: Any) -> None:

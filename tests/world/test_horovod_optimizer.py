@@ -172,7 +172,7 @@ def test_synchronize_and_what_is_refused(pool: Any) -> None:
         found = [model.weight.item()]
         optimizer.zero_grad(set_to_none=False)
         optimizer.synchronize()
-        with pytest.warns(UserWarning, match="skip_synchronize"):
+        with pytest.warns(UserWarning, match=r"^optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)"):
             optimizer.step()
         optimizer.set_backward_passes_per_step(2)
         optimizer.zero_grad()

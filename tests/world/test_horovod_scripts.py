@@ -158,10 +158,13 @@ def test_a_function_runs_as_the_ranks_of_a_job() -> None:
         assert multiprocessing.get_start_method(allow_none=True) is None  # DataLoader takes classes of the program
         return start + step * int(os.environ["HOROVOD_RANK"]), total
 
-    assert horovod.run(work, (1,), {"step": 2}, np=2, hosts="localhost:2", use_gloo=True) == [(1, 2.0), (3, 2.0)]
+    assert horovod.run(work, (1,), {"step": 2}, num_proc=2, hosts="localhost:2", verbose=2) == [(1, 2.0), (3, 2.0)]
+    assert horovod.run(work, (1,), {"step": 2}, np=2, use_gloo=True) == [(1, 2.0), (3, 2.0)]
     for elsewhere in ({"hosts": "localhost:1,a:1"}, {"hostfile": "machines"}):
         with pytest.raises(ValueError, match=f"{next(iter(elsewhere))}: expected"):
             horovod.run(work, (1,), np=2, **elsewhere)
+    with pytest.raises(ValueError, match=r"options: expected those of horovod\.run, got proc=2"):
+        horovod.run(work, (1,), proc=2)
 
 
 # ranks that are in different places of different batches, on purpose; and then the example

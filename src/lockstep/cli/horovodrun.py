@@ -203,6 +203,8 @@ def handed_down(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[
     found = {}
     if "timeline_filename" in given:
         found["HOROVOD_TIMELINE"] = str(Path(given["timeline_filename"]).absolute())
+    if "timeline_mark_cycles" in given:
+        found["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(given["timeline_mark_cycles"]))
     text = given.get("stall_warning", variables.get("HOROVOD_STALL_CHECK_TIME_SECONDS", ""))
     if _is_unchecked(given, variables):
         found |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "LOCKSTEP_STALL_WARNING": _NEVER}

@@ -45,6 +45,9 @@ OPTIONS: dict[str, list[Option]] = {
     "timeline and stalls": [
         _option("--timeline-filename", metavar="FILE", help="write a trace of all operations there, for "
                 "ui.perfetto.dev or chrome://tracing"),
+        _option("--timeline-mark-cycles", action="store_true", help="mark in it where each round of the ranks begins"),
+        _option("--no-timeline-mark-cycles", dest="timeline_mark_cycles", action="store_false",
+                help=argparse.SUPPRESS),
         _option("--no-stall-check", action="store_true", help="ranks may wait for others as long as it takes"),
         _option("--stall-check", dest="no_stall_check", action="store_false", help=argparse.SUPPRESS),
         _option("--stall-check-warning-time-seconds", dest="stall_warning", metavar="S", help="of waiting after "
@@ -61,7 +64,7 @@ OPTIONS: dict[str, list[Option]] = {
 IGNORED: dict[int, str] = {
     0: """
         --disable-cache --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather
-        --no-hierarchical-allgather --autotune --no-autotune --timeline-mark-cycles --no-timeline-mark-cycles
+        --no-hierarchical-allgather --autotune --no-autotune
         --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp
         --log-hide-timestamp --no-log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp
         --gloo --mpi --jsrun

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..topology import World
 from .cores import usable_cores
 from .cublas import cublas_workspace, set_cublas_workspace
-from .horovod import hand_down, horovod_timeline, set_horovod_variables
+from .horovod import hand_down, horovod_marks_cycles, horovod_timeline, set_horovod_variables, with_variables
 from .launchers import find_launcher, read_world
 from .watching import stall_timeout, stall_warning, timeline_dir, watch_dir, watch_mode
 from .workers import ask_for_time, attempt, debug_rank, preset, run_id, threads, variables_for_workers, wants_colours
@@ -23,6 +23,7 @@ __all__ = [
     "debugging",
     "find_world",
     "hand_down",
+    "horovod_marks_cycles",
     "horovod_timeline",
     "is_launched",
     "preset",
@@ -42,6 +43,7 @@ __all__ = [
     "wants_colours",
     "watch_dir",
     "watch_mode",
+    "with_variables",
 ]
 
 

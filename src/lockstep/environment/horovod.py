@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from ..topology import World
 
-__all__ = ["hand_down", "horovod_timeline", "set_horovod_variables"]
+__all__ = ["hand_down", "horovod_marks_cycles", "horovod_timeline", "set_horovod_variables", "with_variables"]
 
 
 def set_horovod_variables(world: World, host: str, folder: str) -> None:
@@ -40,3 +41,22 @@ def hand_down(variables: Mapping[str, str]) -> None:
 def horovod_timeline() -> str:
     """What HOROVOD_TIMELINE says: a file, DYNAMIC for one that is named later, or "" for none."""
     return os.environ.get("HOROVOD_TIMELINE", "").strip()
+
+
+def horovod_marks_cycles() -> bool:
+    """Whether HOROVOD_TIMELINE_MARK_CYCLES asks for the rounds of the ranks in the timeline."""
+    return os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0").strip() not in ("", "0")
+
+
+@contextmanager
+def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set `variables` while it lasts."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

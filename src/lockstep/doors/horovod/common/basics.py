@@ -9,8 +9,13 @@ from typing import Any
 from lockstep.errors import ConfigError
 
 from ..engine import job
-from .process_sets import ProcessSet, add_process_set, forget_process_sets
-from .timeline import begin_timeline, stop_timeline
+from .process_sets import (
+    ProcessSet,
+    _get_process_set_ids_and_ranks,  # noqa: F401, which some programs ask this module for
+    add_process_set,
+    forget_process_sets,
+)
+from .timeline import begin_timeline, end_timeline
 
 __all__ = [
     "ccl_built",
@@ -66,7 +71,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
 
 def shutdown() -> None:
     """Leave the job. What this rank or others still wait for from it ends with an error."""
-    stop_timeline()
+    end_timeline()
     forget_process_sets()
     job.shut_down()
     atexit.unregister(shutdown)

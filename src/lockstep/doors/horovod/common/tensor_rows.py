@@ -31,16 +31,20 @@ def tensor_rows(folder: Path) -> Iterator[dict[str, Any]]:
 
     An operation is NEGOTIATE_ALLREDUCE or the like from when the first rank asks for it until the last one does, with a
     mark at each rank's moment, and ALLREDUCE until all have its result. Operations without names share a row. The rows
-    have the numbers of processes that follow those of the ranks.
+    have the numbers of processes that follow those of the ranks. CYCLE_START is a mark where a round of the ranks has
+    begun on rank 0, if these were noted.
     """
-    size, operations = 0, dict[tuple[str, int], dict[int, Record]]()
+    size, offset, operations = 0, 0.0, dict[tuple[str, int], dict[int, Record]]()
     for path in sorted(folder.glob("rank-*.records")):
         header = log_header(path)
-        size = header["world_size"]
+        size, offset = header["world_size"], header["unix_offset"]
         for record in read_log(path):
             operations.setdefault((record.group, record.sequence), {})[header["rank"]] = record
     in_order = sorted(operations.values(), key=_first)
     zero = _first(in_order[0]) if in_order else 0.0
+    start = {"start_time_since_epoch_in_micros": round((zero + offset) * 1e6)}
+    yield {"name": next(iter(start)), "ph": "M", "pid": 0, "args": start}
+    yield from _cycles(folder / "rank-0.cycles", zero)
     rows: dict[str, _Row] = {}
     for ranks in in_order:
         title = _title(next(iter(ranks.values())))
@@ -65,14 +69,21 @@ def _events(row: _Row, ranks: Mapping[int, Record], zero: float) -> Iterator[dic
     yield {"name": kind, "ph": "X", **place, **_times(last - zero, end - zero), "args": form}
 
 
+def _cycles(path: Path, zero: float) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if float(line) >= zero:
+            yield {"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "ts": _times(float(line) - zero)["ts"]}
+
+
 def _first(ranks: Mapping[int, Record]) -> float:
     return min(record.entered for record in ranks.values())
 
 
 def _title(record: Record) -> str:
-    name = record.what.partition(" ")[2].partition(" (")[0]
+    kind, _, about = record.what.partition(" ")
+    name = about.partition(" (")[0]
     shared, unnamed, _ = name.rpartition(".noname.")
-    title = f"{shared}, unnamed" if unnamed and not shared.count(".") else name
+    title = f"{shared}, unnamed" if unnamed and not shared.count(".") else f"{kind}.{name}"
     return f"{title} of {record.group}" if record.group else title
 
 

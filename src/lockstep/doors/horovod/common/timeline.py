@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from ..engine.job import current as current_job
 from ..engine.operations import Operations
 from .tensor_rows import tensor_rows
 
-__all__ = ["begin_timeline", "start_timeline", "stop_timeline"]
+__all__ = ["begin_timeline", "end_timeline", "start_timeline", "stop_timeline"]
 
 _DYNAMIC = "DYNAMIC"
+_PATIENCE_S = 10.0  # of rank 0, for others that are about to stop the timeline too
 
 
 @dataclass(frozen=True)
@@ -41,25 +43,25 @@ _timeline: _Timeline | None = None
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Keep records of all operations from now on; all ranks call it, with the same path.
+    """Keep records of all operations from now on; all ranks call it, with the same path. A timeline there is ends.
 
     Args:
         file_path: where `stop_timeline`, or the end of the job, writes the trace, on the machine of rank 0. It has a
             lane for each of that machine's ranks, and a row for each tensor.
-        mark_cycles: accepted; there are no cycles.
+        mark_cycles: whether the trace has a mark, CYCLE_START, wherever a round of the ranks begins on rank 0, in which
+            they tell each other what they have asked for.
 
     Raises:
-        ConfigError: a ValueError, before `init`, for a second timeline, or a path that cannot be written to.
+        ConfigError: a ValueError, before `init`, or for a path that cannot be written to.
     """
     global _timeline
     comm = current_job("start_timeline").comm
-    if _timeline is not None:
-        raise ConfigError("start_timeline", "one timeline at a time", found=f"another one than {_timeline.path}")
+    end_timeline()
     path = Path(file_path).expanduser().absolute()
     folder = path.with_name(f".{path.name}.records-{_run()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        records = Operations(folder, comm.rank, comm.size)
+        records = Operations(folder, comm.rank, comm.size, mark_cycles)
     except OSError as error:
         raise ConfigError("file_path", "a file that can be written", found=f"{path} ({error.strerror})") from None
     _timeline = _Timeline(path, folder, records)
@@ -67,7 +69,20 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Write the trace; all ranks call it. The last of a machine's ranks to do so writes it."""
+    """Write the trace; all ranks call it. The last of a machine's ranks to do so writes it.
+
+    Rank 0 returns when it is there, unless another rank of its machine does not come for ten seconds.
+    """
+    found = _timeline
+    end_timeline()
+    if found is not None and found.records.rank == 0:
+        until = time.monotonic() + _PATIENCE_S
+        while found.folder.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def end_timeline() -> None:
+    """Write the trace, if this is the last of the machine's ranks to end it."""
     global _timeline
     found, _timeline = _timeline, None
     operations.current = None
@@ -84,7 +99,7 @@ def begin_timeline() -> None:
     """Start the timeline that HOROVOD_TIMELINE names, if it names one."""
     path = environment.horovod_timeline()
     if path and path != _DYNAMIC:
-        start_timeline(path)
+        start_timeline(path, environment.horovod_marks_cycles())
 
 
 def _end(timeline: _Timeline) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from lockstep import environment
+from lockstep.errors import ConfigError
 
 from . import basics
 
@@ -13,9 +17,12 @@ __all__ = [
     "ccl_built",
     "cuda_built",
     "ddl_built",
+    "env",
     "extension_available",
     "gloo_built",
     "gpu_available",
+    "is_iterable",
+    "is_version_greater_equal_than",
     "mpi_built",
     "nccl_built",
     "num_rank_is_power_2",
@@ -24,6 +31,39 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_cache = functools.cache  # by Horovod's name for it
+
+
+@contextmanager
+def env(**variables: str | None) -> Iterator[None]:
+    """Set environment variables while it lasts; those that are None stay as they are."""
+    with environment.with_variables({name: value for name, value in variables.items() if value is not None}):
+        yield
+
+
+def is_iterable(x: Any) -> bool:
+    """Whether one can go through `x`."""
+    try:
+        iter(x)
+    except TypeError:
+        return False
+    return True
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether the version `ver` is `target` or a later one.
+
+    Raises:
+        ConfigError: a ValueError, where these are no texts, or `target` is not of the form 1.2.3.
+    """
+    from torch.torch_version import TorchVersion
+
+    if not isinstance(ver, str):
+        raise ConfigError("ver", 'a version, such as "2.5.1"', ver)
+    if not isinstance(target, str) or target.count(".") != 2:
+        raise ConfigError("target", 'a version of the form "1.2.3"', target)
+    return bool(TorchVersion(ver) >= target)
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:

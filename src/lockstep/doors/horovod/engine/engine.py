@@ -199,6 +199,8 @@ class Engine:
             self._driving, self._lazy_bytes = True, 0
             self._lock.release()
             try:
+                if (records := operations.current) is not None:
+                    records.round_begins()
                 agreed = self._round(new)
             except BaseException as error:
                 failure = self._explained(error)

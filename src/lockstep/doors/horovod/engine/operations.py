@@ -27,14 +27,17 @@ class Operations:
         folder: of the records of all ranks of this machine; it is there.
         rank: this rank.
         size: the number of ranks.
+        mark_cycles: whether to note when each round of the ranks begins, in a file beside the records.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, mark_cycles: bool = False) -> None:
+        self.rank = rank
         self._lock = threading.Lock()
         self._count = 0
         self._begun: dict[Request, tuple[str, str]] = {}
         self.path = folder / f"rank-{rank}.records"
-        self._file = self.path.open("w", encoding="utf-8")
+        self._file = self.path.open("w", encoding="utf-8", buffering=1)  # what a rank that is killed has done is there
+        self._cycles = self.path.with_suffix(".cycles").open("w", buffering=1) if mark_cycles else None
         offset = time.time() - time.monotonic()
         header = {"lockstep_records": 1, "rank": rank, "world_size": size, "host": socket.gethostname()}
         self._write({**header, "pid": os.getpid(), "unix_offset": offset, "program": " ".join(sys.argv)[:256]})
@@ -42,6 +45,12 @@ class Operations:
     def begun(self, request: Request) -> None:
         """Note that the program asks for an operation now."""
         self._begun[request] = _place(sys._getframe(2))
+
+    def round_begins(self) -> None:
+        """Note that this rank is about to tell the others what it has asked for."""
+        with self._lock:
+            if self._cycles is not None and not self._cycles.closed:
+                self._cycles.write(f"{time.monotonic()}\n")
 
     def ended(self, request: Request, number: int, group: str) -> None:
         """Note that an operation has ended; those that began before the records did are left out.
@@ -65,6 +74,8 @@ class Operations:
         """Write the rest."""
         with self._lock:
             self._file.close()
+            if self._cycles is not None:
+                self._cycles.close()
 
     def _write(self, line: dict[str, object]) -> None:
         if not self._file.closed:

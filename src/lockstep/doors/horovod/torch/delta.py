@@ -26,7 +26,7 @@ class DeltaMixin:
 
     def begin(self, names: dict[Parameter, str], compression: Any, passes: int, process_set: ProcessSet) -> None:
         """What a constructor would do."""
-        self._names, self._compression, self._set = names, compression, process_set
+        self._parameter_names, self._compression, self._set = names, compression, process_set
         self._trained: list[Parameter] = []
         take_in(self)
         self.set_backward_passes_per_step(passes)
@@ -36,7 +36,7 @@ class DeltaMixin:
         if not isinstance(passes, int) or passes < 1:
             raise ConfigError("backward_passes_per_step", "a whole number of at least 1", passes)
         self.backward_passes_per_step = passes
-        self._left = dict.fromkeys(self._names, passes)
+        self._left = dict.fromkeys(self._parameter_names, passes)
 
     def arrived(self, p: Parameter) -> None:
         """A backward pass has come to `p`."""
@@ -62,10 +62,11 @@ class DeltaMixin:
         with torch.no_grad():
             changes = [p - old for p, old in zip(self._trained, before, strict=True)]
             packed, ctxs = zip(*(self._compression.compress(change) for change in changes), strict=True)
-            grouped_allreduce_(packed, name="adasum." + self._names[self._trained[0]], op=Adasum, process_set=self._set)
+            name = "adasum." + self._parameter_names[self._trained[0]]
+            grouped_allreduce_(packed, name=name, op=Adasum, process_set=self._set)
             for p, old, tensor, ctx in zip(self._trained, before, packed, ctxs, strict=True):
                 p.copy_(old + self._compression.decompress(tensor, ctx))
-        self._left = dict.fromkeys(self._names, self.backward_passes_per_step)
+        self._left = dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
         return loss
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -75,6 +76,6 @@ class DeltaMixin:
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As of the optimizer; passes are counted anew."""
-        self._left = dict.fromkeys(self._names, self.backward_passes_per_step)
+        self._left = dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
         with keeping(self):
             super().load_state_dict(*args, **kwargs)  # type: ignore[misc]

@@ -60,10 +60,12 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give the optimizers of all ranks the state and the options of that of rank `root_rank`.
 
+    Where there is no state yet, parameters without a gradient get one of zeros, which some programs count on.
+
     Args:
         optimizer: one of torch's, or a `DistributedOptimizer`.
         root_rank: a global rank.
-        model: accepted, and not needed.
+        model: by which parameters of embeddings with sparse gradients are known.
         process_set: the ranks.
 
     Raises:
@@ -72,6 +74,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("optimizer", "one with a state for each parameter", found="torch.optim.LBFGS")
     state = optimizer.state_dict()
+    if not state["state"]:
+        _give_zeros(optimizer, model)
     if process_set.size() == 1:
         return
     tensors: list[torch.Tensor] = []
@@ -82,6 +86,16 @@ def broadcast_optimizer_state(
     broadcast_parameters(tensors, root_rank, process_set)
     if process_set.rank() != process_set.root_of(root_rank):
         optimizer.load_state_dict(state)
+
+
+def _give_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    modules = () if model is None else model.modules()
+    sparse = {m.weight for m in modules if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
+            if p in sparse or isinstance(optimizer, torch.optim.SparseAdam):
+                p.grad = p.grad.to_sparse()
 
 
 class _Place:

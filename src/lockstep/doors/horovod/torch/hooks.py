@@ -51,12 +51,12 @@ def keeping(optimizer: Any) -> Iterator[None]:
 def take_in(optimizer: Any) -> None:
     """Let `optimizer` train what has been thawed or added since the last time; all ranks do so at the same step.
 
-    The keys are those that `optimizer` has of its parameters: its `_trained` ones, and the `_names` of all.
+    The keys are those that `optimizer` has of its parameters: its `_trained` ones, and the `_parameter_names` of all.
     """
     known = set(optimizer._trained)
     late = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p not in known]
     if late:
-        optimizer._names = {**named(optimizer, None), **optimizer._names}
+        optimizer._parameter_names = {**named(optimizer, None), **optimizer._parameter_names}
         optimizer._trained += late
         _listen(optimizer, late)
 

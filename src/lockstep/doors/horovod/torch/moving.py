@@ -10,7 +10,7 @@ import torch
 from lockstep.errors import ConfigError
 
 from ..common.process_sets import ProcessSet, checked_set, global_process_set
-from ..engine.request import Request, Sum
+from ..engine.request import Average, Request
 from . import handles
 from .differentiable import Differentiable, wants_gradient
 from .reducing import allreduce, grouped_allreduce
@@ -34,7 +34,9 @@ Tensors = Sequence[torch.Tensor]
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensors of all ranks behind each other, along the first dimension. Gradients go through it.
+    """The tensors of all ranks behind each other, along the first dimension.
+
+    Gradients go through it: those of a rank's rows are the average of what the ranks have for these.
 
     Args:
         tensor: of one dtype everywhere, and of one shape but for the first dimension.
@@ -82,15 +84,17 @@ def _gathering(tensors: Tensors, name: str | None) -> Request:
 
 def _own_rows(grads: Tensors, tensors: Tensors, process_set: ProcessSet) -> list[torch.Tensor]:
     counts = allgather(torch.tensor([[len(tensor) for tensor in tensors]]), process_set=process_set)
-    sums = grouped_allreduce(list(grads), op=Sum, process_set=process_set)
+    means = grouped_allreduce(list(grads), op=Average, process_set=process_set)
     starts = counts[: process_set.rank()].sum(0).tolist()
-    return [total.narrow(0, start, len(tensor)) for total, start, tensor in zip(sums, starts, tensors, strict=True)]
+    return [mean.narrow(0, start, len(tensor)) for mean, start, tensor in zip(means, starts, tensors, strict=True)]
 
 
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """A copy of the tensor of rank `root_rank`. Gradients go through it, to the root.
+    """A copy of the tensor of rank `root_rank`.
+
+    Gradients go through it: the root's is the average of those of all ranks, the others' are zeros.
 
     Args:
         tensor: of the same shape and dtype on all ranks; stays as it is.
@@ -110,8 +114,10 @@ def broadcast(
         return found
 
     def back(grads: Tensors) -> list[torch.Tensor]:
-        total = allreduce(grads[0], op=Sum, process_set=process_set)
-        return [total if process_set.rank() == process_set.root_of(root_rank) else torch.zeros_like(total)]
+        mean = allreduce(grads[0], op=Average, process_set=process_set)
+        at_root = process_set.rank() == process_set.root_of(root_rank)
+        # zeros that are still made of the mean: gradients of gradients need the other ranks too
+        return [mean if at_root else mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0.0)]
 
     handles.checked(tensor)
     return (Differentiable.of(send, back, [tensor]) if wants_gradient([tensor]) else send([tensor]))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..common import basics as _basics  # noqa: F401, some scripts ask it for what is not among the names below
 from ..common.basics import (
     ccl_built,
     cross_rank,

@@ -109,7 +109,7 @@ class GradientMixin:
         process_set: ProcessSet,
     ) -> None:
         """What a constructor would do."""
-        self._names, self._compression, self._set = names, compression, process_set
+        self._parameter_names, self._compression, self._set = names, compression, process_set
         self._op, self._predivide, self._sparse_as_dense = settings
         self._trained: list[Parameter] = []
         take_in(self)
@@ -126,7 +126,7 @@ class GradientMixin:
         self._reset()
 
     def _reset(self) -> None:
-        self._left = dict.fromkeys(self._names, self.backward_passes_per_step)
+        self._left = dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
         self._under_way: dict[tuple[Parameter, ...], Callable[[], None]] = {}
         self._begun: set[Parameter] = set()
         self._synchronized = False
@@ -172,7 +172,7 @@ class GradientMixin:
 
     def _send_dense(self, group: tuple[Parameter, ...], gradients: list[torch.Tensor]) -> Callable[[], None]:
         packed, ctxs = zip(*(self._compression.compress(gradient) for gradient in gradients), strict=True)
-        handle = start_gradients(packed, self._names[group[0]], self._op, self._predivide, self._set)
+        handle = start_gradients(packed, self._parameter_names[group[0]], self._op, self._predivide, self._set)
 
         def finish() -> None:
             for p, tensor, ctx in zip(group, synchronize(handle), ctxs, strict=True):
@@ -181,7 +181,7 @@ class GradientMixin:
         return finish
 
     def _send_sparse(self, p: Parameter, gradient: torch.Tensor) -> Callable[[], None]:
-        finish = sparse_allreduce_async(gradient, self._names[p], self._op, self._set)
+        finish = sparse_allreduce_async(gradient, self._parameter_names[p], self._op, self._set)
 
         def put_sparse() -> None:
             p.grad = finish().coalesce()
@@ -221,8 +221,8 @@ class GradientMixin:
         if self._should_synchronize and closure is None:
             if self._synchronized:
                 text = (
-                    "step() synchronizes again after synchronize(), which takes its time and adds nothing. Call it "
-                    "within optimizer.skip_synchronize()."
+                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): it "
+                    "synchronizes again, which takes its time and adds nothing."
                 )
                 warnings.warn(text, stacklevel=2)
             self.synchronize()

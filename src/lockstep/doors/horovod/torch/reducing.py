@@ -190,12 +190,12 @@ def start_gradients(tensors: Tensors, name: str, op: int, predivide: float, proc
 
 
 def _reduced_group(tensors: Tensors, name: str | None, how: How, process_set: ProcessSet) -> list[torch.Tensor]:
-    def reduce(values: Tensors, called: str | None) -> list[torch.Tensor]:
+    def reduce(values: Tensors) -> list[torch.Tensor]:
         plain = handles.checked_list(values)
         outputs = [torch.empty_like(tensor) for tensor in plain]
-        found: list[torch.Tensor] = handles.run(process_set, reduction(plain, outputs, called, how))
+        found: list[torch.Tensor] = handles.run(process_set, reduction(plain, outputs, name, how))
         return found
 
     if not wants_gradient(tensors):
-        return reduce(tensors, name)
-    return Differentiable.of(lambda values: reduce(values, name), lambda grads: reduce(grads, None), tensors)
+        return reduce(tensors)
+    return Differentiable.of(reduce, lambda grads: _reduced_group(grads, None, how, process_set), tensors)

@@ -13,10 +13,14 @@ from lockstep.errors import ConfigError
 from ..engine.request import OP_NAMES, Adasum, Average, Request, Sum
 from . import handles
 
-__all__ = ["How", "how_to", "reduction", "scattering", "shown"]
+__all__ = ["How", "UnsupportedOpError", "how_to", "reduction", "scattering", "shown"]
 
 Tensors = Sequence[torch.Tensor]
 How = dict[str, Any]
+
+
+class UnsupportedOpError(ConfigError, NotImplementedError):
+    """An operation has no form with this `op`; a ValueError, and what scripts for Horovod catch, a RuntimeError."""
 
 
 def how_to(op: int | None, average: bool | None, before: float, after: float) -> How:
@@ -71,10 +75,11 @@ def scattering(plain: Tensors, name: str | None, op: int, before: float, after: 
     """A reduce-scatter.
 
     Raises:
-        ConfigError: a ValueError, for another `op` than Average and Sum, or a tensor without dimensions.
+        UnsupportedOpError: for another `op` than Average and Sum.
+        ConfigError: a ValueError, for a tensor without dimensions.
     """
     if op not in (Average, Sum):
-        raise ConfigError("op", "hvd.Average or hvd.Sum", found=shown(op))
+        raise UnsupportedOpError("op", "hvd.Average or hvd.Sum", found=shown(op))
     for tensor in plain:
         _check_dtype(tensor.dtype, op)
         if not tensor.dim():

@@ -92,8 +92,8 @@ def _scattered_group(
         return found
 
     def back(grads: Tensors) -> list[torch.Tensor]:
-        # Horovod's convention for sums, whose factor scripts have in their learning rates
-        factor = process_set.size() if op == Sum else 1
+        # Horovod's convention, whose factors scripts have in their learning rates: no division for averages
+        factor = before * after * (process_set.size() if op == Sum else 1)
         return grouped_allgather([grad * factor for grad in grads], process_set=process_set)
 
     return scatter(tensors) if not wants_gradient(tensors) else Differentiable.of(scatter, back, tensors)
