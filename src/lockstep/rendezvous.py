@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import socket
-import stat
 import tempfile
+import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,19 +18,19 @@ from pathlib import Path
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from . import environment
+from . import environment, private_folders
 from .environment.slurm import expand_nodes
 from .environment.starter import starter
 from .errors import ConfigError, StallError, TransportError
+from .stores import LOOPBACK, serve_store
 from .topology import World
 
 __all__ = ["Meeting", "find_meeting", "open_store"]
 
-_LOOPBACK = "127.0.0.1"
-
 # Below the ports that Linux gives out by itself (from 32768), above those that Slurm's daemons have (6817 to 6819).
 _FIRST_PORT, _PORTS = 10_000, 20_000
 
+_POLL_S = 0.01
 
 # the variables that tell a launcher's jobs apart
 _JOB = {
@@ -132,7 +130,8 @@ def open_store(
         over_mpi: makes a store with the help of MPI, for workers on several machines that mpiexec has started.
 
     Returns:
-        The store for `init_process_group`; None where MASTER_ADDR and MASTER_PORT are set, which it reads itself.
+        The store for `init_process_group`; None where a launcher serves it at MASTER_ADDR and MASTER_PORT, which
+        `init_process_group` reads itself.
 
     Raises:
         ConfigError: when the workers cannot meet as things are.
@@ -141,7 +140,7 @@ def open_store(
     variables, limit = environment.variables(), timeout or default_pg_timeout
     meeting = find_meeting(world, variables)
     if meeting.kind == "address":
-        return None
+        return _meet_at_address(world, variables, limit)
     if meeting.kind == "here":
         return _meet_here(meeting.job, world, limit)
     if meeting.kind == "tcp":
@@ -153,37 +152,74 @@ def open_store(
     return over_mpi()
 
 
+def _meet_at_address(world: World, variables: Mapping[str, str], timeout: timedelta) -> Store | None:
+    """As torch does for ``env://``, but for what rank 0 listens at."""
+    address, port = variables["MASTER_ADDR"], variables["MASTER_PORT"]
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) or not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        return None  # torch says what is wrong with the port
+    if not world.is_first:
+        return TCPStore(address, int(port), timeout=timeout)
+    # torch's variables may lack those of the host, and then all ranks seem to be on one
+    is_certain = world.source != "torchrun" or "LOCAL_WORLD_SIZE" in variables
+    is_alone = is_certain and world.local_world_size == world.world_size
+    try:
+        return serve_store(address, int(port), timeout, not is_alone, multi_tenant=True)
+    except OSError:  # a store of this program's own may be there
+        return TCPStore(address, int(port), None, True, timeout, False, multi_tenant=True)
+
+
 def _meet_here(job: str, world: World, timeout: timedelta) -> Store:
     # The file only says where rank 0 listens. The last worker to have read it removes it.
-    path = _private_folder() / hashlib.sha256(job.encode()).hexdigest()[:32]
+    name = hashlib.sha256(job.encode()).hexdigest()[:32]
+    path = _place_for(name) if world.is_first else _find(name, world.rank, timeout)
     board = FileStore(str(path), world.world_size)
     board.set_timeout(timeout)
-    if world.is_first:
-        store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        board.set("port", str(store.port))
-        return store
     try:
-        port = int(board.get("port"))
-    except RuntimeError as error:
-        path.unlink(missing_ok=True)
-        seconds = f"{timeout.total_seconds():g} s"
-        raise StallError(f"rank {world.rank} has waited {seconds} for rank 0 to say where to meet", (0,)) from error
-    return TCPStore(_LOOPBACK, port, timeout=timeout)
+        if world.is_first:
+            store = serve_store(timeout=timeout)
+            board.set("port", str(store.port))
+            return store
+        return TCPStore(LOOPBACK, _port_on(board, path, world.rank, timeout), timeout=timeout)
+    finally:
+        del board
+        private_folders.leave(path.parent)
 
 
-def _private_folder() -> Path:
-    """A folder for files that only this user's processes may write.
+def _place_for(name: str) -> Path:
+    """Where rank 0 says that it is there.
 
     Raises:
-        TransportError: when there is another file in its place.
+        TransportError: nowhere can a folder for this user alone be made.
     """
-    path = Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}")
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise TransportError(f"{path} belongs to others or can be entered by them. Remove it, or set TMPDIR.")
-    return path
+    parent = Path(tempfile.gettempdir())
+    try:
+        return private_folders.make_folder(parent, environment.runtime_dir()) / name
+    except OSError as error:
+        raise TransportError(f"no folder for this user alone can be made in {parent}: {error}. Set TMPDIR.") from error
+
+
+def _find(name: str, rank: int, timeout: timedelta) -> Path:
+    """Where rank 0 has said so: in one of this user's folders, but which one depends on what others have made."""
+    parent, deadline = Path(tempfile.gettempdir()), time.monotonic() + timeout.total_seconds()
+    while True:
+        for folder in private_folders.find_folders(parent, environment.runtime_dir()):
+            if (folder / name).exists():
+                return folder / name
+        if time.monotonic() > deadline:
+            raise _late(rank, timeout)
+        time.sleep(_POLL_S)
+
+
+def _port_on(board: Store, path: Path, rank: int, timeout: timedelta) -> int:
+    try:
+        return int(board.get("port"))
+    except RuntimeError as error:
+        path.unlink(missing_ok=True)
+        raise _late(rank, timeout) from error
+
+
+def _late(rank: int, timeout: timedelta) -> StallError:
+    return StallError(f"rank {rank} has waited {timeout.total_seconds():g} s for rank 0 to say where to meet", (0,))
 
 
 def _meet_there(meeting: Meeting, world: World, timeout: timedelta) -> Store:
@@ -194,8 +230,11 @@ def _meet_there(meeting: Meeting, world: World, timeout: timedelta) -> Store:
         where = "environment variable SLURM_STEP_NODELIST"
         raise ConfigError(where, "names that can be looked up", found=f"{meeting.host}: {error}", hint=hint) from None
     try:
-        store = TCPStore(meeting.host, meeting.port, None, world.is_first, timeout, wait_for_workers=False)
-    except RuntimeError as error:
+        if world.is_first:
+            store = serve_store(meeting.host, meeting.port, timeout, several_hosts=True)
+        else:
+            store = TCPStore(meeting.host, meeting.port, timeout=timeout)
+    except (OSError, RuntimeError) as error:
         raise TransportError(
             f"rank {world.rank} cannot meet at {meeting.host}:{meeting.port}: {error}. {hint}"
         ) from error

@@ -146,7 +146,7 @@ def test_workers_find_where_to_record_and_nothing_stays(tmp_path: Path) -> None:
     code, out, told = run(tmp_path, body, *words)
     assert code == 0, told
     folder, about, found = json.loads(out.splitlines()[0])
-    assert Path(folder).parent.parent == places.base() and not Path(folder).parent.exists()
+    assert Path(folder).parent.parent == jobs.make_base() and not Path(folder).parent.exists()
     assert found == {
         "LOCKSTEP_WATCH": "strict",
         "LOCKSTEP_STALL_TIMEOUT": "7.5",
@@ -157,13 +157,14 @@ def test_workers_find_where_to_record_and_nothing_stays(tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_started_afresh_are_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "base", lambda: tmp_path / "base")
+    monkeypatch.setattr(places, "parent", lambda: tmp_path)
     watching = Watching("run", Watch(), None, print)
+    base = tmp_path / f"lockstep-{os.getuid()}"
     for attempt in range(2):
         watching.begin(attempt, 0, 2)
-    assert list(jobs.find_jobs()) == [watching.folder] == [tmp_path / "base" / "run" / "attempt-1"]
+    assert list(jobs.find_jobs()) == [watching.folder] == [base / "run" / "attempt-1"]
     watching.close()
-    assert not list((tmp_path / "base").iterdir())
+    assert not list(base.iterdir())
 
 
 def test_without_room_for_recordings_ranks_are_started_and_not_watched(
@@ -172,19 +173,20 @@ def test_without_room_for_recordings_ranks_are_started_and_not_watched(
     def fill_the_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(places, "base", lambda: tmp_path / "base")
+    monkeypatch.setattr(places, "parent", lambda: tmp_path)
+    base = tmp_path / f"lockstep-{os.getuid()}"
     told: list[str] = []
     watching = Watching("run", Watch("strict"), None, told.append)
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "describe", fill_the_disk)
         watching.begin(0, 0, 2)
-    assert told == [f"lockstep: the ranks are not watched: {tmp_path}/base: No space left on device"]
-    assert watching.variables(0) == {"LOCKSTEP_WATCH": "off", "LOCKSTEP_WATCH_DIR": ""}
-    assert watching.report() is None and not watching.are_recorded([0, 1]) and not list((tmp_path / "base").iterdir())
+    assert told == [f"lockstep: the ranks are not watched: {base}: No space left on device"]
+    assert watching.variables() == {"LOCKSTEP_WATCH": "off", "LOCKSTEP_WATCH_DIR": ""}
+    assert watching.report() is None and not watching.are_recorded([0, 1]) and not list(base.iterdir())
     watching.begin(1, 0, 2)
-    assert watching.variables(1)["LOCKSTEP_WATCH"] == "strict" and watching.folder is not None
+    assert watching.variables()["LOCKSTEP_WATCH"] == "strict" and watching.folder is not None
     watching.close()
-    assert not list((tmp_path / "base").iterdir())
+    assert not list(base.iterdir())
 
 
 def test_ranks_that_are_stopped_are_not_waited_for_when_the_job_is_over() -> None:

@@ -219,7 +219,7 @@ def test_the_launcher_of_the_first_node_may_come_later_but_not_too_late() -> Non
     with socket.create_server((LOOPBACK, 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(ConfigError, match=f"free on the first machine, got {port}"):
-            serve(port, choices())
+            serve(LOOPBACK, port, choices())
     with pytest.raises(ConfigError, match=r"answers within 0\.1 s"):
         meet(choices(node_rank=1, start_timeout=0.1), LOOPBACK, port)
     with ThreadPoolExecutor(1) as pool:
@@ -232,8 +232,8 @@ def test_the_launcher_of_the_first_node_may_come_later_but_not_too_late() -> Non
 
 
 def test_a_host_describes_itself() -> None:
-    here = describe_here(3, "why", 7, "10.0.0.1 50000 10.0.0.2 22")
-    assert (here.host, here.workers, here.problem, here.port) == (socket.gethostname(), 3, "why", 7)
+    here = describe_here(3, "why", "10.0.0.1 50000 10.0.0.2 22")
+    assert (here.host, here.workers, here.problem) == (socket.gethostname(), 3, "why")
     assert (here.caller, here.address) == ("10.0.0.1", "10.0.0.2")
     assert (describe_here(1).caller, describe_here(1).address) == ("", "")
     assert here.lockstep != "unknown" != here.torch

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from lockstep.environment import find_world
 from lockstep.errors import ConfigError, StallError, TransportError
 from lockstep.rendezvous import Meeting, find_meeting, open_store
 from lockstep.topology import World
+from support.openings import SQUATS, listens_at, squat
 
 SHORT = timedelta(milliseconds=20)
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -181,20 +184,34 @@ def test_jobs_on_one_machine_do_not_meet(monkeypatch: pytest.MonkeyPatch, folder
     del stores
 
 
-@pytest.mark.parametrize("kind", ["open to others", "a link", "a file"])
-def test_a_folder_that_others_may_write_to_is_refused(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, kind: str
+@pytest.mark.parametrize("runtime", [True, False], ids=["runtime directory", "no runtime directory"])
+@pytest.mark.parametrize("kind", SQUATS)
+def test_nobody_can_keep_workers_from_meeting(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, kind: str, runtime: bool
 ) -> None:
+    """The folder's name can be guessed, and anybody may make folders beside it."""
     here(monkeypatch)
-    if kind == "open to others":
-        folder.mkdir()
-        folder.chmod(0o770)
-    elif kind == "a link":
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
-        folder.symlink_to(tmp_path / "elsewhere")
-    else:
-        folder.touch(mode=0o600)
-    with pytest.raises(TransportError, match=f"{folder} .*Remove it, or set TMPDIR"):
+    squat(folder, kind)
+    own = tmp_path / "runtime"
+    own.mkdir(mode=0o700)
+    monkeypatch.setattr(environment, "runtime_dir", lambda: own if runtime else None)
+    before = set(tmp_path.iterdir())
+    with ThreadPoolExecutor(3) as threads:  # rank 0 comes last
+        stores = list(threads.map(lambda world: open_store(world, timedelta(seconds=20)), reversed(ranks(3))))
+    assert isinstance(stores[-1], TCPStore)
+    stores[-1].set("key", "value")
+    assert all(store is not None and store.get("key") == b"value" for store in stores)
+    assert set(tmp_path.iterdir()) == before
+    assert [path.name for path in own.iterdir()] == (["lockstep"] if runtime else [])
+    if folder.is_dir():
+        assert list(folder.iterdir()) == []  # nothing is entrusted to what others can change
+
+
+def test_without_any_folder_it_is_said_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here(monkeypatch)
+    monkeypatch.setattr(environment, "runtime_dir", lambda: None)
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path / "not there"))
+    with pytest.raises(TransportError, match=r"no folder for this user alone .*not there.* Set TMPDIR"):
         open_store(ranks(1)[0], SHORT)
 
 
@@ -234,6 +251,24 @@ def test_what_makes_a_store_over_mpi_is_asked(monkeypatch: pytest.MonkeyPatch, m
         open_store(find_world(MPICH))
 
 
-def test_an_address_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "variables", lambda: {**MPICH, **ADDRESS})
-    assert open_store(find_world(MPICH)) is None
+def test_an_address_that_a_launcher_serves_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for more in ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, {"MASTER_PORT": "70000"}, {"MASTER_PORT": "x"}):
+        given = {**MPICH, **ADDRESS, **more}
+        monkeypatch.setattr(environment, "variables", lambda given=given: given)
+        assert open_store(find_world(MPICH)) is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_at_a_given_address_rank_0_listens_there_alone(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """As torch's env:// does, which listens on all interfaces."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    given = {**MPICH, "MASTER_ADDR": address, "MASTER_PORT": str(port), "MPI_LOCALNRANKS": "4"}
+    monkeypatch.setattr(environment, "variables", lambda: given)
+    first, second = (open_store(find_world({**given, "PMI_RANK": rank}), timedelta(seconds=20)) for rank in "01")
+    assert first is not None and second is not None
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    assert listens_at(port) == {"127.0.0.1"}
+    again = open_store(find_world({**given, "PMI_RANK": "0"}), timedelta(seconds=20))
+    assert again is not None and again.get("key") == b"value"  # this process's own store is shared, as env:// does

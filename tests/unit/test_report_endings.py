@@ -159,11 +159,15 @@ def test_between_machines_a_failure_comes_before_what_others_say_of_it() -> None
     assert Failure.of(error).is_joint and Failure.of(error).report == "{}"
 
 
-def test_what_workers_find_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_workers_find_in_their_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(places, "parent", lambda: tmp_path)
     monkeypatch.delenv("LOCKSTEP_WATCH", raising=False)
 
     def variables(options: Watch, debug_rank: int | None = None) -> dict[str, str]:
-        found = Watching("run", options, debug_rank, print).variables(3)
+        watching = Watching("run", options, debug_rank, print)
+        watching.begin(3, 0, 2)
+        found = watching.variables()
+        watching.close()
         assert found.pop("LOCKSTEP_WATCH_DIR").endswith("/run/attempt-3" if options.mode != "off" else "")
         return found
 
@@ -188,7 +192,7 @@ FAILURES = [
 def test_workers_are_told_how_those_of_another_node_have_failed(
     failure: Failure, kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "base", lambda: tmp_path / "base")
+    monkeypatch.setattr(places, "parent", lambda: tmp_path)
     monkeypatch.setattr(local, "ALONE_SECONDS", 0.0)
     (tmp_path / "run").mkdir()
     meeting = SimpleNamespace(heard=lambda: [failure])

@@ -18,6 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep import environment, private_folders
+from lockstep.errors import LockstepError
+from lockstep.launchers.options import Watch
+from lockstep.launchers.watching import Watching
 from lockstep.recorder import Call, Log, Recorder, Recording, current, places
 from lockstep.recorder.layout import State
 from lockstep.watch import hooks, jobs, machines, meeting, stacks
@@ -32,6 +36,7 @@ from lockstep.watch.report import Report
 from lockstep.watch.rounds import Rounds
 from lockstep.watch.session import Session
 from lockstep.watch.watcher import Watcher
+from support.openings import SQUATS, squat
 
 
 class Clock:
@@ -397,22 +402,87 @@ def test_where_one_rank_has_no_room_none_is_watched(tmp_path: Path, monkeypatch:
     assert not list(folder.iterdir())
 
 
+def base_in(parent: Path, monkeypatch: pytest.MonkeyPatch, runtime: Path | None = None) -> Path:
+    """The folder for this user's jobs, in `parent` instead of the machine's memory."""
+    monkeypatch.setattr(places, "parent", lambda: parent)
+    monkeypatch.setattr(environment, "runtime_dir", lambda: runtime)
+    return jobs.make_base()
+
+
+@pytest.mark.parametrize("runtime", [True, False], ids=["runtime directory", "no runtime directory"])
+@pytest.mark.parametrize("kind", SQUATS)
+def test_nobody_can_keep_ranks_from_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, runtime: bool
+) -> None:
+    """The usual folder's name can be guessed, and anybody may make folders beside it, as containers may that share it."""
+    taken, own = tmp_path / f"lockstep-{os.getuid()}", tmp_path / "runtime"
+    squat(taken, kind)
+    own.mkdir(mode=0o700)
+    monkeypatch.setattr(places, "parent", lambda: tmp_path)
+    monkeypatch.setattr(environment, "runtime_dir", lambda: own if runtime else None)
+    before = set(tmp_path.iterdir())
+
+    # ranks that a launcher has started
+    told: list[str] = []
+    watching = Watching("run", Watch(), None, told.append)
+    watching.begin(0, 0, 2)
+    assert told == [] and watching.folder is not None
+    assert watching.variables()["LOCKSTEP_WATCH_DIR"] == str(watching.folder)
+    assert list(jobs.find_jobs()) == [watching.folder]  # for `lockstep top`
+    watching.close()
+
+    # ranks without one
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(3) as pool:
+        met = list(pool.map(lambda rank: meeting.meet(store, rank, 3, "here"), range(3)))
+    assert len({each.folder for each in met}) == 1 and list(jobs.find_jobs()) == [met[0].folder]
+    base = met[0].folder.parent.parent
+    assert base.parent == (own if runtime else tmp_path) and private_folders.is_private(base)
+    for each in met:
+        each.recorder.close()
+        for peer in each.peers.values():
+            peer.close()
+    jobs.remove(met[0].folder.parent)
+
+    assert set(tmp_path.iterdir()) == before
+    if taken.is_dir():
+        assert list(taken.iterdir()) == []  # nothing is entrusted to what others can change
+
+
+def test_a_folder_of_an_unknown_user_is_not_taken_for_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container all users of the host whom it does not know have one number, which may be this user's."""
+    base = base_in(tmp_path, monkeypatch)
+    monkeypatch.setattr(private_folders.os, "access", lambda path, mode: Path(path) != base)
+    assert jobs.make_base() != base
+
+
+@pytest.mark.parametrize("said", [{"token": "../../home"}, {"base": "/etc"}, {"base": "lockstep/../.."}])
+def test_a_rank_does_not_record_wherever_the_store_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, str]
+) -> None:
+    base_in(tmp_path, monkeypatch)
+    first = {"machine": "here", "pid": 1, "token": "0123456789ab", "base": "", **said}
+    with pytest.raises(LockstepError, match=r"twelve hexadecimal digits|no folder of this user's alone"):
+        meeting._folder({0: first}, [0], 1)
+    assert [path.name for path in tmp_path.iterdir()] == [f"lockstep-{os.getuid()}"]
+
+
 def test_jobs_of_other_containers_are_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "base", lambda: tmp_path)
+    base = base_in(tmp_path, monkeypatch)
     for name, space in (("ours", None), ("theirs", "pid:[1]")):
-        folder = tmp_path / name / "attempt-0"
+        folder = base / name / "attempt-0"
         folder.mkdir(parents=True)
         about = jobs.About("program", 0, 1)
         jobs.describe(folder, about if space is None else replace(about, space=space))
     jobs.remove_dead()
-    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+    assert [path.name for path in base.iterdir()] == ["theirs"]
 
 
 def test_a_job_that_ends_while_others_look_for_jobs_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "base", lambda: tmp_path)
+    base = base_in(tmp_path, monkeypatch)
     for name in ("ended", "other"):
-        (tmp_path / name / "attempt-0").mkdir(parents=True)
-        jobs.describe(tmp_path / name / "attempt-0", jobs.About("program", os.getpid(), 1))
+        (base / name / "attempt-0").mkdir(parents=True)
+        jobs.describe(base / name / "attempt-0", jobs.About("program", os.getpid(), 1))
     for name in ("scandir", "listdir"):
         listing = getattr(os, name)
 

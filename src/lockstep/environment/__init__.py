@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..errors import ConfigError
 from ..topology import World
@@ -28,6 +29,7 @@ __all__ = [
     "is_launched",
     "preset",
     "run_id",
+    "runtime_dir",
     "set_cublas_workspace",
     "set_horovod_variables",
     "shm_size",
@@ -69,6 +71,12 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
 def variables() -> dict[str, str]:
     """A copy of this process's environment, to hand on to a child."""
     return dict(os.environ)
+
+
+def runtime_dir() -> Path | None:
+    """The folder that the system has made for this user's running programs; None where there is none."""
+    usual = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
+    return usual if usual.is_absolute() and usual.is_dir() else None
 
 
 def is_launched() -> bool:

@@ -164,7 +164,7 @@ def _agent_for(task: Callable[[], object], setup: worker.Setup, job: Job) -> age
     # The fork server has the variables of the first launch; workers get those of now.
     inherited = environment.variables()
     own = environment.variables_for_workers(setup.run_id, setup.threads, time_file(job.folder), job.options.debug_rank)
-    variables = agent.Variables(inherited, lambda attempt: own | job.watching.variables(attempt))
+    variables = agent.Variables(inherited, lambda _: own | job.watching.variables())
     return agent.make_agent(worker.main, (task, setup), job.options, variables, job.meeting, job)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import time
@@ -22,21 +23,19 @@ __all__ = ["call_the_roll", "meet", "serve"]
 _RETRY_S = 0.1
 
 
-def serve(port: int, choices: Choices) -> Any:
-    """The job's store, on this machine; at a port that the system picks where `port` is 0.
+def serve(address: str, port: int, choices: Choices) -> Any:
+    """The job's store, on this machine, by which the others know it as `address`; port 0: the system picks one.
 
     Raises:
         ConfigError: when the port is in use.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    from .meeting import LOOPBACK
+    from ..stores import serve_store
 
     limit = timedelta(seconds=choices.start_timeout)
     try:
-        return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=limit)
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        return serve_store(address, port, limit, several_hosts=choices.nnodes > 1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             raise ConfigError("master_port", "a port that is free on the first machine", port) from None
         raise
 
@@ -53,7 +52,7 @@ def meet(choices: Choices, address: str, port: int, store: Any = None) -> Meetin
 
     if store is None and choices.node_rank == 0:
         _look_up(address, port)  # the workers, and the other machines, will need it
-        store = serve(port, choices)
+        store = serve(address, port, choices)
     if store is None:
         _await(address, port, choices.start_timeout)
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=choices.start_timeout))

@@ -14,12 +14,11 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ..errors import LockstepError
+from ..stores import LOOPBACK, serve_store
 from .failure import Failure
 from .pulse import Pulse
 
 __all__ = ["LOOPBACK", "Meeting", "one_machine"]
-
-LOOPBACK = "127.0.0.1"
 
 _POLL_S = 0.02
 _LEAVE_S = 2.0
@@ -95,7 +94,9 @@ class Meeting(RendezvousHandler):
         if self.nodes == 1:
             yield
             return
-        self._pulse = Pulse(LOOPBACK if self.node == 0 else self.address, self.store.port, self.node, self.nodes)
+        # the first node's own store has the address at which it listens, if it is not the one that others use
+        address = self.store.host if self.node == 0 else self.address
+        self._pulse = Pulse(address, self.store.port, self.node, self.nodes)
         try:
             yield
         finally:
@@ -187,7 +188,7 @@ class Meeting(RendezvousHandler):
     def _serve_workers(self) -> TCPStore:
         """The store for this round's workers: another each time, as they would find what the last have left in it."""
         if self.round > 0:
-            self._workers_store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+            self._workers_store = serve_store(self.address, several_hosts=self.nodes > 1)
         return self._workers_store
 
     def _join(self) -> None:
@@ -228,4 +229,4 @@ def one_machine() -> Meeting:
 
     A port that was found free may be taken by the time it is used; this store has held its own from the start.
     """
-    return Meeting(TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False), LOOPBACK)
+    return Meeting(serve_store(), LOOPBACK)

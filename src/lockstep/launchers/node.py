@@ -57,14 +57,19 @@ def run_as_node(script: Script, choices: Choices) -> None:
 def _run_for_parent(script: Script, choices: Choices, workers: int) -> None:
     """Do as the launcher of another machine says, in lines on standard input; it reads lines on standard error."""
     problem = _problem(script)
-    store = serve(0, choices) if choices.node_rank == 0 and not problem else None
-    port = store.port if store is not None else 0
+    if choices.node_rank == 0 and not problem:
+        from .. import stores  # noqa: F401 - loads PyTorch while the others do
     connection = environment.variables().get("SSH_CONNECTION", "")
-    _say({"ready": asdict(describe_here(workers, problem, port, connection))})
-    word, _, rest = sys.stdin.readline().partition(" ")
+    _say({"ready": asdict(describe_here(workers, problem, connection))})
+    word, rest = _next_order()
+    store = None
+    if word == "serve":  # only now is it known which of this machine's addresses the others use
+        store = serve(*rest, 0, choices)
+        _say({"port": store.port})
+        word, rest = _next_order()
     if word != "go":
         return
-    now, (address, port, at) = time.time_ns(), rest.split()
+    now, (address, port, at) = time.time_ns(), rest
     threading.Thread(target=_obey, name="lockstep parent", daemon=True).start()
     screen = Screen((1, 2), colours=False, prefixes=not choices.no_prefix, live=True)
     try:
@@ -74,6 +79,12 @@ def _run_for_parent(script: Script, choices: Choices, workers: int) -> None:
     except (LockstepError, KeyboardInterrupt) as error:
         _say({"ended": str(error)})
         raise
+
+
+def _next_order() -> tuple[str, list[str]]:
+    """What the parent says next; "" where it has gone."""
+    word, *rest = sys.stdin.readline().split() or [""]
+    return word, rest
 
 
 def _run(script: Script, choices: Choices, workers: int, screen: Screen, meeting: Meeting) -> None:

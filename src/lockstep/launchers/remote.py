@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -45,6 +45,7 @@ class _Part:
 
     Attributes:
         ready, failure, ended: what it has said.
+        port: where it serves the job's store; 0 until it does.
         words: its last lines.
         readers: the threads that read what it writes.
     """
@@ -52,6 +53,7 @@ class _Part:
     host: Host
     process: subprocess.Popen[bytes]
     ready: Description | None = None
+    port: int = 0
     failure: Failure | None = None
     ended: str = ""
     words: list[str] = field(default_factory=list)
@@ -160,6 +162,7 @@ class _Launch:
                 part.words.clear()  # what ssh or a login shell had to say
             part.failure = Failure(**said["failure"]) if "failure" in said else part.failure
             part.ended = said.get("ended", part.ended)
+            part.port = int(said.get("port", part.port))
             self._news.put(None)
         elif part.ready is not None and not (stream == 1 and (part.failure or part.ended)):
             self._screen.show(0, stream, piece)
@@ -168,17 +171,7 @@ class _Launch:
 
     def _meet(self) -> None:
         """Wait until all launchers are there, compare them, and let them go."""
-        deadline = time.monotonic() + self._choices.start_timeout
-        while not all(part.ready for part in self._parts):
-            self._wait()
-            for part in self._parts:
-                if part.ready is None and part.code() is not None:
-                    raise self._unreachable(part)
-            if self._signals:
-                raise KeyboardInterrupt
-            if time.monotonic() > deadline:
-                late = ", ".join(part.host.name for part in self._parts if part.ready is None)
-                raise ConfigError("hosts", f"machines that answer within {self._choices.start_timeout:g} s", found=late)
+        self._await(self._parts, lambda part: part.ready is not None)
         found = [part.ready for part in self._parts if part.ready is not None]
         compare(found)
         address = self._address(found)
@@ -186,11 +179,29 @@ class _Launch:
             names = ", ".join(f"{part.host.name} {part.host.slots}" for part in self._parts)
             total = sum(part.host.slots for part in self._parts)
             self._screen.tell(f"lockstep run: {total} worker{'s'[: total != 1]} on {names}")
+        first = self._parts[0]
+        first.say(f"serve {address}")
+        self._await([first], lambda part: part.port > 0)
         for part in self._parts:
-            part.say(f"go {address} {found[0].port} {time.time_ns()}")
+            part.say(f"go {address} {first.port} {time.time_ns()}")
+
+    def _await(self, parts: Sequence[_Part], has_said: Callable[[_Part], bool]) -> None:
+        deadline = time.monotonic() + self._choices.start_timeout
+        while not all(map(has_said, parts)):
+            self._wait()
+            for part in parts:
+                if not has_said(part) and part.code() is not None:
+                    raise self._unreachable(part)
+            if self._signals:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                late = ", ".join(part.host.name for part in parts if not has_said(part))
+                raise ConfigError("hosts", f"machines that answer within {self._choices.start_timeout:g} s", found=late)
 
     def _address(self, found: Sequence[Description]) -> str:
         """The first machine, as all the others reach it; names may be known to this user's ssh alone."""
+        if len(found) == 1:
+            return _LOOPBACK
         callers = [each.caller for each in found if each.caller]
         seen = found[0].address or (callers[0] if callers else _LOOPBACK)
         return self._choices.master_addr or seen

@@ -25,7 +25,6 @@ class Description:
         lockstep, torch, python: versions; Python's without its last number, which does not matter.
         workers: how many ranks it will run.
         problem: why it cannot run the program, or "".
-        port: where node 0 serves the job's store; 0 on the others.
         connection: what sshd says of the way by which the launcher came (SSH_CONNECTION); "" without ssh.
     """
 
@@ -35,7 +34,6 @@ class Description:
     python: str
     workers: int
     problem: str = ""
-    port: int = 0
     connection: str = ""
 
     @property
@@ -49,11 +47,11 @@ class Description:
         return next(iter(self.connection.split()[:1]), "")
 
 
-def describe_here(workers: int, problem: str = "", port: int = 0, connection: str = "") -> Description:
+def describe_here(workers: int, problem: str = "", connection: str = "") -> Description:
     """This host's description; does not load PyTorch."""
     python = ".".join(platform.python_version_tuple()[:2])
     host = socket.gethostname()
-    return Description(host, _version("lockstep-train"), _version("torch"), python, workers, problem, port, connection)
+    return Description(host, _version("lockstep-train"), _version("torch"), python, workers, problem, connection)
 
 
 def compare(hosts: Sequence[Description]) -> None:

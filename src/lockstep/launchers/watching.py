@@ -50,6 +50,7 @@ class Watching:
     debug_rank: int | None
     tell: Callable[[str], None]
     folder: Path | None = None
+    _base: Path | None = field(default=None, repr=False)
     _notes: Notes | None = field(default=None, repr=False)
     _has_room: bool = field(default=True, repr=False)
 
@@ -58,14 +59,14 @@ class Watching:
         """Whether there is any watch over the workers."""
         return (self.options.mode or environment.watch_mode()) != "off"
 
-    def variables(self, attempt: int) -> dict[str, str]:
-        """What the workers of this `attempt` find in their environment."""
+    def variables(self) -> dict[str, str]:
+        """What the workers that are about to be started find in their environment."""
         chosen = {"LOCKSTEP_WATCH": self.options.mode, "LOCKSTEP_TIMELINE": self.options.timeline}
         limit = self.options.stall_timeout
         chosen["LOCKSTEP_STALL_TIMEOUT"] = None if limit is None else str(limit)
         if self.debug_rank is not None:
             chosen |= dict.fromkeys(("LOCKSTEP_STALL_TIMEOUT", "LOCKSTEP_STALL_WARNING"), str(_HOWEVER_LONG))
-        chosen["LOCKSTEP_WATCH_DIR"] = str(self._attempt(attempt)) if self.is_on else ""
+        chosen["LOCKSTEP_WATCH_DIR"] = str(self.folder) if self.folder is not None else ""
         if not self._has_room:
             chosen |= {"LOCKSTEP_WATCH": "off", "LOCKSTEP_WATCH_DIR": ""}
         return {name: value for name, value in chosen.items() if value is not None}
@@ -74,19 +75,21 @@ class Watching:
         """Make the place for workers that are about to be started; where there is no room, nobody watches them."""
         if not self.is_on:
             return
-        before, self.folder = self.folder, self._attempt(attempt)
+        before, self.folder = self.folder, None
         try:
+            self._base = self._base or jobs.make_base()
+            self.folder = self._base / self.name / f"attempt-{attempt}"
             self._make(self.folder, first_rank, workers)
             self._has_room = True
         except OSError as error:
-            self.tell(f"lockstep: the ranks are not watched: {places.base()}: {error.strerror}")
-            shutil.rmtree(self.folder.parent, ignore_errors=True)
+            self.tell(f"lockstep: the ranks are not watched: {self._base or places.parent()}: {error.strerror}")
+            if self.folder is not None:
+                jobs.remove(self.folder.parent)
             self.folder, self._has_room = None, False
         if before is not None:  # nobody looks at those who have failed
             shutil.rmtree(before, ignore_errors=True)
 
     def _make(self, folder: Path, first_rank: int, workers: int) -> None:
-        jobs.make_base()
         jobs.remove_dead()
         folder.mkdir(mode=0o700, parents=True)
         self._notes = Notes(folder)
@@ -130,10 +133,7 @@ class Watching:
         """Remove what is left of the run."""
         self.pass_on()
         if self.folder is not None:
-            shutil.rmtree(self.folder.parent, ignore_errors=True)
-
-    def _attempt(self, number: int) -> Path:
-        return places.base() / self.name / f"attempt-{number}"
+            jobs.remove(self.folder.parent)
 
 
 def _report_on(failure: Failure, folder: Path) -> reports.Report:

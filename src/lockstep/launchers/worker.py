@@ -25,6 +25,7 @@ from .. import watch
 from ..environment import attempt, watch_dir
 from ..errors import InterruptedRunError, LockstepError
 from ..transports.shm import host
+from ..watch import jobs
 from .call import pack
 from .folder import Folder, Report
 from .streams import Streams
@@ -138,8 +139,9 @@ def _end_with_launcher(setup: Setup) -> None:
     assert launcher is not None
     launcher.join()  # reads a pipe whose other end only the launcher holds
     recordings = watch_dir()
-    for folder in (setup.folder.path.parent, *([recordings.parent] if recordings is not None else [])):
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(setup.folder.path.parent, ignore_errors=True)
+    if recordings is not None:
+        jobs.remove(recordings.parent)
     sweep(setup.run_id, spare_children=False)
     os.killpg(os.getpid(), signal.SIGKILL)
 

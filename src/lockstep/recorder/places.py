@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["base", "rank_file"]
+__all__ = ["parent", "rank_file"]
 
 _SHM = Path("/dev/shm")
 
 
-def base() -> Path:
-    """The folder with a folder for each job; in memory where the system has such a place. It may not be there yet."""
-    parent = _SHM if _SHM.is_dir() else Path(tempfile.gettempdir())
-    return parent / f"lockstep-{os.getuid()}"
+def parent() -> Path:
+    """Where this user's folder lies, with a folder for each job; in memory where the system has such a place."""
+    return _SHM if _SHM.is_dir() else Path(tempfile.gettempdir())
 
 
 def rank_file(folder: Path, rank: int) -> Path:

@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from .. import environment, private_folders
 from ..errors import LockstepError
 from ..recorder import open_job, places
 from .checked import build
 
-__all__ = ["About", "describe", "find_jobs", "make_base", "remove_dead"]
+__all__ = ["About", "base_of", "describe", "find_jobs", "make_base", "remove", "remove_dead", "usual_base"]
 
 _NAME = "job.json"
 
@@ -53,21 +54,42 @@ class About:
 
 
 def make_base() -> Path:
-    """The folder for all jobs of this user, whose name anybody can guess, in a place where anybody may make folders.
+    """The folder for jobs of this user; of a random name where somebody else has taken the usual one's place.
 
     Raises:
-        LockstepError: it is another user's, or open to others.
+        OSError: none can be made.
     """
-    folder = places.base()
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o170077 != 0o040000:
-        raise LockstepError(
-            f"{folder} should be a folder of this user's alone, for the recordings of running jobs, and is not. "
-            "Remove it, or have it removed; LOCKSTEP_WATCH=off does without it."
-        )
+    return private_folders.make_folder(places.parent(), environment.runtime_dir())
+
+
+def usual_base() -> str:
+    """The same for `base_of`: "" where there is none but for a random name."""
+    return str(private_folders.make_usual(places.parent(), environment.runtime_dir()) or "")
+
+
+def base_of(said: str, token: str) -> Path:
+    """The folder that another rank has chosen.
+
+    Args:
+        said: its `usual_base`.
+        token: a text that it has drawn, of which a random name is made.
+
+    Raises:
+        OSError: it cannot be made.
+        LockstepError: it is not this user's alone.
+    """
+    if not said:
+        return private_folders.make_random(places.parent(), token)
+    folder = Path(said)
+    if not folder.name.startswith("lockstep") or not private_folders.is_private(folder):
+        raise LockstepError(f"{folder} is no folder of this user's alone, in which ranks could record what they do")
     return folder
+
+
+def remove(job: Path) -> None:
+    """Remove all of a job, and what was made for it alone."""
+    shutil.rmtree(job, ignore_errors=True)
+    private_folders.leave(job.parent)
 
 
 def describe(folder: Path, about: About) -> None:
@@ -89,11 +111,12 @@ def remove_dead() -> None:
     for folder in _folders():
         about = _read(folder / _NAME)
         if about is not None and about.space == _space() and not _is_running(folder, about):
-            shutil.rmtree(folder.parent, ignore_errors=True)
+            remove(folder.parent)
 
 
 def _folders() -> list[Path]:
-    return [folder for job in _inside(places.base()) for folder in _inside(job)]
+    bases = private_folders.find_folders(places.parent(), environment.runtime_dir())
+    return [folder for base in bases for job in _inside(base) for folder in _inside(job)]
 
 
 def _inside(folder: Path) -> list[Path]:

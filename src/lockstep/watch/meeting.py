@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
-import shutil
 import socket
 import sys
 import time
@@ -80,7 +80,8 @@ def meet(store: Any, rank: int, world_size: int, machine: str) -> Met:
         OSError, LockstepError, RuntimeError: this rank cannot learn of the others.
     """
     turn = f"lockstep-watch/{store.add(f'lockstep-watch/turn/{rank}', 1)}"
-    mine = {"machine": machine, "pid": os.getpid(), "token": secrets.token_hex(6)}
+    base = jobs.usual_base() if environment.watch_dir() is None else ""
+    mine = {"machine": machine, "pid": os.getpid(), "token": secrets.token_hex(6), "base": base}
     said = _exchange(store, f"{turn}/who", rank, mine, world_size)
     local = [each for each, text in said.items() if text["machine"] == machine]
     folder, made = _folder(said, local, rank)
@@ -129,7 +130,10 @@ def _folder(said: dict[int, dict[str, Any]], local: Sequence[int], rank: int) ->
         if rank == local[0]:
             (given / "report.json").unlink(missing_ok=True)  # of groups that have been destroyed since
         return given, False
-    folder = jobs.make_base() / f"{said[local[0]]['token']}-{local[0]}" / "attempt-0"
+    token = said[local[0]]["token"]
+    if not re.fullmatch(r"[0-9a-f]{12}", token):  # it is to be part of a path
+        raise LockstepError(f"rank {local[0]} calls its recordings {token!r}, and should twelve hexadecimal digits")
+    folder = jobs.base_of(said[local[0]]["base"], token) / f"{token}-{local[0]}" / "attempt-0"
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, exist_ok=True)
     if rank == local[0]:
@@ -143,7 +147,7 @@ def _remove(folder: Path, rank: int, made: bool) -> None:
     with suppress(OSError):
         places.rank_file(folder, rank).unlink(missing_ok=True)
     if made:
-        shutil.rmtree(folder.parent, ignore_errors=True)
+        jobs.remove(folder.parent)
 
 
 def program() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -13,7 +12,7 @@ from .. import environment
 from ..errors import LockstepError, TransportError
 from ..recorder import Log, Raw, Recording, current, places
 from ..recorder.layout import State
-from . import blame, judge, notes, reporting
+from . import blame, jobs, judge, notes, reporting
 from . import report as reports
 from .delivery import Doorbell
 from .ending import Ending
@@ -271,4 +270,4 @@ class Session:
             for name in (f"rank-{self.rank}", f"stack-{self.rank}"):
                 (self.folder / name).unlink(missing_ok=True)
             if not any(self.folder.glob("rank-*")):
-                shutil.rmtree(self.folder.parent, ignore_errors=True)
+                jobs.remove(self.folder.parent)

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import TransportError
+from ...stores import LOOPBACK, serve_store
 from ...topology import World
 from ..c10d import Store
 from .ending import ending
@@ -55,11 +56,11 @@ def make_store(world: World, timeout: timedelta = _TIMEOUT) -> Store:
     comm, store, told = load().COMM_WORLD, None, None
     ending.guard()
     if world.is_first:
-        host = "127.0.0.1" if world.nodes == 1 else socket.gethostname()
+        host = LOOPBACK if world.nodes == 1 else socket.gethostname()
         try:
-            store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+            store = serve_store(host, 0, timeout, several_hosts=world.nodes > 1)
             told = (host, store.port)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             told = (str(error), 0)
     host, port = comm.bcast(told)
     if not port:
