@@ -22,7 +22,7 @@ from . import environment, private_folders
 from .environment.slurm import expand_nodes
 from .environment.starter import starter
 from .errors import ConfigError, StallError, TransportError
-from .stores import LOOPBACK, serve_store
+from .stores import LOOPBACK, loopback_variables, serve_store
 from .topology import World
 
 __all__ = ["Meeting", "find_meeting", "open_store"]
@@ -142,6 +142,7 @@ def open_store(
     if meeting.kind == "address":
         return _meet_at_address(world, variables, limit)
     if meeting.kind == "here":
+        environment.preset(loopback_variables())
         return _meet_here(meeting.job, world, limit)
     if meeting.kind == "tcp":
         return _meet_there(meeting, world, limit)

@@ -1,4 +1,4 @@
-"""Stores of torch.distributed that other processes can reach from no further than they must."""
+"""Where a job's sockets listen: stores of torch.distributed, and Gloo's, that no more hosts can reach than must."""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-__all__ = ["LOOPBACK", "serve_store"]
+__all__ = ["LOOPBACK", "loopback_variables", "serve_store"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -50,6 +50,12 @@ def serve_store(
     host = LOOPBACK if ipaddress.ip_address(host.partition("%")[0]).is_unspecified else host
     # whoever closes the store, or fails to make it, closes the descriptor: it is the store's from here on
     return TCPStore(host, int(number), None, True, timeout, False, multi_tenant, master_listen_fd=listener.detach())
+
+
+def loopback_variables() -> dict[str, str]:
+    """What tells Gloo that all ranks are on this host; by itself it listens at the address of the host's name."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
 
 def _listen(address: str, port: int, several_hosts: bool) -> socket.socket:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from lockstep.cli import main
+from lockstep.launchers import local
 from support.command import Here
 
 DEADLINE = 60.0  # seconds that a test waits for what must happen
@@ -66,6 +67,62 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
     while left := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.01)
+
+
+# --- who else can see and reach it ---------------------------------------------------------------------------
+
+
+def test_a_job_on_one_machine_listens_on_the_loopback_interface_alone(tmp_path: Path, here: Here) -> None:
+    program = write(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        def places(name):  # of all that listens here, by inode
+            lines = [line.split() for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+            return {line[9]: line[1].split(":") for line in lines if line[3] == "0A"}
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        listening = places("tcp") | places("tcp6")
+        own = {os.readlink(path)[8:-1] for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+        ranks = [address for inode, (address, _) in listening.items() if inode in own]
+        stores = [address for address, port in listening.values() if int(port, 16) == int(os.environ["MASTER_PORT"])]
+        print(ranks, stores, os.environ["GLOO_SOCKET_IFNAME"])
+        """,
+    )
+    ended = here("run", "-np", 2, "--quiet", "--no-prefix", program)
+    assert ended.returncode == 0, ended.stderr
+    loopback = "['0100007F']"  # 127.0.0.1, as /proc writes it
+    assert ended.stdout.splitlines() == [f"{loopback} {loopback} lo"] * 2
+
+
+SECRET = "s3cret of the user"
+
+SEEN = """
+import psutil
+secret = " ".join(["s3cret", "of", "the", "user"])
+assert os.environ["TOKEN"] == os.environ["OTHER"] == os.environ["NCCL_TOKEN"] == secret
+lines = [" ".join(each.cmdline()) for each in psutil.process_iter()]
+print([line for line in lines if secret in line], sum("bin/ssh" in line for line in lines))
+"""
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["here", "over ssh"])
+def test_values_of_variables_stand_in_no_command_line(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch, far: bool
+) -> None:
+    """`ps` shows command lines to every user of a machine."""
+    ssh = tmp_path / "bin" / "ssh"  # as far as command lines are concerned: it stays, with all its words
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\n# fake ssh\nfor last; do :; done\nsh -c "$last"\nexit $?\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("OTHER", SECRET)
+    monkeypatch.setenv("NCCL_TOKEN", SECRET)
+    program = write(tmp_path, SEEN)
+    hosts = ("-H", "203.0.113.77:2") if far else ("-np", 2)  # reserved for examples
+    ended = here("run", *hosts, "-x", f"TOKEN={SECRET}", "-x", "OTHER", "--quiet", "--no-prefix", program)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [f"[] {int(far)}"] * 2
 
 
 # --- what the program sees ----------------------------------------------------------------------------------
@@ -203,6 +260,40 @@ def test_no_process_survives_a_signal_to_the_launcher(tmp_path: Path, number: in
         launcher.send_signal(number)
         assert launcher.wait(DEADLINE) == code
     wait_until_gone(pids, 10.0)
+
+
+def test_what_ranks_leave_behind_may_clear_up_and_is_named(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when all has gone well. It may be a program that others use, which its user has forgotten."""
+    monkeypatch.setattr(local, "MOMENT", 0.5)
+    program = write(
+        tmp_path,
+        """
+        done = Path(sys.argv[1], "done")
+        polite = f"trap 'rm {done}; exit' TERM; touch {done}; while true; do sleep 0.05; done"
+        stubborn = "trap '' TERM; while true; do sleep 0.05; done"
+        words = ["sh", "-c", stubborn if rank else polite]
+        child = subprocess.Popen(words, start_new_session=True, stderr=subprocess.DEVNULL)
+        Path(sys.argv[1], f"{rank}").write_text(str(child.pid))
+        while not done.exists():
+            time.sleep(0.01)
+        """,
+    )
+    ended = here("run", "-np", 2, "--quiet", program, tmp_path)
+    polite, stubborn = (int((tmp_path / rank).read_text()) for rank in "01")
+    assert ended.returncode == 0
+    assert not (tmp_path / "done").exists()
+    (told,) = ended.stderr.splitlines()
+    assert told.startswith("lockstep: ended what the ranks had left behind: ")
+    assert f"{polite} sh" in told and f"{polite} sh (killed)" not in told
+    assert f"{stubborn} sh (killed)" in told
+    wait_until_gone([polite, stubborn], 10.0)
+
+
+def test_a_job_that_leaves_nothing_behind_has_nothing_said_of_it(tmp_path: Path, here: Here) -> None:
+    program = write(tmp_path, "subprocess.Popen(['sleep', '0.1'])")  # it is about to leave by itself
+    assert here("run", "-np", 2, "--quiet", program) == (0, "", "")
 
 
 def test_a_trainer_saves_after_ctrl_c_however_long_it_takes(tmp_path: Path) -> None:

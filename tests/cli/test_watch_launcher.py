@@ -208,6 +208,30 @@ def test_ranks_that_are_stopped_are_not_waited_for_when_the_job_is_over() -> Non
         assert supervision.ended == {0} and stopped.wait(DEADLINE) == -signal.SIGKILL
 
 
+def test_ranks_whose_time_is_up_may_clear_up_before_they_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.launchers.supervision.FAILURE_GRACE", 0.0)
+    monkeypatch.setattr("lockstep.launchers.supervision.MOMENT", 0.5)
+    clears_up = ["sh", "-c", "trap 'exit 7' TERM; echo; while true; do sleep 0.05; done"]
+    does_not = ["sh", "-c", "trap '' TERM; echo; while true; do sleep 0.05; done"]
+    with (
+        subprocess.Popen(clears_up, stdout=subprocess.PIPE, start_new_session=True) as polite,
+        subprocess.Popen(does_not, stdout=subprocess.PIPE, start_new_session=True) as stubborn,
+    ):
+        for each in (polite, stubborn):
+            assert each.stdout is not None and each.stdout.readline()
+        living = {0: polite, 1: stubborn}
+        folder = SimpleNamespace(
+            present=lambda ranks: {rank: living[rank].pid for rank in ranks if living[rank].poll() is None},
+            read=lambda _: None,
+            lost=lambda _: [],
+        )
+        supervision = Supervision(folder, range(2), [], 100.0, 100.0)  # type: ignore[arg-type]
+        while supervision.check(is_over=True):
+            time.sleep(0.01)
+        assert (polite.returncode, stubborn.returncode) == (7, -signal.SIGKILL)
+        assert supervision.killed and supervision.ended == {0, 1}
+
+
 def test_a_launcher_that_is_killed_leaves_no_recordings(tmp_path: Path) -> None:
     with start(tmp_path, "print(folder, flush=True); time.sleep(1000)", "--no-prefix") as launcher:
         assert launcher.stdout is not None

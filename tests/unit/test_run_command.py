@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ import pytest
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launchers import network
 from lockstep.launchers.choices import Choices
-from lockstep.launchers.command import commands_for, shares
+from lockstep.launchers.command import commands_for, shares, variables_for, without_values
+from lockstep.launchers.remote import run_on_hosts
 from lockstep.launchers.slurm_step import as_step
 from lockstep.topology import World
 
@@ -78,7 +82,7 @@ def test_ssh_is_called_so_that_it_neither_asks_nor_waits_for_ever(tmp_path: Path
     key = tmp_path / "a key"
     key.touch()
     choices = choose(hosts="me@a", ssh_port="2222", identity=str(key), start_timeout="4")
-    (command,) = commands_for(choices, shares(choices), {})
+    (command,) = commands_for(choices, shares(choices))
     assert command[:2] == ["ssh", "-T"]
     for setting in ("BatchMode=yes", "ConnectTimeout=4", "ServerAliveInterval=5"):
         assert command[command.index(setting) - 1] == "-o"
@@ -88,11 +92,12 @@ def test_ssh_is_called_so_that_it_neither_asks_nor_waits_for_ever(tmp_path: Path
 def test_what_the_far_shell_runs_is_quoted() -> None:
     odd = ("my train.py", "a b", "it's", '"$HOME"', "--", "-x", "")
     choices = choose(*odd, hosts="a:2,b", module=True, threads="2", restarts="1", output_dir="o p", preload="x,y")
-    first, second = commands_for(choices, shares(choices), {})
+    first, second = commands_for(choices, shares(choices))
     folder, there = second[-1].split(" && ")
     assert shlex.split(folder) == ["cd", str(Path.cwd())]
     words = shlex.split(there)
-    assert words[:6] == ["exec", "env", sys.executable, "-m", "lockstep", "run"]
+    assert words[:4] == ["exec", sys.executable, "-IS", "-c"]
+    assert words[5:9] == [sys.executable, "-m", "lockstep", "run"]
     assert words[-8:] == ["my train.py", *("--", *odd[1:])][-8:]
     for pair in (("--node-rank", "1"), ("--nnodes", "2"), ("-np", "1"), ("--threads", "2"), ("--output-dir", "o p")):
         assert words[words.index(pair[0]) + 1] == pair[1]
@@ -102,17 +107,17 @@ def test_what_the_far_shell_runs_is_quoted() -> None:
 
 def test_what_is_chosen_for_the_watch_is_handed_on() -> None:
     choices = choose(hosts="a:2,b", strict=True, stall_timeout="7", timeline="a b")
-    words = shlex.split(commands_for(choices, shares(choices), {})[1][-1])
+    words = shlex.split(commands_for(choices, shares(choices))[1][-1])
     assert "--strict" in words and "--no-watch" not in words
     for pair in (("--stall-timeout", "7.0"), ("--timeline", "a b")):
         assert words[words.index(pair[0]) + 1] == pair[1]
     choices = choose(hosts="a", no_watch=True)
-    assert " --no-watch " in commands_for(choices, shares(choices), {})[0][-1]
+    assert " --no-watch " in commands_for(choices, shares(choices))[0][-1]
 
 
 def test_this_machine_is_not_reached_by_ssh() -> None:
     choices = choose(hosts=f"{HERE},b", remote_python="/far/python")
-    own, far = commands_for(choices, shares(choices), {})
+    own, far = commands_for(choices, shares(choices))
     assert own[:4] == ["env", "-u", "SSH_CONNECTION", sys.executable]
     assert " /far/python -m lockstep run " in far[-1]
 
@@ -121,12 +126,37 @@ def test_variables_of_the_program_are_handed_on_and_those_of_this_run_are_not() 
     known = {"PYTHONPATH": "p", "NCCL_DEBUG": "x y", "HOME": "h", "MINE": "m", "LOCKSTEP_RUN_ID": "r", "TERM": "t"}
     known["LOCKSTEP_WATCH_DIR"] = "d"
     choices = choose(hosts="a", env=["MINE", "OTHER=1=2", "TERM="])
-    (command,) = commands_for(choices, shares(choices), known)
-    words = shlex.split(command[-1])
-    given = words[words.index("env") + 1 : words.index(sys.executable)]
-    assert sorted(given) == ["MINE=m", "NCCL_DEBUG=x y", "OTHER=1=2", "PYTHONPATH=p", "TERM="]
+    own = {"NCCL_DEBUG": "x y", "PYTHONPATH": "p"}
+    assert variables_for(choices, known) == {**own, "MINE": "m", "OTHER": "1=2", "TERM": ""}
     with pytest.raises(ConfigError, match="ABSENT"):
-        commands_for(choose(hosts="a", env=["ABSENT"]), choices.hosts, known)
+        variables_for(choose(hosts="a", env=["ABSENT"]), known)
+
+
+@pytest.mark.parametrize("host", [HERE, "far"])
+def test_a_launcher_takes_its_variables_from_a_line_and_leaves_the_rest(host: str, tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('a module of the user has been loaded')")
+    choices = choose("x.py", hosts=host)
+    (command,) = commands_for(choices, shares(choices))
+    told = "import os, sys; print(os.environ['MINE'] == sys.argv[1], sys.stdin.read())"
+    value = "two\nlines, 'quotes' and \"quotes\", ä\udcff"
+    words = command[3:7] if host == HERE else shlex.split(command[-1])[4:8]
+    assert words[:3] == [sys.executable, "-IS", "-c"]
+    line = json.dumps({"MINE": value}).encode() + b"\ngo on\n"
+    argv = [*words, sys.executable, "-c", told, value.encode(errors="surrogateescape")]
+    ended = subprocess.run(argv, input=line, capture_output=True, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, b"True go on\n\n"), ended.stderr
+    assert subprocess.run(argv, input=b"", capture_output=True, cwd=tmp_path).returncode == 1  # nobody says anything
+
+
+def test_values_are_neither_shown_nor_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("NCCL_SECRET", "s3cret")
+    run_on_hosts(choose("x.py", hosts=f"{HERE},far", env=["TOKEN=s3cret", "EMPTY="], dry_run=True))
+    shown = capsys.readouterr().out
+    assert "s3cret" not in shown
+    assert re.search(r"^# .* EMPTY=\.\.\. .*NCCL_SECRET=\.\.\. .*TOKEN=\.\.\.", shown, re.MULTILINE)
+    given = ["run", "-x", "TOKEN=s3", "--env", "A=s3=", "--env=B=s3", "-xC=s3", "-x", "NAME", "x.py", "a=b"]
+    kept = ["run", "-x", "TOKEN=...", "--env", "A=...", "--env=B=...", "-xC=...", "-x", "NAME", "x.py", "a=b"]
+    assert without_values(given) == kept
 
 
 # --- network --------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.errors import StallError
-from lockstep.transports.shm import host
+from lockstep.errors import StallError, TransportError
+from lockstep.transports.shm import host, segment
 from lockstep.transports.shm.host import Machine, host_key, machines
 from lockstep.transports.shm.meeting import tell_all
 
@@ -84,3 +84,45 @@ def test_all_texts_are_told_in_the_ranks_order() -> None:
     store.set("topic/0", "ä")
     store.set("topic/2", "")
     assert tell_all(store, "topic", 1, "here", range(3)) == ["ä", "here", ""]
+
+
+def mapped_by_rank_1(path: str, nbytes: int) -> str:
+    """What rank 1 says when the store names `path` as rank 0's memory; "" if it maps that."""
+    store = dist.HashStore()
+    for way, named in (("_memfd", path), ("_unnamed_file", "")):
+        store.set(f"{way}/path", named)
+        store.set(f"{way}/mapped/0", "")
+    try:
+        assert segment.share(store, 1, 2, nbytes).bytes.numel() == nbytes
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_maps_nothing_but_another_process_memory(tmp_path: Path) -> None:
+    """The path comes from the store, in which others may write; mapped, the file would be written to."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(4096))
+    link = tmp_path / "5"
+    link.symlink_to(file)
+    odd = [str(file), str(link), f"/proc/{os.getpid()}/fd/../../../{file}", "/proc/self/fd/3", "/proc/1/fd/0\n"]
+    for path in (*odd, f"/proc/{os.getpid()}/root/{file}", "/proc/٣/fd/3", "/dev/mem"):
+        said = mapped_by_rank_1(path, 4096)
+        assert "rank 1: ValueError: expected /proc/PID/fd/NUMBER" in said and repr(path) in said
+    assert file.read_bytes() == bytes(4096)
+
+
+def test_a_rank_maps_memory_of_the_right_size_and_user_alone() -> None:
+    descriptor = os.memfd_create("test")
+    try:
+        os.ftruncate(descriptor, 4096)
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        assert mapped_by_rank_1(path, 4096) == ""
+        assert f"{path} is not 8192 bytes of this user's memory" in mapped_by_rank_1(path, 8192)
+        if os.getuid() == 0:
+            os.fchown(descriptor, 12345, -1)
+            assert f"{path} is not 4096 bytes of this user's memory" in mapped_by_rank_1(path, 4096)
+        with Path("/dev/zero").open("r+b") as device:
+            assert "this user's memory" in mapped_by_rank_1(f"/proc/{os.getpid()}/fd/{device.fileno()}", 4096)
+    finally:
+        os.close(descriptor)

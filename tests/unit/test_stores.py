@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,7 +19,7 @@ from lockstep.stores import LOOPBACK, serve_store
 from support.openings import listens_at
 
 SHORT = timedelta(seconds=20)
-NOWHERE = "192.0.2.1"  # reserved for examples: no interface has it
+NOWHERE = "203.0.113.77"  # reserved for examples: no interface has it
 EVERYWHERE = {"0.0.0.0", "::"}
 
 
@@ -83,11 +82,11 @@ def test_a_loopback_address_means_this_host_for_all() -> None:
 
 def test_a_port_that_is_taken_is_an_error_and_nothing_is_left_open() -> None:
     first = serve_store()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError) as caught:
         serve_store(port=first.port)
     assert caught.value.errno == errno.EADDRINUSE
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.fixture

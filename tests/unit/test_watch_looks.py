@@ -414,7 +414,7 @@ def base_in(parent: Path, monkeypatch: pytest.MonkeyPatch, runtime: Path | None 
 def test_nobody_can_keep_ranks_from_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, runtime: bool
 ) -> None:
-    """The usual folder's name can be guessed, and anybody may make folders beside it, as containers may that share it."""
+    """The usual folder's name can be guessed; others, or containers that share the memory, may take its place."""
     taken, own = tmp_path / f"lockstep-{os.getuid()}", tmp_path / "runtime"
     squat(taken, kind)
     own.mkdir(mode=0o700)

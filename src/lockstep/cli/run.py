@@ -99,7 +99,8 @@ _OPTIONS = {
         _option("--remote-python", metavar="PATH", help="Python on the other machines (default: the path of this one)"),
         _option("--dry-run", action="store_true", help="show the commands for the machines, and run nothing"),
         _option("-x", "--env", dest="env", metavar="NAME", action="append", help="hand on this environment variable, "
-                "or NAME=VALUE; PYTHONPATH and those of Lockstep, PyTorch, NCCL and Gloo are in any case"),
+                "or NAME=VALUE (which `ps` shows to all users of this machine, as the variable's name alone does not); "
+                "PYTHONPATH and those of Lockstep, PyTorch, NCCL and Gloo are in any case"),
         _option("--nnodes", metavar="N", help="by hand: how many machines"),
         _option("--node-rank", metavar="I", help="by hand: the number of this one, from 0"),
         _option("--master-addr", metavar="ADDR", help="name or address of the first machine, as the others reach it"),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from .report import Problem, Section
 __all__ = ["examine_backends"]
 
 _START = "import sys; from lockstep.doctor import trial; trial.{}(*sys.argv[1:])"
+
+_MOMENT_S = 3.0  # for a launcher to end its workers
 
 Outcome = dict[str, Any]
 
@@ -143,10 +146,18 @@ def _run(command: list[str], folder: str, limit: float) -> str:
         return f"no answer within {limit:g} s"
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # workers end with their launcher
-            process.wait()
+            _end(process)
     lines = [line.strip() for line in errors.read_text(errors="replace").splitlines() if line.strip()]
     return "" if process.returncode == 0 else (lines[-1] if lines else f"exit code {process.returncode}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what was started, by SIGTERM if that helps; workers end with their launcher."""
+    for number, seconds in ((signal.SIGTERM, _MOMENT_S), (signal.SIGKILL, None)):
+        os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
 
 
 def _without_job(variables: dict[str, str]) -> dict[str, str]:

@@ -14,7 +14,17 @@ from .cublas import cublas_workspace, set_cublas_workspace
 from .horovod import hand_down, horovod_marks_cycles, horovod_timeline, set_horovod_variables, with_variables
 from .launchers import find_launcher, read_world
 from .watching import stall_timeout, stall_warning, timeline_dir, watch_dir, watch_mode
-from .workers import ask_for_time, attempt, debug_rank, preset, run_id, threads, variables_for_workers, wants_colours
+from .workers import (
+    ask_for_time,
+    attempt,
+    debug_rank,
+    preset,
+    put,
+    run_id,
+    threads,
+    variables_for_workers,
+    wants_colours,
+)
 
 __all__ = [
     "ask_for_time",
@@ -28,6 +38,7 @@ __all__ = [
     "horovod_timeline",
     "is_launched",
     "preset",
+    "put",
     "run_id",
     "runtime_dir",
     "set_cublas_workspace",

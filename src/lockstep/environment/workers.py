@@ -12,6 +12,7 @@ __all__ = [
     "attempt",
     "debug_rank",
     "preset",
+    "put",
     "run_id",
     "threads",
     "variables_for_workers",
@@ -68,6 +69,11 @@ def preset(variables: Mapping[str, str]) -> None:
     """Set `variables` where they are not set, for this process and what it starts."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def put(variables: Mapping[str, str]) -> None:
+    """Set `variables` for this process and what it starts, as the user has asked for."""
+    os.environ.update(variables)
 
 
 def wants_colours() -> bool:

@@ -1,7 +1,8 @@
-"""The commands by which the launchers of other machines are started (pure)."""
+"""How the launchers of other machines are started: by commands that every user there may see, and in secret (pure)."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,14 @@ from ..hosts import Host
 from .choices import Choices
 from .network import is_this_machine
 
-__all__ = ["commands_for", "shares", "ssh_words"]
+__all__ = ["chosen_variables", "commands_for", "shares", "ssh_words", "variables_for", "without_values"]
+
+# Takes variables, as JSON in a line on standard input, and becomes the command of its arguments. It reads no byte more
+# than that line, and none of the user's modules. They are not in a command line, as `ps` shows those to everybody.
+_TAKE_VARIABLES = (
+    'import json, os, sys; line = open(0, "rb", 0, closefd=False).readline() or sys.exit(1); '
+    "os.environ.update(json.loads(line)); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 # variables that belong to the program rather than to the machine
 _OWN = ("PYTHONPATH", "PYTHONUNBUFFERED", "LOCKSTEP_", "TORCH", "NCCL_", "GLOO_", "OMP_NUM_THREADS")
@@ -51,21 +59,24 @@ def shares(choices: Choices) -> list[Host]:
     return found
 
 
-def commands_for(choices: Choices, hosts: Sequence[Host], variables: Mapping[str, str]) -> list[list[str]]:
-    """The command for each machine: through ssh, or the launcher itself for this machine."""
-    own = _variables(choices, variables)
-    return [_command(choices, hosts, node, own) for node in range(len(hosts))]
+def commands_for(choices: Choices, hosts: Sequence[Host]) -> list[list[str]]:
+    """The command for each machine: through ssh, or the launcher itself for this machine.
+
+    Each reads its variables, `variables_for` as JSON in one line, from its standard input.
+    """
+    return [_command(choices, hosts, node) for node in range(len(hosts))]
 
 
-def _command(choices: Choices, hosts: Sequence[Host], node: int, own: Mapping[str, str]) -> list[str]:
+def _command(choices: Choices, hosts: Sequence[Host], node: int) -> list[str]:
     host = hosts[node]
-    launcher = _launcher(choices, len(hosts), node, host.slots)
-    settings = [f"{name}={value}" for name, value in own.items()]
-    if is_this_machine(host.name):
+    is_here = is_this_machine(host.name)
+    python = sys.executable if is_here else choices.remote_python or sys.executable
+    launcher = [python, *_launcher(choices, len(hosts), node, host.slots)]
+    words = [python, "-IS", "-c", _TAKE_VARIABLES, *launcher]
+    if is_here:
         # the way by which this machine's user has come is not that to the other machines
-        return ["env", "-u", "SSH_CONNECTION", *settings, sys.executable, *launcher]
-    python = choices.remote_python or sys.executable
-    there = shlex.join(["env", *settings, python, *launcher])
+        return ["env", "-u", "SSH_CONNECTION", *words]
+    there = shlex.join(words)
     return [*_ssh(choices), host.login, f"cd {shlex.quote(str(Path.cwd()))} && exec {there}"]
 
 
@@ -106,11 +117,37 @@ def ssh_words(choices: Choices) -> list[str]:
     return ["ssh", *port, *(["-i", choices.identity] if choices.identity is not None else [])]
 
 
-def _variables(choices: Choices, variables: Mapping[str, str]) -> dict[str, str]:
-    found = {name: value for name, value in variables.items() if name.startswith(_OWN) and name not in _NEVER}
+def variables_for(choices: Choices, variables: Mapping[str, str]) -> dict[str, str]:
+    """What the launchers of all machines find in their environment beside what their machine puts there.
+
+    Raises:
+        ConfigError: for the name of a variable that is not set.
+    """
+    own = {name: value for name, value in variables.items() if name.startswith(_OWN) and name not in _NEVER}
+    return own | chosen_variables(choices, variables)
+
+
+def chosen_variables(choices: Choices, variables: Mapping[str, str]) -> dict[str, str]:
+    """Those that the user has named, or given a value.
+
+    Raises:
+        ConfigError: for the name of a variable that is not set.
+    """
+    found = {}
     for text in choices.env:
         name, equals, value = text.partition("=")
         if not equals and name not in variables:
             raise ConfigError("env", "the name of a variable that is set, or NAME=VALUE", text)
         found[name] = value if equals else variables[name]
+    return found
+
+
+def without_values(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with ``-x NAME=...`` for ``-x NAME=VALUE``: to be shown and kept."""
+    found = list(words)
+    for number, word in enumerate(words):
+        follows = number > 0 and words[number - 1] in ("-x", "--env")
+        start = re.match(r"[^=]+=" if follows else r"(-x|--env=)[^=]+=", word)
+        if start is not None:
+            found[number] = f"{start[0]}..."
     return found

@@ -14,6 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult
 
 from .. import environment
 from ..errors import LockstepError
+from ..stores import loopback_variables
 from . import agent, worker
 from .failure import Failure
 from .folder import Folder, time_file
@@ -23,7 +24,7 @@ from .options import Options
 from .outcome import Ending, conclude, first_failure
 from .streams import Streams
 from .supervision import Supervision
-from .sweep import sweep
+from .sweep import MOMENT, sweep
 from .watching import Watching
 
 __all__ = ["Job", "run"]
@@ -144,7 +145,9 @@ def run(task: Callable[[], object], job: Job) -> dict[int, Any]:
             codes = {rank: code for rank, code in elastic.codes.items() if code and rank not in ended}
             ending = job.ending(codes)
         finally:
-            sweep(run_id, spare_children=True)
+            left = sweep(run_id, spare_children=True, moment=0.0 if len(job.signals) > 1 else MOMENT)
+            if left:
+                job.tell(f"lockstep: ended what the ranks had left behind: {left}")
             job.watching.close()
     _conclude(ending, "" if job.signals else job.why)
     if isinstance(result, Exception):
@@ -163,6 +166,8 @@ def _conclude(ending: Ending, why: str) -> None:
 def _agent_for(task: Callable[[], object], setup: worker.Setup, job: Job) -> agent.Agent:
     # The fork server has the variables of the first launch; workers get those of now.
     inherited = environment.variables()
+    if job.meeting.nodes == 1:
+        inherited = loopback_variables() | inherited
     own = environment.variables_for_workers(setup.run_id, setup.threads, time_file(job.folder), job.options.debug_rank)
     variables = agent.Variables(inherited, lambda _: own | job.watching.variables())
     return agent.make_agent(worker.main, (task, setup), job.options, variables, job.meeting, job)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -19,7 +19,7 @@ from .. import environment
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..hosts import Host
 from .choices import Choices
-from .command import commands_for, shares, ssh_words
+from .command import commands_for, shares, ssh_words, variables_for
 from .failure import Failure
 from .interruption import collected_signals
 from .lines import Lines, Piece
@@ -99,19 +99,36 @@ def run_on_hosts(choices: Choices) -> None:
     check_debug_rank(choices, sum(part.slots for part in parts))
     if choices.debug_rank is not None:
         raise ConfigError("debug_rank", "one machine, whose terminal can be given away", found="-H or --hostfile")
-    commands = commands_for(choices, parts, environment.variables())
+    commands, variables = commands_for(choices, parts), variables_for(choices, environment.variables())
     if choices.dry_run:
         for command in commands:
             print(shlex.join(command))
+        if variables:
+            print("# with these variables, sent to standard input:", *(f"{name}=..." for name in sorted(variables)))
         return
-    _Launch(choices, parts, commands).run()
+    _Launch(choices, parts, commands, variables).run()
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class _Launch:
     """The launchers of all machines, from start to end."""
 
-    def __init__(self, choices: Choices, hosts: Sequence[Host], commands: Sequence[Sequence[str]]) -> None:
-        self._choices, self._hosts, self._commands = choices, hosts, commands
+    def __init__(
+        self,
+        choices: Choices,
+        hosts: Sequence[Host],
+        commands: Sequence[Sequence[str]],
+        variables: Mapping[str, str],
+    ) -> None:
+        self._choices, self._hosts, self._commands, self._variables = choices, hosts, commands, variables
         self._screen = Screen((1, 2), colours=environment.wants_colours(), prefixes=False)
         self._news: queue.Queue[None] = queue.Queue()
         self._parts: list[_Part] = []
@@ -138,6 +155,7 @@ class _Launch:
         except FileNotFoundError as error:
             raise ConfigError("hosts", "a program ssh on this machine", found=str(error)) from None
         part = _Part(host, process)
+        part.say(json.dumps(dict(self._variables)))
         for stream, pipe in enumerate((process.stdout, process.stderr)):
             assert pipe is not None
             thread = threading.Thread(target=self._read, args=(part, stream, pipe), daemon=True)
@@ -147,9 +165,10 @@ class _Launch:
 
     def _read(self, part: _Part, stream: int, pipe: IO[bytes]) -> None:
         lines = Lines()
-        while data := pipe.read1():  # type: ignore[attr-defined]
-            for piece in lines.feed(data):
-                self._take(part, stream, piece)
+        with pipe:
+            while data := pipe.read1():  # type: ignore[attr-defined]
+                for piece in lines.feed(data):
+                    self._take(part, stream, piece)
         for piece in lines.end():
             self._take(part, stream, piece)
         self._news.put(None)
@@ -242,8 +261,7 @@ class _Launch:
             try:
                 part.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                part.process.kill()
-                part.process.wait()
+                _terminate(part.process)
         for part in self._parts:
             part.code()
         self._screen.close()

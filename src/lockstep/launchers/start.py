@@ -5,6 +5,7 @@ from __future__ import annotations
 from .. import environment
 from ..errors import LockstepError
 from .choices import Choices
+from .command import chosen_variables
 from .part import check_debug_rank, default_workers, prepare, run_part
 from .screen import Screen
 from .script import Script
@@ -24,6 +25,8 @@ def start(choices: Choices) -> None:
         LockstepError: when workers cannot be started.
     """
     choices = _with_place(choices)
+    if not choices.hosts:
+        environment.put(chosen_variables(choices, environment.variables()))
     before = _HOROVOD if choices.as_horovod else ""
     script = Script(choices.program[0], choices.program[1:], choices.module, before)
     if choices.hosts:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ..watch.health import is_stopped
 from .folder import Folder, Report
+from .sweep import MOMENT
 
 __all__ = ["FAILURE_GRACE", "Supervision"]
 
@@ -29,9 +30,9 @@ class Supervision:
         patience: seconds that workers may take to leave after a signal.
         grace: the same where one of them has asked for time, to save what it has.
         lost: the ranks that had died, at the first check at which any had.
-        ended: the ranks that have been killed here, whose exit codes therefore say nothing.
+        ended: the ranks that have been ended here, whose exit codes therefore say nothing.
         checked: when the check before that was made, in nanoseconds since the epoch: they were alive then.
-        killed: whether time ran out and the rest was killed.
+        killed: whether time ran out and the rest was ended.
     """
 
     folder: Folder
@@ -45,6 +46,7 @@ class Supervision:
     checked: int = field(default_factory=time.time_ns)
     _told: set[int] = field(default_factory=set)
     _deadline: float = float("inf")
+    _killing: float = float("inf")
     _asked: bool = False
 
     def reports(self) -> list[Report]:
@@ -74,7 +76,7 @@ class Supervision:
             # it would have told them that they may leave
             self.end(rank for rank in present if self.folder.is_finished(rank))
         if present and self.is_late:
-            self.kill()
+            self._end_late(present)
         return bool(present)
 
     @property
@@ -96,6 +98,18 @@ class Supervision:
             for send in (os.killpg, os.kill):
                 with suppress(ProcessLookupError):
                     send(pid, signal.SIGKILL)
+
+    def _end_late(self, present: dict[int, int]) -> None:
+        """End those whose time is up; who has been sent no signal gets SIGTERM first, and a moment."""
+        now = time.monotonic()
+        if self.signals or now >= self._killing:
+            self.kill()
+        elif self._killing == float("inf"):
+            self.killed, self._killing = True, now + MOMENT
+            self.ended.update(present)
+            for pid in present.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGTERM)
 
     def _pass_on(self, present: dict[int, int]) -> None:
         if self.signals:

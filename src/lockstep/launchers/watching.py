@@ -18,6 +18,7 @@ from ..recorder import open_job, places
 from ..watch import jobs
 from ..watch import report as reports
 from ..watch.notes import Notes
+from .command import without_values
 from .failure import Failure
 from .options import Watch
 
@@ -94,7 +95,7 @@ class Watching:
         folder.mkdir(mode=0o700, parents=True)
         self._notes = Notes(folder)
         name = Path(sys.argv[0]).name.replace("__main__.py", "lockstep")
-        program, host, now = " ".join([name, *sys.argv[1:]])[:200], socket.gethostname(), time.time()
+        program, host, now = " ".join([name, *without_values(sys.argv[1:])])[:200], socket.gethostname(), time.time()
         its_folders = (str(Path.cwd()), self.options.folder)
         jobs.describe(folder, jobs.About(program, os.getpid(), workers, first_rank, now, host, *its_folders))
 

@@ -29,7 +29,7 @@ from ..watch import jobs
 from .call import pack
 from .folder import Folder, Report
 from .streams import Streams
-from .sweep import sweep
+from .sweep import MOMENT, sweep
 
 __all__ = ["Setup", "main", "refuse_bad_fork"]
 
@@ -138,11 +138,13 @@ def _end_with_launcher(setup: Setup) -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()  # reads a pipe whose other end only the launcher holds
-    recordings = watch_dir()
+    recordings, ranks = watch_dir(), set(setup.folder.present(range(setup.workers)).values())
     shutil.rmtree(setup.folder.path.parent, ignore_errors=True)
     if recordings is not None:
         jobs.remove(recordings.parent)
-    sweep(setup.run_id, spare_children=False)
+    # Every rank does this, and ends itself: one that is ended by another leaves its own work undone. Where another has
+    # removed the list of ranks before this one could read it, there is no moment for anybody.
+    sweep(setup.run_id, spare_children=False, spared=ranks, moment=MOMENT if os.getpid() in ranks else 0.0)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 

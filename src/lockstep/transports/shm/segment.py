@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ from ..c10d import PrefixStore, Store
 from .meeting import tell_all
 
 __all__ = ["Segment", "share"]
+
+_DESCRIPTOR = re.compile(r"/proc/[0-9]{1,19}/fd/[0-9]{1,10}")
 
 SHM = Path("/dev/shm")  # files in it are in memory; where it is missing, they lie with other temporary files
 
@@ -82,8 +86,14 @@ def _attempt(make: Callable[[int], int], store: Store, rank: int, size: int, nby
 
 
 def _map(path: str, nbytes: int) -> Segment:
+    # the path comes from the store: whoever can write there must not choose a file of this user's to be written to
+    if not _DESCRIPTOR.fullmatch(path):
+        raise ValueError(f"expected /proc/PID/fd/NUMBER, rank 0's memory, got {path!r}")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != nbytes:
+            raise ValueError(f"{path} is not {nbytes} bytes of this user's memory")
         return Segment(descriptor, nbytes)
     finally:
         os.close(descriptor)
