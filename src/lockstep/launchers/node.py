@@ -64,7 +64,7 @@ def _run_for_parent(script: Script, choices: Choices, workers: int) -> None:
     word, rest = _next_order()
     store = None
     if word == "serve":  # only now is it known which of this machine's addresses the others use
-        store = serve(*rest, 0, choices)
+        store = serve(rest[0], 0, choices)
         _say({"port": store.port})
         word, rest = _next_order()
     if word != "go":
