@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lockstep
 from lockstep.errors import ConfigError
 from lockstep.reductions import ordered
+from support.hosts import pretending
 from support.pool import Pool
 
 SAMPLES = 21
@@ -77,6 +79,28 @@ def test_any_number_of_workers(pool: Pool, workers: int, backend: str) -> None:
 
     expected = pool.run(all_of_them, workers=1)
     assert pool.run(all_of_them, workers=workers, backend=backend) == expected * workers
+
+
+def one_step_of_each() -> list[Any]:
+    return [sums(shards, steps=1) for shards in range(3, 25)]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> Any:
+    return pool.run(one_step_of_each, workers=1)[0]
+
+
+@pytest.mark.parametrize("machines", ["abb", "abc", "aab"])
+def test_three_workers_on_several_machines(pool: Pool, alone: Any, machines: str) -> None:
+    """Inside a machine sums are taken in rank order, between machines they are not."""
+
+    def body() -> list[Any]:
+        with pretending(machines):
+            dist.init_process_group("shm")
+        return one_step_of_each()
+
+    for found in pool.run(body, workers=3, init=False):
+        assert [shards for shards, own in enumerate(found, 3) if own != alone[shards - 3]] == []
 
 
 def test_the_sum_is_the_gradient_of_the_whole() -> None:

@@ -15,10 +15,6 @@ from .buckets import Bucket, Gradients
 
 __all__ = ["BucketExchange", "Places", "gather_sum"]
 
-# Transports whose sum is ((x0 + x1) + x2) + … in rank order, for dtypes that they add without going by a wider one.
-_IN_RANK_ORDER = ("shm",)
-_ADDED_AS_THEY_ARE = (torch.float32, torch.float64)
-
 # The name since torch 2.13, and before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -42,14 +38,17 @@ class Places:
         self.all = [nodes(*bounds(shards, comm.size, rank), shards) for rank in range(comm.size)]
         self.mine = self.all[comm.rank]
         self._fold = is_left_fold(self.all, shards)
-        in_order = comm.group is not None and dist.get_backend(comm.group) in _IN_RANK_ORDER
-        self._in_rank_order = in_order
 
-    def is_plain_sum(self, dtype: torch.dtype) -> bool:
-        """Whether the transport's own sum over the workers is the tree: of two numbers any sum is."""
-        if not self._fold:
-            return False
-        return self.comm.size == 2 or (self._in_rank_order and dtype in _ADDED_AS_THEY_ARE)
+    def is_plain_sum(self, tensor: torch.Tensor) -> bool:
+        """Whether the transport's own sum over the workers of what is like `tensor` is the tree.
+
+        Of two numbers any sum is. Of more, only the process group itself knows in what order it adds: the name of its
+        backend does not tell, and a group that says nothing is taken to have an order of its own.
+        """
+        if not self._fold or self.comm.size == 2:
+            return self._fold
+        asked: Callable[..., bool] | None = getattr(self.comm.group, "sums_in_rank_order", None)
+        return asked is not None and asked(tensor.device, tensor.dtype)
 
     def tree(self) -> TreeSum[torch.Tensor]:
         """A sum of tensors over the leaves, in the memory of the left ones."""
@@ -76,7 +75,7 @@ class BucketExchange:
 
     def __init__(self, bucket: Bucket, places: Places) -> None:
         first, held, size = bucket.parameters[0], len(places.mine), places.comm.size
-        self._places, self._plain = places, places.is_plain_sum(first.dtype)
+        self._places, self._plain = places, places.is_plain_sum(first)
         self._slice = -(-bucket.numel // size)
         # Zeros: the gaps between parameters are sent and added as well.
         self._own = torch.zeros(held, self._slice * size, dtype=first.dtype, device=first.device)
@@ -140,7 +139,7 @@ def gather_sum(held: list[tuple[Node, torch.Tensor]], places: Places) -> Callabl
         places: who holds which.
     """
     own, comm = [value for _, value in held], places.comm
-    if places.is_plain_sum(own[0].dtype):
+    if places.is_plain_sum(own[0]):
         return comm.allreduce_async(own[0])
     most = max(len(run) for run in places.all)
     mine = own[0].new_zeros(most, own[0].numel())

@@ -49,6 +49,13 @@ class NamedGroup(dist.ProcessGroup):
         """Where the ranks met."""
         return self.store
 
+    def sums_in_rank_order(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a sum over all ranks of such tensors is ((x0 + x1) + x2) + …, each addition rounded to `dtype`: no.
+
+        Only a group that adds so itself says yes: whoever needs one order of additions relies on it.
+        """
+        return False
+
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether tensors can be made in memory of the backend's own: no."""
         return False

@@ -252,6 +252,10 @@ class ShmGroup(CheckedGroup):
 
     # The group itself
 
+    def sums_in_rank_order(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a sum over all ranks is ((x0 + x1) + x2) + …: half types are added in float32, and rounded once."""
+        return device.type == "cpu" and dtype in (torch.float32, torch.float64)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Let operations take this long, unless they are given a limit of their own."""
         self._core.timeout = timeout.total_seconds()
