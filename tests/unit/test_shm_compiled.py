@@ -38,6 +38,7 @@ def place() -> Iterator[SimpleNamespace]:
         (signs.BROADCAST, 2, 0, -1, ONE, ONE),
         (signs.BROADCAST, -1, 0, -1, ONE, ONE),
         (signs.ALL_REDUCE, 0, 4, -1, ONE, ONE),
+        (signs.BROADCAST, 0, 64, -1, ONE, ONE),
         (signs.ALL_GATHER, 0, 0, -1, ONE, (*TWO, *ONE)),
         (signs.ALL_GATHER, 0, 0, -1, ONE, (DATA.data_ptr(), 15)),
         (signs.ALL_TO_ALL, 0, 0, -1, (), TWO),
@@ -69,7 +70,7 @@ def test_what_waits_says_for_whom(place: SimpleNamespace, kind: int) -> None:
 )
 def test_a_message_outside_the_rings_is_refused(place: SimpleNamespace, ring: int, nbytes: int) -> None:
     with pytest.raises(ValueError, match="no such ring"):
-        place.native.put(ring, 0, 0, nbytes, 0, DATA.data_ptr(), nbytes)
+        place.native.put(ring, 0, 0, 0, nbytes, 0, DATA.data_ptr(), nbytes)
 
 
 def test_a_layout_larger_than_the_memory_is_refused() -> None:
@@ -79,8 +80,8 @@ def test_a_layout_larger_than_the_memory_is_refused() -> None:
 
 
 def test_a_difference_names_both_ranks_and_sizes() -> None:
-    told, expected = signs.sign_of(signs.GATHER, 70_000, 24), signs.sign_of(signs.GATHER, 70_000, 20)
+    told, expected = signs.sign_of(signs.GATHER, 1, 70_000, 24), signs.sign_of(signs.GATHER, 1, 70_000, 20)
     error = signs.difference(0, 1, told, expected, (10, 11))
     assert "rank 11 has 24 bytes in gather, where rank 10 has 20." in str(error)
-    other = signs.difference(0, 1, signs.sign_of(signs.SCATTER, 70_000, 20), expected, (10, 11))
+    other = signs.difference(0, 1, signs.sign_of(signs.SCATTER, 1, 70_000, 20), expected, (10, 11))
     assert "rank 11 has called another collective where rank 10 has called gather with 20 bytes" in str(other)

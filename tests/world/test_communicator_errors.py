@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.communicator import Communicator
-from lockstep.errors import ConfigError, MismatchError
+from lockstep.errors import ConfigError, MismatchError, TransportError
 from lockstep.topology import World
 from support.pool import Pool
 
@@ -119,3 +119,32 @@ def test_ranks_with_different_dtypes(pool: Pool) -> None:
     said = pool.run(different_kinds, workers=2, backend="shm")
     assert said[0] == said[1]
     assert "rank 0: torch.float32 on the CPU; rank 1: torch.float64 on the CPU" in said[0]
+
+
+def with_another_dtype(verb: str) -> list[str]:
+    """The same number of bytes on both ranks, where no shapes are told beforehand."""
+    comm = Communicator()
+    mine = torch.ones(6) if comm.rank == 0 else torch.ones(3, dtype=torch.float64)
+    out = [torch.empty_like(mine) for _ in range(2)]
+    calls = {
+        "broadcast": lambda: comm.broadcast(mine, 0),
+        "message": lambda: comm.send(mine, 1) if comm.rank == 0 else comm.recv(mine, 0),
+        "sendrecv": lambda: comm.sendrecv(mine, 1 - comm.rank, out[0], 1 - comm.rank),
+        "allgather": lambda: comm.allgather(mine, out=out),
+        "gather": lambda: comm.gather(mine, out=out if comm.rank == 0 else []),
+        "scatter": lambda: comm.scatter([mine, mine] if comm.rank == 0 else None, out=out[0]),
+        "alltoall": lambda: comm.alltoall([mine, mine], out=out),
+    }
+    try:
+        calls[verb]()
+    except TransportError as error:
+        return [str(error)]
+    return []
+
+
+@pytest.mark.parametrize("verb", ["broadcast", "message", "sendrecv", "allgather", "gather", "scatter", "alltoall"])
+def test_ranks_with_different_dtypes_of_as_many_bytes(pool: Pool, verb: str) -> None:
+    said = [text for texts in pool.run(with_another_dtype, verb, workers=2, backend="shm") for text in texts]
+    assert said
+    for text in said:
+        assert "float32" in text and "float64" in text and "rank 0" in text and "rank 1" in text

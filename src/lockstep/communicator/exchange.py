@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MismatchError
-from .flat import ROW, Form, as_bytes, dense, fill
+from .flat import ROW, Form, dense, fill
 from .member import Member
 from .requests import Request
 
@@ -31,15 +31,16 @@ class Exchange(Member):
     ) -> Request[T]:
         """Send `sent[i]` to rank i while `received[i]` is filled from there; None stands for nothing.
 
-        One all-to-all of bytes, in which most parts may be empty, is what every backend has for parts of any sizes.
+        One all-to-all, in which most parts may be empty, is what every backend has for parts of any sizes.
         """
         if self.size == 1:
             if sent[0] is not None and received[0] is not None:
                 received[0].detach().copy_(sent[0].detach())
             return Request.ended(result())
-        none = torch.empty(0, dtype=torch.uint8, device=device)
-        parts = [none if part is None else as_bytes(dense(part)) for part in sent]
-        coming = [0 if part is None else part.numel() * part.element_size() for part in received]
+        one = self._moved(next(part.new_empty(1) for part in (*sent, *received) if part is not None))
+        none = torch.empty(0, dtype=one.dtype, device=device)
+        parts = [none if part is None else self._moved(dense(part)) for part in sent]
+        coming = [0 if part is None else part.numel() * len(one) for part in received]
         data, room = torch.cat(parts), none.new_empty(sum(coming))
         going = [part.numel() for part in parts]
         work = dist.all_to_all_single(room, data, coming, going, group=self._connected(), async_op=async_op)
@@ -57,8 +58,8 @@ class Exchange(Member):
         if self.size == 1:
             outs[0].detach().copy_(tensor.detach())
             return Request.ended(list(outs))
-        mine = as_bytes(dense(tensor))
-        lengths = [out.numel() * out.element_size() for out in outs]
+        mine, each = self._moved(dense(tensor)), len(self._moved(tensor.new_empty(1)))
+        lengths = [out.numel() * each for out in outs]
         longest = max(lengths)  # backends want equal parts
         if len(mine) < longest:
             mine = torch.cat([mine, mine.new_empty(longest - len(mine))])

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from ..errors import ConfigError
 from ..topology import World
-from .flat import DTYPES, MAX_DIMS
+from .flat import DTYPES, MAX_DIMS, as_bytes, flat
 from .loopback import Loopback
 from .place import carriers_of, device_of, world_of
 
@@ -84,6 +84,16 @@ class Member:
 
     def _error(self, argument: str, expected: str, got: object, hint: str = "") -> ConfigError:
         return ConfigError(argument, expected, found=f"{got} on rank {self.rank} of {self.size}", hint=hint)
+
+    def _moved(self, plain: torch.Tensor) -> torch.Tensor:
+        """What travels of a contiguous tensor, in one dimension, sharing its memory.
+
+        The bytes, which every backend carries; where the group carries any dtype, the elements, so that it can see
+        that the ranks have one.
+        """
+        if plain.is_cpu and getattr(self.group, "moves_any_dtype", False):
+            return flat(plain.detach())
+        return as_bytes(plain)
 
     def _side(self) -> torch.device:
         """Where shapes and pickled objects travel: the CPU, but for backends such as NCCL alone."""

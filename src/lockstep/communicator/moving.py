@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .exchange import Exchange
-from .flat import Form, as_bytes, dense, put_back, room_for
+from .flat import Form, dense, put_back, room_for
 from .requests import Request
 
 __all__ = ["Moving"]
@@ -53,7 +53,7 @@ class Moving(Exchange):
         if self.size == 1:
             return Request.ended(tensor) if async_op else tensor
         plain = dense(tensor) if self.rank == root else room_for(tensor)
-        work = dist.broadcast(as_bytes(plain), group=self._connected(), async_op=async_op, group_src=root)
+        work = dist.broadcast(self._moved(plain), group=self._connected(), async_op=async_op, group_src=root)
         request = Request([work], lambda: put_back(plain, tensor) if self.rank != root else tensor)
         return request if async_op else request.wait()
 

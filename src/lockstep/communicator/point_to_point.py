@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .flat import as_bytes, dense, put_back, room_for
+from .flat import dense, put_back, room_for
 from .member import Member
 from .requests import Request, Watched
 
@@ -41,7 +41,7 @@ class PointToPoint(Member):
         if dest == self.rank:
             self._loopback.send(dense(tensor), tag)
             return Request.ended(None)
-        data = _message(dense(tensor))
+        data = self._message(dense(tensor))
         work = dist.isend(data, group=self._connected(), tag=tag, group_dst=dest)
         return Request([_work(work, data)], _keeping(data))
 
@@ -52,7 +52,7 @@ class PointToPoint(Member):
         if peer == self.rank:
             work: Any = self._loopback.receive(room, tag)
         else:
-            work = dist.irecv(_message(room), group=self._connected(), tag=tag, group_src=peer)
+            work = dist.irecv(self._message(room), group=self._connected(), tag=tag, group_src=peer)
 
         def finish() -> int:
             put_back(room, tensor)
@@ -73,13 +73,18 @@ class PointToPoint(Member):
             self.send(tensor, dest, tag)
             return receiving.wait()
         source = self._check_message(out, "source", source, tag)
-        data, room = _message(dense(tensor)), room_for(out)
-        receive = dist.P2POp(dist.irecv, _message(room), group=self._connected(), tag=tag, group_peer=source)
+        data, room = self._message(dense(tensor)), room_for(out)
+        receive = dist.P2POp(dist.irecv, self._message(room), group=self._connected(), tag=tag, group_peer=source)
         send = dist.P2POp(dist.isend, data, group=self._connected(), tag=tag, group_peer=dest)
         for work in dist.batch_isend_irecv([receive, send]):  # together, as NCCL would carry one after the other
             work.wait()
         put_back(room, out)
         return source
+
+    def _message(self, plain: torch.Tensor) -> torch.Tensor:
+        """What travels; of an empty tensor one element without a meaning, as Gloo receives no empty messages."""
+        data = self._moved(plain)
+        return data if len(data) else data.new_zeros(1)
 
     def _check_message(self, tensor: Any, argument: str, rank: Any, tag: Any) -> int:
         self._check_tensor("tensor", tensor)
@@ -94,12 +99,6 @@ class PointToPoint(Member):
         if self._carriers.get(tensor.device.type) == "nccl" and self.size > 1:
             raise self._error("source", "a rank, as NCCL does not receive from any", None)
         return self.rank if self.size == 1 else None
-
-
-def _message(plain: torch.Tensor) -> torch.Tensor:
-    """What travels: the bytes, or where there are none, one without a meaning, as Gloo receives no empty messages."""
-    data = as_bytes(plain)
-    return data if len(data) else data.new_zeros(1)
 
 
 def _work(work: Any, tensor: torch.Tensor) -> Any:

@@ -21,6 +21,7 @@ class NamedGroup(dist.ProcessGroup):
 
     store: Store
     backend = "shm"
+    moves_any_dtype = False  # whether all that only moves data does so for every dtype of plain numbers
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
     _name = _description = ""
     _batch: list[ShmWork] | None = None

@@ -87,6 +87,70 @@ def test_large_sizes_that_do_not_fit(ranks: Ranks) -> None:
         assert ended.kind == "TransportError", ended
 
 
+def other_dtypes(name: str, large: bool) -> Ended:
+    """As many bytes on both ranks, which rank 0 has as numbers in float32, and rank 1 as half as many in float64."""
+    rank = dist.get_rank()
+    for _ in range(3):
+        CALLS["all_reduce"](rank, 6)
+    torch.set_default_dtype((torch.float32, torch.float64)[rank])
+    try:
+        ended = attempt(lambda: CALLS[name](rank, (1 - rank + 1) * (100_000 if large else 3)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if not ended.kind:
+        ended = attempt(dist.barrier)
+    return ended
+
+
+@pytest.mark.parametrize("transport", ["shm", PURE])
+@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "pieces of other sizes"])
+def test_other_dtypes_of_as_many_bytes(ranks: Ranks, name: str) -> None:
+    for large in (False, True):
+        endings = ranks.run(other_dtypes, name, large)
+        assert {ended.kind for ended in endings} == {"TransportError"}, endings
+        texts = [ended.text for ended in endings]
+        mine, yours = "rank 0 has float32", "rank 1 has float64"
+        assert any(mine in text and yours in text for text in texts), texts
+
+
+def words_and_numbers() -> Ended:
+    rank = dist.get_rank()
+    mine = torch.ones(4) if rank == 0 else torch.ones(4, dtype=torch.int32)
+    return attempt(lambda: dist.all_reduce(mine))
+
+
+@pytest.mark.parametrize("transport", ["shm", PURE])
+@pytest.mark.parametrize("size", [2])
+def test_numbers_are_not_added_to_words(ranks: Ranks) -> None:
+    first, second = ranks.run(words_and_numbers)
+    assert "rank 1 has int32 in all_reduce, where rank 0 has float32" in first.text
+    assert "rank 0 has float32 in all_reduce, where rank 1 has int32" in second.text
+
+
+def message_of_another_dtype(length: int) -> list[Ended]:
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(length), 1)
+        dist.send(torch.ones(length), 1)
+        dist.send(torch.ones(length), 1)
+        return []
+    into = torch.zeros(length, dtype=torch.int32)
+    # one that waits for the message, one that finds it there, and one from anybody
+    ended = [attempt(lambda: dist.recv(into, 0)), attempt(lambda: dist.recv(into, 0)), attempt(lambda: dist.recv(into))]
+    assert into.eq(0).all()
+    return ended
+
+
+@pytest.mark.parametrize("transport", ["shm", PURE])
+@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize("length", [3, 200_000])
+def test_a_message_of_another_dtype_of_as_many_bytes(ranks: Ranks, length: int) -> None:
+    _, endings = ranks.run(message_of_another_dtype, length)
+    for ended in endings:
+        assert ended.kind == "TransportError", ended
+        assert "rank 0 sent float32 (tag 0), but rank 1 receives into int32" in ended.text
+
+
 def other_order(first: str, second: str) -> list[Ended]:
     """Rank 1 takes two collectives the other way round."""
     rank = dist.get_rank()

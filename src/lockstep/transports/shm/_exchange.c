@@ -18,7 +18,7 @@
 
 enum { WHOLE = 32 << 10 }; /* as in reducing.py */
 
-static const int64_t SIZES[DTYPES] = {4, 8, 4, 8};
+static const int64_t SIZES[ADDED] = {4, 8, 4, 8};
 
 /* After an action, a rank may post a tick and wait for others. */
 enum { NOBODY, EVERYONE, ROOT };
@@ -75,7 +75,7 @@ DEFINE_SUM(sum_int32, uint32_t)
 DEFINE_SUM(sum_int64, uint64_t)
 
 typedef void (*Sum)(char *, char *const *, int64_t, int64_t);
-static const Sum SUMS[DTYPES] = {sum_float32, sum_float64, sum_int32, sum_int64};
+static const Sum SUMS[ADDED] = {sum_float32, sum_float64, sum_int32, sum_int64};
 
 /* --- the memory --- */
 
@@ -105,9 +105,11 @@ static int has_come(Exchange *x) {
     return __atomic_load_n(words_of(x, x->whom), __ATOMIC_ACQUIRE) >= x->awaited;
 }
 
-/* What a rank tells of the collective that it takes part in: its kind, its place in the order, and some size */
+/* What a rank tells of the collective that it takes part in: its kind, its dtype, its place in the order, and some
+ * size; as in signs.py. */
 static int64_t sign_of(const Exchange *x, int64_t bytes) {
-    return (int64_t)x->kind << 56 | (x->first & 0xffff) << 40 | (bytes & (((int64_t)1 << 40) - 1));
+    return (int64_t)x->kind << 59 | (int64_t)x->dtype << 53 | (x->first & 0x1fff) << 40 |
+           (bytes & (((int64_t)1 << 40) - 1));
 }
 
 /* Whether all whose data this rank is about to read take part in the same collective, with sizes that fit. */

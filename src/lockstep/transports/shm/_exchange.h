@@ -14,12 +14,12 @@
 #define PAUSE() ((void)0)
 #endif
 
-/* as in compiled.py and state.py */
+/* as in compiled.py, signs.py and state.py */
 enum Kind { BARRIER, ALL_REDUCE, REDUCE, BROADCAST, GATHER, SCATTER, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, KINDS };
-enum Dtype { FLOAT32, FLOAT64, INT32, INT64, DTYPES };
+enum Dtype { FLOAT32, FLOAT64, INT32, INT64, ADDED }; /* those that it adds; signs.py numbers others as well */
 enum Outcome { WAITING, DONE, DIFFERENT };
 
-enum { ALIGN = 64, LARGE = 64 << 10, MOST_RANKS = 1024 };
+enum { ALIGN = 64, LARGE = 64 << 10, MOST_RANKS = 1024, DTYPES = 64 };
 
 /* looks that offer the core to others, after those that do not: some 50 us, if nobody wants it */
 enum { OFFERS = 100 };
@@ -55,7 +55,7 @@ typedef struct {
 /* Says how many parts the next collective `gives` and `gets` here. */
 void exchange_choose(Exchange *x, int kind, int64_t root);
 
-/* Begins the collective that was chosen, when its `in`, `out` and, for a sum, `dtype` are set. */
+/* Begins the collective that was chosen, when its `in`, `out` and `dtype` are set. */
 void exchange_begin(Exchange *x);
 
 /* Goes as far as it can. Whenever it has to wait it looks so often at the counters, and then a few times more while it
@@ -65,7 +65,7 @@ enum Outcome exchange_go_on(Exchange *x, long looks);
 
 /* A fragment of a message: `bytes` at `offset` into `total`, and where they lie here. */
 typedef struct {
-    int64_t tag, total, offset, bytes;
+    int64_t tag, dtype, total, offset, bytes;
     char *data;
 } Piece;
 
@@ -74,7 +74,8 @@ int64_t ring_bytes(int64_t fragment);
 /* Write the next fragment after `done`; whether there was room for it. */
 int ring_put(char *ring, int64_t fragment, int64_t done, const Piece *piece);
 
-/* Read the next fragment after `done` if it is there and is a whole message like `piece`; whether it was. */
+/* Read the next fragment after `done` if it is there and is a whole message like `piece`, of its dtype; whether it was.
+ */
 int ring_take(char *ring, int64_t fragment, int64_t done, const Piece *piece);
 
 /* Look so often, and a few times more while offering the core to others, whether there is a fragment after `done`. */

@@ -54,7 +54,8 @@ static PyObject *state_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
     long kind = PyLong_AsLong(args[0]), root = PyLong_AsLong(args[1]);
     long dtype = PyLong_AsLong(args[2]), looks = PyLong_AsLong(args[3]);
     if (PyErr_Occurred()) return NULL;
-    if (kind < 0 || kind >= KINDS || root < 0 || root >= x->size || dtype < 0 || dtype >= DTYPES) {
+    int adds = kind == ALL_REDUCE || kind == REDUCE || kind == REDUCE_SCATTER;
+    if (kind < 0 || kind >= KINDS || root < 0 || root >= x->size || dtype < 0 || dtype >= (adds ? ADDED : DTYPES)) {
         PyErr_SetString(PyExc_ValueError, "begin: no such collective, root or dtype");
         return NULL;
     }
@@ -110,11 +111,11 @@ static char *ring_at(State *s, long long offset, long long done, long long bytes
 
 static PyObject *state_put(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     State *s = (State *)self;
-    long long a[7];
-    if (!read_numbers(args, n, 7, a)) return NULL;
-    char *ring = ring_at(s, a[0], a[1], a[6]);
+    long long a[8];
+    if (!read_numbers(args, n, 8, a)) return NULL;
+    char *ring = ring_at(s, a[0], a[1], a[7]);
     if (ring == NULL) return NULL;
-    Piece piece = {a[2], a[3], a[4], a[6], (char *)(intptr_t)a[5]};
+    Piece piece = {a[2], a[3], a[4], a[5], a[7], (char *)(intptr_t)a[6]};
     int put;
     if (piece.bytes < LARGE) return PyBool_FromLong(ring_put(ring, s->fragment, a[1], &piece));
     Py_BEGIN_ALLOW_THREADS
@@ -125,11 +126,11 @@ static PyObject *state_put(PyObject *self, PyObject *const *args, Py_ssize_t n) 
 
 static PyObject *state_take(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     State *s = (State *)self;
-    long long a[5];
-    if (!read_numbers(args, n, 5, a)) return NULL;
-    char *ring = ring_at(s, a[0], a[1], a[4] <= s->fragment ? a[4] : 0);
+    long long a[6];
+    if (!read_numbers(args, n, 6, a)) return NULL;
+    char *ring = ring_at(s, a[0], a[1], a[5] <= s->fragment ? a[5] : 0);
     if (ring == NULL) return NULL;
-    Piece piece = {a[2], a[4], 0, a[4], (char *)(intptr_t)a[3]};
+    Piece piece = {a[2], a[3], a[5], 0, a[5], (char *)(intptr_t)a[4]};
     return PyBool_FromLong(ring_take(ring, s->fragment, a[1], &piece));
 }
 
@@ -199,9 +200,9 @@ static PyMethodDef state_methods[] = {
     {"advance", state_advance, METH_O, "Go on with so many looks at the counters; how far it has come."},
     {"copy", (PyCFunction)(void (*)(void))state_copy, METH_FASTCALL, "copy(to, from, bytes)"},
     {"put", (PyCFunction)(void (*)(void))state_put, METH_FASTCALL,
-     "put(ring, done, tag, total, offset, address, bytes): write a fragment; whether there was room."},
+     "put(ring, done, tag, dtype, total, offset, address, bytes): write a fragment; whether there was room."},
     {"take", (PyCFunction)(void (*)(void))state_take, METH_FASTCALL,
-     "take(ring, done, tag, address, bytes): read a whole message from one fragment; whether it was there."},
+     "take(ring, done, tag, dtype, address, bytes): read a whole message from one fragment; whether it was there."},
     {"wait", (PyCFunction)(void (*)(void))state_wait, METH_FASTCALL,
      "wait(ring, done, looks): wait a moment for a fragment; whether there is one."},
     {NULL, NULL, 0, NULL},

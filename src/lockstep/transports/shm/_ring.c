@@ -21,7 +21,8 @@ int ring_put(char *ring, int64_t fragment, int64_t done, const Piece *piece) {
     if (done - load(ring + LINE) >= RING) return 0;
     char *at = place(ring, fragment, done);
     int64_t *header = (int64_t *)at;
-    header[0] = piece->tag, header[1] = piece->total, header[2] = piece->offset, header[3] = piece->bytes;
+    header[0] = piece->tag, header[1] = piece->dtype;
+    header[2] = piece->total, header[3] = piece->offset, header[4] = piece->bytes;
     exchange_copy(at + HEADER, piece->data, piece->bytes);
     store(ring, done + 1);
     return 1;
@@ -31,7 +32,8 @@ int ring_take(char *ring, int64_t fragment, int64_t done, const Piece *piece) {
     if (load(ring) <= done) return 0;
     const char *at = place(ring, fragment, done);
     const int64_t *header = (const int64_t *)at;
-    if (header[0] != piece->tag || header[1] != piece->bytes || header[2] != 0 || header[3] != piece->bytes) return 0;
+    if (header[0] != piece->tag || header[1] != piece->dtype) return 0;
+    if (header[2] != piece->bytes || header[3] != 0 || header[4] != piece->bytes) return 0;
     exchange_copy(piece->data, at + HEADER, piece->bytes);
     store(ring + LINE, done + 1);
     return 1;

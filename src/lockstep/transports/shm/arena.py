@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from ...errors import TransportError
 from .board import Board
 from .layout import Layout
 from .segment import Segment
-from .signs import sign_of
+from .signs import dtype_number, sign_of
 from .state import State
 from .waiting import Steps
 
@@ -34,14 +32,17 @@ class Arena:
         self.chunk = layout.chunk
         self._segment, self._layout = segment, layout
         self.state, self.compiled, self.looks = board.state, type(board.state) is not State, looks
-        self._kind = self._first = 0
+        self._kind = self._dtype = self._first = 0
         self._views: dict[tuple[object, ...], list[torch.Tensor]] = {}
 
-    def claim(self, kind: int, nbytes: int, ticks: int, ends_reading: bool, writes: bool = True) -> Steps:
+    def claim(
+        self, kind: int, dtype: torch.dtype, nbytes: int, ticks: int, ends_reading: bool, writes: bool = True
+    ) -> Steps:
         """Take the next half for a chunk that will post `ticks` ticks, once all have read what was in it.
 
         Args:
             kind: the collective, of those in signs.py.
+            dtype: of its tensors.
             nbytes: its size as the others are told; see `agree`.
             ticks: how many ticks each rank posts for this chunk.
             ends_reading: whether a rank's last post says that it has read the chunk. If not, it has read it by the
@@ -50,7 +51,7 @@ class Arena:
         """
         state = self.state
         state.half ^= 1
-        self._kind, self._first = kind, state.tick
+        self._kind, self._dtype, self._first = kind, dtype_number(dtype), state.tick
         free_again = state.tick + ticks + (not ends_reading)
         if state.half:
             free_at, state.free_1 = state.free_1, free_again
@@ -59,11 +60,11 @@ class Arena:
         if writes:
             if not self.board.all_reached(free_at):
                 yield from self.board.until_all(free_at)
-            self.board.sign(sign_of(kind, self._first, nbytes))
+            self.board.sign(self._sign(nbytes))
 
     def agree(self, rank: int, nbytes: int) -> None:
         """Raise TransportError unless `rank`, which has posted, is in the same collective with so many bytes."""
-        self.board.agree(rank, sign_of(self._kind, self._first, nbytes))
+        self.board.agree(rank, self._sign(nbytes))
 
     def agree_all(self, nbytes: int) -> None:
         """The same of all ranks, each of which has posted."""
@@ -72,8 +73,10 @@ class Arena:
 
     def difference(self, rank: int, told: int, expected: int) -> TransportError:
         """The error when `rank` has `told` another size than `expected`."""
-        tell = partial(sign_of, self._kind, self._first)
-        return self.board.difference(rank, tell(told), tell(expected))
+        return self.board.difference(rank, self._sign(told), self._sign(expected))
+
+    def _sign(self, nbytes: int) -> int:
+        return sign_of(self._kind, self._dtype, self._first, nbytes)
 
     def write_sizes(self, sizes: list[int]) -> None:
         """Begin this rank's slot with these numbers."""

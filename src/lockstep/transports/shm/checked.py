@@ -13,7 +13,7 @@ import torch
 from ...errors import ConfigError
 from ..named import NamedGroup
 from .arguments import is_plain, same_dtype
-from .compiled import spans
+from .compiled import number_of, spans
 from .core import Core, limit_of
 from .state import compiled_code
 from .waiting import Steps
@@ -32,7 +32,7 @@ class CheckedGroup(NamedGroup):
         self._core, self._compiled = core, core.arena.compiled
 
     def _at_once(
-        self, kind: int, opts: Any, inputs: Tensors, outputs: Tensors, root: int = 0, code: int = 0
+        self, kind: int, opts: Any, inputs: Tensors, outputs: Tensors, root: int = 0, code: int | None = None
     ) -> ShmWork | None:
         """Carry out a synchronous collective with the compiled part; None where it cannot, for whatever reason.
 
@@ -42,9 +42,13 @@ class CheckedGroup(NamedGroup):
             inputs: what this rank gives; one tensor may stand for the equal parts that it consists of.
             outputs: the same of what it gets.
             root: its root, or any rank.
-            code: see `_code`, if it is a sum.
+            code: see `_code`, if it reduces.
         """
-        if code < 0 or not self._compiled or opts is None or opts.asyncOp:
+        if not self._compiled or opts is None or opts.asyncOp:
+            return None
+        if code is None:
+            code = number_of(inputs, outputs)
+        elif code < 0:
             return None
         given = _plain_spans(inputs)
         got = given if outputs is inputs else _plain_spans(outputs)
@@ -57,7 +61,7 @@ class CheckedGroup(NamedGroup):
         return self._note(self._core.run(what, steps, asynchronous, limit_of(opts), list(result)))
 
     def _code(self, op: Any, tensor: torch.Tensor) -> int:
-        """The compiled part's number for such a reduction; -1 where it does not know it."""
+        """See `compiled_code`; -1 also where there is no compiled part."""
         return compiled_code(op, tensor.dtype) if self._compiled else -1
 
     def _divides(self, whole: torch.Tensor, part: torch.Tensor, equal: bool = False) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from .arena import Arena
+from .signs import dtype_number
 from .waiting import Steps
 
-__all__ = ["begin", "carry_out", "spans"]
+__all__ = ["begin", "carry_out", "number_of", "spans"]
 
 _WAITING, _DONE, _DIFFERENT = range(3)  # as in _exchange.h
 _LARGE = 64 << 10  # as in _exchange.h
@@ -21,6 +22,12 @@ def spans(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     for tensor in tensors:
         numbers += (tensor.data_ptr(), tensor.nbytes)
     return tuple(numbers)
+
+
+def number_of(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    """The number that stands for the dtype of a collective's tensors; 0 where it has none."""
+    given = inputs or outputs
+    return dtype_number(given[0].dtype) if given else 0
 
 
 def begin(
@@ -39,7 +46,7 @@ def begin(
         arena: where the ranks exchange their data.
         kind: which one; of those in signs.py.
         root: its root, or any rank.
-        code: the compiled part's number for the dtype of a sum, or any.
+        code: the number of the tensors' dtype, see signs.py; of one that it can add, if it is a sum.
         inputs: addresses and sizes in bytes of what this rank gives; one pair may stand for equal parts in a row.
         outputs: the same of what it gets.
         looks: how often it looks at the counters, whenever it waits, before it offers the core to others and then gives
@@ -72,9 +79,11 @@ def carry_out(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     root: int = 0,
-    code: int = 0,
+    code: int | None = None,
 ) -> Steps:
-    """A collective of flat tensors, shape (numel,)."""
+    """A collective of flat tensors of one dtype, shape (numel,); `code` is that of a sum, see `compiled_code`."""
+    if code is None:
+        code = number_of(inputs, outputs)
     rest = begin(arena, kind, root, code, spans(inputs), spans(outputs), -1, (inputs, outputs))
     if rest is not None:
         yield from rest

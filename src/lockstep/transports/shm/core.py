@@ -105,8 +105,8 @@ class Core:
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
         kept: object,
-        root: int = 0,
-        code: int = 0,
+        root: int,
+        code: int,
     ) -> ShmWork:
         """Carry out a collective at once, with the compiled part; see `begin`."""
         parts = self._whole()

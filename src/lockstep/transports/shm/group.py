@@ -37,6 +37,8 @@ class ShmGroup(CheckedGroup):
     RankLostError, StallError or TransportError when the others cannot be reached.
     """
 
+    moves_any_dtype = True
+
     def __init__(self, core: Core, store: Store) -> None:
         super().__init__(core)
         self.store = store

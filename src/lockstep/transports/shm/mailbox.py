@@ -14,6 +14,7 @@ from .layout import Layout
 from .moving import flat_of, put_back
 from .ring import Ring
 from .segment import Segment
+from .signs import dtype_name, dtype_number
 from .waiting import Steps
 
 __all__ = ["Mailbox", "Receive"]
@@ -47,8 +48,8 @@ class Receive:
 class _Message:
     """One that is arriving, or has arrived before anyone asked for it."""
 
-    def __init__(self, source: int, tag: int, total: int, data: torch.Tensor) -> None:
-        self.source, self.tag, self.total, self.data = source, tag, total, data
+    def __init__(self, source: int, tag: int, dtype: int, total: int, data: torch.Tensor) -> None:
+        self.source, self.tag, self.dtype, self.total, self.data = source, tag, dtype, total, data
         self.received = 0
         self.broken_off = False
 
@@ -76,17 +77,18 @@ class Mailbox:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Steps:
         """Write `tensor` into the ring to `target`; a message that the ring holds is sent before it is received."""
-        ring, data = self._out[target], flat_of(tensor).view(torch.uint8)
+        ring, data, dtype = self._out[target], flat_of(tensor).view(torch.uint8), dtype_number(tensor.dtype)
         for start in range(0, max(data.numel(), 1), self._fragment):
             if ring.full:
                 yield None
             while ring.full:
                 yield lambda: (rank for rank in (target,) if ring.full)
-            ring.put(tag, data.numel(), start, data[start : start + self._fragment])
+            ring.put(tag, dtype, data.numel(), start, data[start : start + self._fragment])
 
     def send_now(self, tensor: torch.Tensor, target: int, tag: int) -> bool:
         """Send a contiguous `tensor` if the ring has room for all of it; whether it had."""
-        return tensor.nbytes <= self._fragment and self._out[target].put(tag, tensor.nbytes, 0, tensor)
+        nbytes = tensor.nbytes
+        return nbytes <= self._fragment and self._out[target].put(tag, dtype_number(tensor.dtype), nbytes, 0, tensor)
 
     def post(self, receive: Receive) -> Receive:
         """Queue `receive`, unless its message is there; of several that fit a message, the one posted first gets it."""
@@ -104,7 +106,7 @@ class Mailbox:
         """Wait until the message for the posted `receive` is in its tensor.
 
         Raises:
-            TransportError: when the message has another size than the tensor.
+            TransportError: when the message has another dtype or size than the tensor.
         """
         try:
             while receive.message is None or not receive.message.ended:
@@ -118,17 +120,26 @@ class Mailbox:
                     yield lambda: self._silent(receive)
         finally:
             self.withdraw(receive)
-        message, wanted = receive.message, receive.tensor.numel() * receive.tensor.element_size()
+        message = receive.message
         receive.source = message.source
-        if message.broken_off:
-            raise TransportError(f"shm: rank {message.source} gave up its message (tag {message.tag}) halfway")
-        if message.total != wanted:
-            raise TransportError(
-                f"shm: rank {message.source} sent {message.total} bytes (tag {message.tag}), "
-                f"but rank {self._board.rank} receives into {wanted} bytes"
-            )
+        self._check(message, receive.tensor)
         if message.data.data_ptr() != receive.tensor.data_ptr():
             put_back(message.data.view(receive.tensor.dtype), receive.tensor)
+
+    def _check(self, message: _Message, into: torch.Tensor) -> None:
+        said, wanted = f"shm: rank {message.source} sent", into.numel() * into.element_size()
+        if message.broken_off:
+            raise TransportError(f"shm: rank {message.source} gave up its message (tag {message.tag}) halfway")
+        if message.dtype != dtype_number(into.dtype):
+            raise TransportError(
+                f"{said} {dtype_name(message.dtype)} (tag {message.tag}), "
+                f"but rank {self._board.rank} receives into {dtype_name(dtype_number(into.dtype))}"
+            )
+        if message.total != wanted:
+            raise TransportError(
+                f"{said} {message.total} bytes (tag {message.tag}), "
+                f"but rank {self._board.rank} receives into {wanted} bytes"
+            )
 
     def linger(self, receive: Receive, looks: int) -> None:
         """Wait a moment for what comes from the source of `receive`, if it names one; see `Ring.wait`."""
@@ -181,12 +192,12 @@ class Mailbox:
         ring = self._in[source]
         if ring.empty:
             return False
-        tag, total, offset, data = ring.head()
+        tag, dtype, total, offset, data = ring.head()
         message = self._arriving.get(source)
         if message is not None and message.received != offset:
             message.broken_off = True  # its sender has given it up halfway
         if message is None or message.broken_off:
-            message = self._arriving[source] = self._begin(source, tag, total)
+            message = self._arriving[source] = self._begin(source, tag, dtype, total)
         ring.copy(message.data[message.received : message.received + data.numel()], data)
         ring.pop()
         message.received += data.numel()
@@ -194,14 +205,14 @@ class Mailbox:
             del self._arriving[source]
         return True
 
-    def _begin(self, source: int, tag: int, total: int) -> _Message:
+    def _begin(self, source: int, tag: int, dtype: int, total: int) -> _Message:
         receive = next((posted for posted in self._posted if posted.takes(source, tag)), None)
         into = None if receive is None else receive.tensor
-        if into is None or not is_plain(into) or into.numel() * into.element_size() != total:
+        if into is None or not is_plain(into) or (dtype_number(into.dtype), into.nbytes) != (dtype, total):
             data = torch.empty(total, dtype=torch.uint8)
         else:
             data = flat_of(into).view(torch.uint8)
-        message = _Message(source, tag, total, data)
+        message = _Message(source, tag, dtype, total, data)
         self._offer(message)
         return message
 

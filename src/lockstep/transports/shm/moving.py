@@ -85,7 +85,8 @@ def all_to_all(arena: Arena, outputs: Tensors, inputs: Tensors) -> Steps:
     if arena.compiled:
         yield from carry_out(arena, signs.ALL_TO_ALL, sources, targets)
     else:
-        yield from _all_to_all(arena, [_bytes(flat) for flat in targets], [_bytes(flat) for flat in sources])
+        plain = [_bytes(flat) for flat in targets], [_bytes(flat) for flat in sources]
+        yield from _all_to_all(arena, *plain, sources[0].dtype)
     _put_all_back(targets, outputs)
 
 
@@ -97,7 +98,7 @@ def _broadcast(arena: Arena, flat: torch.Tensor, root: int) -> Steps:
     length = arena.chunk // flat.element_size()
     for start in range(0, flat.numel(), length):
         chunk = flat[start : start + length]
-        yield from arena.claim(signs.BROADCAST, flat.nbytes, 1, ends_reading=True, writes=rank == root)
+        yield from arena.claim(signs.BROADCAST, flat.dtype, flat.nbytes, 1, ends_reading=True, writes=rank == root)
         slot = arena.slots((chunk.numel(),), chunk.dtype)[root]
         if rank == root:
             slot.copy_(chunk)
@@ -113,7 +114,7 @@ def _gather(arena: Arena, outputs: Tensors, flat: torch.Tensor, root: int) -> St
     length = arena.chunk // flat.element_size()
     for start in range(0, flat.numel(), length):
         chunk = flat[start : start + length]
-        yield from arena.claim(signs.GATHER, flat.nbytes, 1, ends_reading=True, writes=arena.rank != root)
+        yield from arena.claim(signs.GATHER, flat.dtype, flat.nbytes, 1, ends_reading=True, writes=arena.rank != root)
         slots = arena.slots((chunk.numel(),), chunk.dtype)
         if arena.rank == root:
             for source, out in enumerate(outputs):
@@ -131,7 +132,7 @@ def _scatter(arena: Arena, flat: torch.Tensor, inputs: Tensors, root: int) -> St
     length = arena.chunk // flat.element_size()
     for start in range(0, flat.numel(), length):
         chunk = flat[start : start + length]
-        yield from arena.claim(signs.SCATTER, flat.nbytes, 1, ends_reading=True, writes=arena.rank == root)
+        yield from arena.claim(signs.SCATTER, flat.dtype, flat.nbytes, 1, ends_reading=True, writes=arena.rank == root)
         slots = arena.slots((chunk.numel(),), chunk.dtype)
         if arena.rank == root:
             for target, part in enumerate(inputs):
@@ -149,7 +150,7 @@ def _all_gather(arena: Arena, outputs: Tensors, mine: torch.Tensor) -> Steps:
     board, rank = arena.board, arena.rank
     length = arena.chunk // mine.element_size()
     for start in range(0, max(flat.numel() for flat in outputs), length):
-        yield from arena.claim(signs.ALL_GATHER, mine.nbytes, 1, ends_reading=False)
+        yield from arena.claim(signs.ALL_GATHER, mine.dtype, mine.nbytes, 1, ends_reading=False)
         chunk = mine[start : start + length]
         arena.slots((chunk.numel(),), chunk.dtype)[rank].copy_(chunk)
         tick = board.post()
@@ -160,10 +161,11 @@ def _all_gather(arena: Arena, outputs: Tensors, mine: torch.Tensor) -> Steps:
             out.copy_(chunk if source == rank else arena.slots((out.numel(),), out.dtype)[source])
 
 
-def _all_to_all(arena: Arena, outputs: Tensors, inputs: Tensors) -> Steps:
-    """Of bytes. A slot begins with the most that its rank sends to anyone, and then what it sends to each.
+def _all_to_all(arena: Arena, outputs: Tensors, inputs: Tensors, dtype: torch.dtype) -> Steps:
+    """Of the bytes of tensors of `dtype`.
 
-    No rank knows the sizes of all: the first chunk tells everyone how many there are.
+    A slot begins with the most that its rank sends to anyone, and then what it sends to each. No rank
+    knows the sizes of all: the first chunk tells everyone how many there are.
     """
     board, rank, size = arena.board, arena.rank, arena.size
     sizes = [part.numel() for part in inputs]
@@ -171,7 +173,7 @@ def _all_to_all(arena: Arena, outputs: Tensors, inputs: Tensors) -> Steps:
     room = (arena.chunk - begin) // size // HEADER * HEADER
     start, most = 0, max(sizes)
     while start == 0 or start < most:
-        yield from arena.claim(signs.ALL_TO_ALL, 0, 1, ends_reading=False)
+        yield from arena.claim(signs.ALL_TO_ALL, dtype, 0, 1, ends_reading=False)
         arena.write_sizes([max(sizes), *sizes])
         for target, part in enumerate(inputs):
             piece = part[start : start + room]

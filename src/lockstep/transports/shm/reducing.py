@@ -26,7 +26,7 @@ def all_reduce(arena: Arena, tensor: torch.Tensor, fold: Fold, code: int = -1) -
         arena: where the ranks exchange it.
         tensor: this rank's values, and then the result.
         fold: the reduction.
-        code: the compiled part's number for the dtype of a sum; -1 for what it does not do. It takes the same ticks
+        code: see `compiled_code`; -1 for what the compiled part does not do. It takes the same ticks
             and gives the same bits, so ranks with and without it work together.
     """
     if code >= 0 and tensor.numel():
@@ -47,7 +47,7 @@ def all_reduce(arena: Arena, tensor: torch.Tensor, fold: Fold, code: int = -1) -
 
 def _all_reduce_whole(arena: Arena, tensor: torch.Tensor, fold: Fold) -> Steps:
     board = arena.board
-    yield from arena.claim(signs.ALL_REDUCE, tensor.nbytes, 1, ends_reading=False)
+    yield from arena.claim(signs.ALL_REDUCE, tensor.dtype, tensor.nbytes, 1, ends_reading=False)
     slots = arena.slots(tensor.shape, tensor.dtype)
     slots[arena.rank].copy_(tensor)
     tick = board.post()
@@ -60,7 +60,7 @@ def _all_reduce_whole(arena: Arena, tensor: torch.Tensor, fold: Fold) -> Steps:
 def _all_reduce_sliced(arena: Arena, flat: torch.Tensor, nbytes: int, fold: Fold) -> Steps:
     """Each rank reduces its own slice; what only it reads of its own data never goes through shared memory."""
     board, rank = arena.board, arena.rank
-    yield from arena.claim(signs.ALL_REDUCE, nbytes, 2, ends_reading=False)
+    yield from arena.claim(signs.ALL_REDUCE, flat.dtype, nbytes, 2, ends_reading=False)
     slots = arena.slots((flat.numel(),), flat.dtype)
     begin, end = _bounds(flat, arena.size, rank)
     mine, result = slots[rank], slots[-1]
@@ -96,7 +96,7 @@ def reduce(arena: Arena, tensor: torch.Tensor, root: int, fold: Fold, code: int 
 
 def _reduce_chunk(arena: Arena, flat: torch.Tensor, nbytes: int, root: int, fold: Fold) -> Steps:
     board = arena.board
-    yield from arena.claim(signs.REDUCE, nbytes, 3, ends_reading=True)
+    yield from arena.claim(signs.REDUCE, flat.dtype, nbytes, 3, ends_reading=True)
     slots = arena.slots((flat.numel(),), flat.dtype)
     slots[arena.rank].copy_(flat)
     tick = board.post()
@@ -128,7 +128,7 @@ def _reduce_scatter(arena: Arena, result: torch.Tensor, parts: Sequence[torch.Te
     length = arena.chunk // arena.size // _ALIGN * _ALIGN // result.element_size()
     nbytes = sum(part.nbytes for part in parts)
     for start in range(0, max(part.numel() for part in parts), length):
-        yield from arena.claim(signs.REDUCE_SCATTER, nbytes, 1, ends_reading=False)
+        yield from arena.claim(signs.REDUCE_SCATTER, result.dtype, nbytes, 1, ends_reading=False)
         chunk = [part[start : start + length] for part in parts]
         yield from _reduce_scatter_chunk(arena, result[start : start + length], chunk, length, nbytes, fold)
 

@@ -10,6 +10,7 @@ from .fence import fence
 from .layout import HEADER, LINE, RING, Layout
 from .moving import flat_of
 from .segment import Segment
+from .signs import dtype_number
 from .state import State
 
 __all__ = ["Ring"]
@@ -45,10 +46,19 @@ class Ring:
         """Whether the reader has to wait."""
         return self.words[self.written] <= self._done
 
-    def put(self, tag: int, total: int, offset: int, data: torch.Tensor) -> bool:
-        """Write a fragment of a message of `total` bytes from a contiguous tensor; False if there is no room for it."""
+    def put(self, tag: int, dtype: int, total: int, offset: int, data: torch.Tensor) -> bool:
+        """Write a fragment of a message from a contiguous tensor; False if there is no room for it.
+
+        Args:
+            tag: of the message.
+            dtype: the number of its dtype, see signs.py.
+            total: its bytes.
+            offset: where the fragment begins in it, in bytes.
+            data: the fragment.
+        """
         if self._native is not None:
-            if not self._native.put(self._begin, self._done, tag, total, offset, data.data_ptr(), data.nbytes):
+            place, nbytes = (self._begin, self._done), data.nbytes
+            if not self._native.put(*place, tag, dtype, total, offset, data.data_ptr(), nbytes):
                 return False
             self._done += 1
             return True
@@ -56,7 +66,7 @@ class Ring:
             return False
         fence()  # the reader's counter was seen before its fragment is written over
         index, flat = self._done % RING, flat_of(data).view(torch.uint8)
-        for word, value in enumerate((tag, total, offset, flat.numel()), self._headers[index]):
+        for word, value in enumerate((tag, dtype, total, offset, flat.numel()), self._headers[index]):
             self.words[word] = value
         self._payloads[index][: flat.numel()].copy_(flat)
         fence()
@@ -64,13 +74,13 @@ class Ring:
         self.words[self.written] = self._done
         return True
 
-    def head(self) -> tuple[int, int, int, torch.Tensor]:
-        """Tag and size of the whole message, and the next fragment with its place in it."""
+    def head(self) -> tuple[int, int, int, int, torch.Tensor]:
+        """Tag, number of the dtype and size of the whole message, and the next fragment with its place in it."""
         fence()
         index = self._done % RING
         header = self._headers[index]
-        tag, total, offset, length = self.words[header : header + 4]
-        return tag, total, offset, self._payloads[index][:length]
+        tag, dtype, total, offset, length = self.words[header : header + 5]
+        return tag, dtype, total, offset, self._payloads[index][:length]
 
     def pop(self) -> None:
         """Let the writer have the fragment's place."""
@@ -80,7 +90,10 @@ class Ring:
 
     def take(self, tag: int, into: torch.Tensor) -> bool:
         """Read the next fragment if it is a whole message for the plain tensor `into`; only with the compiled part."""
-        if self._native is None or not self._native.take(self._begin, self._done, tag, into.data_ptr(), into.nbytes):
+        if self._native is None:
+            return False
+        wanted = tag, dtype_number(into.dtype), into.data_ptr(), into.nbytes
+        if not self._native.take(self._begin, self._done, *wanted):
             return False
         self._done += 1
         return True

@@ -11,6 +11,7 @@ from torch.distributed import ReduceOp
 
 from .layout import BLOCK, SIGNS, Layout
 from .segment import Segment
+from .signs import dtype_number
 
 _native: ModuleType | None
 try:
@@ -18,7 +19,7 @@ try:
 except ImportError:  # no compiler was found when the package was installed
     _native = None
 
-_CODES = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
+_ADDED = 4  # dtypes that the compiled part adds, of those in signs.py the first
 _MOST_RANKS = 1024  # as in _exchange.h
 _SUM = hash(ReduceOp.SUM)
 
@@ -42,8 +43,9 @@ class State:
 
 
 def compiled_code(op: Any, dtype: torch.dtype) -> int:
-    """The compiled part's number for the reduction `op` of `dtype`; -1 where it does not do it."""
-    return _CODES.get(dtype, -1) if hash(op) == _SUM else -1
+    """The dtype's number, if the compiled part does the reduction `op` of it; -1 where it does not."""
+    number = dtype_number(dtype)
+    return number if number < _ADDED and hash(op) == _SUM else -1
 
 
 def make_state(segment: Segment, layout: Layout, rank: int) -> Any:
