@@ -345,3 +345,65 @@ def test_the_likely_cause_depends_on_the_lines_and_names(ranks: list[Rank]) -> N
     told = explain("batches", (0, 1), (calls[0], calls[1]))
     assert "skipped a batch" in told.cause
     assert "as many batches" in told.advice
+
+
+class Together:
+    """Around one of c10d's groups: as with NCCL, messages that are not begun as one would wait for ever."""
+
+    def __init__(self, group: Any) -> None:
+        self.inner = group
+        self.calls: list[str] = []
+        self.is_open = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(supports_coalescing=True)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.calls.append(f"start on {device}")
+        self.is_open = True
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        self.calls.append(f"end on {device}")
+        self.is_open = False
+        return Work()
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> None:
+        assert self.is_open, "a send that begins alone"
+        self.calls.append(f"send to {rank}")
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> None:
+        assert self.is_open, "a receive that begins alone"
+        self.calls.append(f"receive from {rank}")
+
+
+def test_messages_that_belong_together_are_begun_as_one(ranks: list[Rank]) -> None:
+    """The group around one of c10d's own is none of its class, by which torch goes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from lockstep.watch.hooks import _replace
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        group = dist.group.WORLD
+        made = watched(group)
+        _replace(group, made)
+        dist.distributed_c10d._update_default_pg(made)
+        made._group = together = Together(group)
+        made.watch_member = ranks[0].member
+        number = ranks[0].recorder.count
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, torch.zeros(2), 1), dist.P2POp(dist.isend, torch.ones(2), 1)]
+        )
+        assert together.calls == ["start on cpu", "receive from 1", "send to 1", "end on cpu"]
+        raws = [ranks[0].session.own.raw(number + each) for each in (1, 2)]
+        assert [raw.left for raw in raws] == [0.0, 0.0]  # type: ignore[union-attr]
+        for work in works:
+            work.wait()
+        raws = [ranks[0].session.own.raw(number + each) for each in (1, 2)]
+        assert all(raw.left > 0 for raw in raws)  # type: ignore[union-attr]
+        assert not ranks[0].member.batches
+    finally:
+        dist.destroy_process_group()

@@ -5,10 +5,13 @@ The device is "meta", which every machine has, and its backend notes what it is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.communicator import Communicator
 from support import recorder
 from support.faults import attempt
 from support.hosts import pretending
@@ -107,3 +110,74 @@ def test_gloo_for_another_device_is_asked_by_names_that_it_knows(pool: Pool) -> 
         return [name for name in ALL if not hasattr(group, name)]
 
     assert pool.run(body, workers=1, init=False) == [[]]
+
+
+class Together(dist.ProcessGroup):
+    """As NCCL: messages that are not begun as one would wait for ever."""
+
+    supports_coalescing = True
+    calls: list[str] = []  # noqa: RUF012 - of this process
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self.is_open = False
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.is_open = True
+        self.calls.append("start")
+
+    def _end_coalescing(self, device: torch.device) -> recorder.Done:
+        self.is_open = False
+        self.calls.append("end")
+        return recorder.Done()
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> None:
+        assert self.is_open, "a send that begins alone"
+        self.calls.append("send")
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> None:
+        assert self.is_open, "a receive that begins alone"
+        self.calls.append("recv")
+
+
+@pytest.mark.parametrize("machines", ["AA", "AB"])
+def test_messages_on_another_device_are_begun_as_one(pool: Pool, machines: str) -> None:
+    def body() -> tuple[list[str], list[str]]:
+        dist.Backend.register_backend("together", Together, devices=["meta"])
+        try:
+            with pretending(machines):
+                dist.init_process_group("cpu:shm,meta:together")
+            other = 1 - dist.get_rank()
+            for work in dist.batch_isend_irecv(
+                [dist.P2POp(dist.irecv, meta(), other), dist.P2POp(dist.isend, meta(), other)]
+            ):
+                work.wait()
+            calls, Together.calls = Together.calls, []
+            Communicator(device="meta").sendrecv(meta(), other, meta(), other)
+            ours, Together.calls = Together.calls, []
+            # what is on the CPU is shm's, and begins at once
+            out = torch.zeros(4)
+            for work in dist.batch_isend_irecv(
+                [dist.P2POp(dist.irecv, out, other), dist.P2POp(dist.isend, torch.ones(4), other)]
+            ):
+                work.wait()
+            assert out.eq(1).all()
+            assert Together.calls == []
+            return calls, ours
+        finally:
+            dist.Backend.backend_list.remove("together")
+            del dist.Backend.TOGETHER, dist.Backend._plugins["TOGETHER"]
+
+    expected = ["start", "recv", "send", "end"]
+    assert pool.run(body, init=False) == [(expected, expected)] * 2
+
+
+def test_whoever_asks_for_a_backend_gets_that_of_the_device(pool: Pool) -> None:
+    def body() -> tuple[str, str, str]:
+        start()
+        group = world()
+        before = type(group._get_backend(torch.device("meta"))).__name__
+        at = type(group._get_backend(torch.device("meta", 0))).__name__
+        return before, at, type(group._get_backend(torch.device("cpu"))).__name__
+
+    assert pool.run(body, init=False) == [("ShmGroup", "Recorder", "ShmGroup")] * 2

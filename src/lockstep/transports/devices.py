@@ -42,6 +42,9 @@ def by_device(group: Group) -> Group:
         setattr(group, name, _or_elsewhere(name, getattr(group, name)))
     for name in ("shutdown", "abort"):
         setattr(group, name, _and_elsewhere(name, getattr(group, name)))
+    for name in ("_start_coalescing", "_end_coalescing", "_get_backend"):
+        setattr(group, name, _of_device(name, getattr(group, name)))
+    setattr(group, "coalesces", _coalesces)  # noqa: B010 - as above, what is no name of c10d's class
     return group
 
 
@@ -67,20 +70,61 @@ def _and_elsewhere(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _of_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: dist.ProcessGroup, device: torch.device | None = None) -> Any:
+        backend = None if device is None or device.type == "cpu" else _known_backend(self, device)
+        if backend is None or device is None:
+            return method(self, device)
+        return _inner(backend, device) if name == "_get_backend" else getattr(backend, name)(device)
+
+    return call
+
+
+def _known_backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
+    """The backend for `device`; None where there is none, or nothing has asked for it but the question what it is.
+
+    Who asks about a kind of device, without a number, may be about to end the group, and none is made for that.
+    """
+    made: dict[str, dist.ProcessGroup] = group.__dict__.get("_elsewhere", {})
+    known = device.type in made or (device.index is not None and _name_of_backend(group, device) is not None)
+    return _backend(group, device) if known else None
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether messages on `device` that are to travel side by side have to be given to the group as one."""
+    if device.type == "cpu":
+        return bool(group.supports_coalescing)
+    return bool(getattr(_inner(_backend(group, device), device), "supports_coalescing", False))
+
+
+def _inner(backend: dist.ProcessGroup, device: torch.device) -> Any:
+    """What `as_group` has put into a group; one that is written in Python is its own backend."""
+    return backend._get_backend(device) if type(backend) is dist.ProcessGroup else backend
+
+
+def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The name of the backend for `device` beside the group's own, if there is one."""
+    try:
+        config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+    except (RuntimeError, ValueError):  # not among c10d's groups yet, or no longer
+        return None
+    name = config.get_device_backend_map().get(device.type)
+    return None if name in (None, getattr(group, "backend", "shm")) else str(name)
+
+
 def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     made: dict[str, dist.ProcessGroup] = group.__dict__.setdefault("_elsewhere", {})
     if device.type not in made:
-        config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
-        name = config.get_device_backend_map().get(device.type)
-        own = getattr(group, "backend", "shm")
-        if name in (None, own):
+        name, own = _name_of_backend(group, device), getattr(group, "backend", "shm")
+        if name is None:
             raise ConfigError(
                 "tensor",
                 f"one on the CPU, which is what {own} carries",
                 got=str(device),
                 hint=f'Make the group with "cpu:{own},{device.type}:..." to name a backend for it.',
             )
-        made[device.type] = _make(group, str(name), device)
+        made[device.type] = _make(group, name, device)
     return made[device.type]
 
 
@@ -89,8 +133,10 @@ def _make(group: Any, name: str, device: torch.device) -> dist.ProcessGroup:
     plugin = dist.Backend._plugins.get(name.upper())
     backend: Any
     if name == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = group.timeout
+        options = getattr(group, "device_options", None) or dist.ProcessGroupNCCL.Options()
+        # as torch sets them for a group of its own
+        options._timeout, options.group_name = group.timeout, group.group_name
+        options.global_ranks_in_group = dist.get_process_group_ranks(group)
         backend = dist.ProcessGroupNCCL(store, *place, options)
     elif name == "gloo":
         backend = dist.ProcessGroupGloo(store, *place, group.timeout)

@@ -23,6 +23,7 @@ class NamedGroup(dist.ProcessGroup):
     backend = "shm"
     moves_any_dtype = False  # whether all that only moves data does so for every dtype of plain numbers
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+    device_options: Any = None  # what the user has given for the backend of another device, see `by_device`
     _name = _description = ""
     _batch: list[ShmWork] | None = None
 

@@ -1,7 +1,8 @@
-"""Makes Lockstep's backends known to torch.distributed, as soon as there is one, without importing it."""
+"""Makes Lockstep's process groups known to torch.distributed, as soon as there is one, without importing it."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -28,6 +29,42 @@ def _tell(c10d: ModuleType) -> None:
         # not "mpi": torch keeps that name for an MPI that it is built with, and never asks a plug-in for it
         c10d.Backend.register_backend("mpi4py", _make_mpi, extended_api=True, devices=["cpu"])
         c10d.register_rendezvous_handler("mpi4py", _meet_over_mpi)
+        _replace(c10d, "batch_isend_irecv", _together)
+
+
+def _replace(c10d: ModuleType, name: str, make: Callable[[ModuleType, Any], Any]) -> None:
+    """Put what `make` makes of a function in its place, also where it was imported from `c10d` by its name."""
+    old = getattr(c10d, name, None)
+    if old is None:
+        return
+    new = make(c10d, old)
+    for module in [c10d, *sys.modules.values()]:
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
+
+
+def _together(c10d: Any, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`batch_isend_irecv` for groups that are written in Python as well.
+
+    torch gives messages to the backend as one only where the group is c10d's own class itself. NCCL carries out one
+    message after the other otherwise, so that two ranks that send to each other wait for ever. A group that says by
+    its method `coalesces(device)` that its backend there needs it gets them as one here.
+    """
+
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        c10d._check_p2p_op_list(p2p_op_list)
+        group, device = p2p_op_list[0].group or c10d._get_default_group(), p2p_op_list[0].tensor.device
+        coalesces = getattr(group, "coalesces", None)
+        if coalesces is None or not coalesces(device):
+            return original(p2p_op_list)
+        with c10d._coalescing_manager(group, device, async_ops=True) as manager:
+            for each in p2p_op_list:
+                peer = {"group_dst" if each.op is c10d.isend else "group_src": each.group_peer}
+                each.op(each.tensor, group=each.group, tag=each.tag, **peer)
+        return manager.works
+
+    return batch_isend_irecv
 
 
 def _make_shm(given: Any, options: Any) -> Any:

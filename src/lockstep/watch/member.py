@@ -70,6 +70,7 @@ class Member:
         self.sequence = self.refused = 0
         self.started: deque[Started] = deque()
         self.inside: set[int] = set()  # threads that are in a call
+        self.batches: dict[int, list[Started]] = {}  # thread → what it has started that is to begin as one
         self.agreement: Agreement | None = None  # where ranks are on several machines
         self.ends_by_future = False  # whether a future's end is that of the operation, and not of its being queued
         recorder = session.recorder

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -40,6 +42,7 @@ def _with_watched_calls(kind: Any) -> Any:
     names = [name for name in (*KINDS, *_MESSAGES) if hasattr(kind, name)]
     methods = {name: _watched(name, getattr(kind, name)) for name in names}
     if hasattr(kind, "_end_coalescing"):
+        methods["_start_coalescing"] = _start_coalescing(kind._start_coalescing)
         methods["_end_coalescing"] = _end_coalescing(kind._end_coalescing)
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods})
 
@@ -104,6 +107,8 @@ def _start(member: Member, started: Started, thread: int, method: Callable[[], A
         raise
     finally:
         member.inside.discard(thread)
+    if thread in member.batches:
+        member.batches[thread].append(started)
     if work is None:  # inside a batch that is started together
         return work
     started.work = work
@@ -134,13 +139,44 @@ def _message(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _start_coalescing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        method(self, *args, **kwargs)
+        member = self.__dict__.get("watch_member")
+        if member is not None:
+            member.batches[threading.get_ident()] = []
+
+    return start
+
+
 def _end_coalescing(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def end(self: Any, *args: Any, **kwargs: Any) -> Any:
-        work, member = method(self, *args, **kwargs), self.__dict__.get("watch_member")
-        return work if member is None or work is None else WatchedWork(work, member, Started(0, 0, 0.0))
+        member = self.__dict__.get("watch_member")
+        batch = [] if member is None else member.batches.pop(threading.get_ident(), [])
+        work = method(self, *args, **kwargs)
+        return work if member is None or work is None else _WatchedBatch(work, member, batch)
 
     return end
+
+
+class _WatchedBatch(WatchedWork):
+    """What was started as one; for the record, who waits for it waits for the first, and all end with it."""
+
+    def __init__(self, inner: Any, member: Member, batch: list[Started]) -> None:
+        super().__init__(inner, member, batch[0] if batch else Started(0, 0, 0.0))
+        self._batch = batch
+        for started in batch:
+            started.work = inner
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See `WatchedWork.wait`."""
+        answer = super().wait(timeout)
+        now = time.monotonic()
+        for started in self._batch[1:]:
+            self._member.leave(started, now)
+        return answer
 
 
 class AroundGroup(dist.ProcessGroup):
@@ -174,6 +210,10 @@ class AroundGroup(dist.ProcessGroup):
         """What the group is for, as its maker says."""
         return str(self._group.group_desc)
 
+    def coalesces(self, device: Any) -> bool:
+        """Whether messages on `device` that are to travel side by side have to be given to the group as one."""
+        return bool(self._group._get_backend(device).supports_coalescing)
+
     @property
     def everyone(self) -> Any:
         """The group around which this one is."""
@@ -199,7 +239,10 @@ def _handing_on(name: str) -> Callable[..., Any]:
     return call
 
 
-_OTHERS = ("shutdown", "abort", "set_timeout", "get_group_store", "monitored_barrier")
+_OTHERS = (
+    *("shutdown", "abort", "set_timeout", "get_group_store", "monitored_barrier"),
+    *("_start_coalescing", "_end_coalescing"),
+)
 
 for _name in (*KINDS, *_MESSAGES, *_OTHERS):
     if hasattr(dist.ProcessGroup, _name):
