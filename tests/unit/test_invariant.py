@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
-from lockstep.randomness import seed_shard
+from lockstep.randomness import seed_shard, seed_torch
 from lockstep.strategies.conditions import Conditions, differences
 from lockstep.strategies.promise import BREAKING, check_meeting, check_modules
 from lockstep.strategies.shard_buffers import ShardBuffers
@@ -249,3 +250,15 @@ def test_the_document_has_the_same_table_of_layers() -> None:
     section = page.partition("## Layers that are refused")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| Layer")]
     assert rows == [f"| {kind.name} | {kind.reason} | {kind.instead} |" for kind in BREAKING]
+
+
+def test_the_generator_of_the_given_gpu_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the current one."""
+    seeded: list[tuple[int, int]] = []
+    generators = [SimpleNamespace(manual_seed=lambda key, index=index: seeded.append((index, key))) for index in (0, 1)]
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda key: seeded.append((-1, key)))
+    seed_torch(5, torch.device("cuda", 1))
+    seed_torch(6, torch.device("cuda"))
+    assert seeded == [(1, 5), (-1, 6)]

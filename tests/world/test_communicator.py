@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep.communicator import Communicator, pick_device
+from lockstep.communicator import Communicator, joining, pick_device
+from lockstep.communicator.joining import claim_gpu
 from lockstep.errors import ConfigError
 from lockstep.topology import World
 from support.pool import Pool
@@ -261,6 +263,85 @@ def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     assert pick_device("auto", World(3, 8, 3, 4)) == torch.device("cuda", 3)
     assert chosen == [3]
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int, chosen: list[int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_a_worker_that_sees_one_gpu_alone_takes_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A program around the worker has left it one, by the local rank."""
+    chosen: list[int] = []
+    gpus(monkeypatch, 1, chosen)
+    monkeypatch.setenv(name, "3")
+    assert pick_device("auto", World(3, 8, 3, 4)) == torch.device("cuda", 0)
+    assert chosen == [0]
+    monkeypatch.setenv(name, "0,1")  # of which the machine has but one
+    with pytest.raises(ConfigError, match="as it has GPUs"):
+        pick_device("auto", World(3, 8, 3, 4))
+
+
+def test_two_workers_that_see_the_same_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, living, ended = dist.HashStore(), os.getppid(), 2**22 + 1  # no process has a number as high as the second
+    claim_gpu(store, 0, "GPU-a")
+    claim_gpu(store, 0, "GPU-a")  # the same process once more, in a group that is made again
+    claim_gpu(store, 1, "GPU-b")
+    monkeypatch.setattr(os, "getpid", lambda: ended)
+    with pytest.raises(ConfigError, match=r"own for each worker on a node, got GPU GPU-a on rank 0 and on rank 5"):
+        claim_gpu(store, 5, "GPU-a")
+    claim_gpu(store, 6, "GPU-c")
+    monkeypatch.setattr(os, "getpid", lambda: living)
+    claim_gpu(store, 7, "GPU-c")  # a worker in the place of one that has ended
+    monkeypatch.setattr(os, "getpid", lambda: ended)
+    with pytest.raises(ConfigError, match="on rank 7 and on rank 8"):
+        claim_gpu(store, 8, "GPU-c")
+
+
+def test_the_process_group_is_told_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's communicators are formed at once then, on this device, where that is not left to the first tensor."""
+    given: list[dict[str, Any]] = []
+    uuids: list[str] = []
+    gpus(monkeypatch, 1, [])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a"))
+    monkeypatch.setattr(joining.dist, "init_process_group", lambda *_, **options: given.append(options))
+    monkeypatch.setattr(joining.rendezvous, "open_store", lambda *_: None)
+    monkeypatch.setattr(joining.watch, "install", lambda *_: None)
+    monkeypatch.setattr(joining.atexit, "register", lambda _: None)
+    monkeypatch.setattr(joining.distributed_c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(joining, "claim_gpu", lambda _, rank, uuid: uuids.append(f"{uuid} of rank {rank}"))
+    joining._join(World(1, 2, 1, 2), torch.device("cuda", 0), "gloo", None)
+    joining._join(World(1, 2, 1, 2), torch.device("cpu"), "gloo", None)
+    assert [options["device_id"] for options in given] == [torch.device("cuda", 0), None]
+    assert uuids == ["GPU-a of rank 1"]
+
+
+def test_a_part_of_a_group_that_is_bound_to_a_device_is_made_by_its_members_alone(pool: Pool) -> None:
+    """From a bound group torch would split NCCL's communicators, in which all of its ranks have to take part."""
+
+    def body() -> tuple[list[object], str]:
+        helper = joining.distributed_c10d._new_process_group_helper
+        seen: list[object] = []
+
+        def noting(*args: Any, **options: Any) -> Any:
+            seen.append(dist.group.WORLD.bound_device_id)
+            return helper(*args, **options)
+
+        comm = lockstep.init("cpu")
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        joining.distributed_c10d._new_process_group_helper = noting
+        try:
+            part = comm.split(0 if comm.rank == 0 else None)
+            if part is not None:
+                part.free()
+            return seen, str(dist.group.WORLD.bound_device_id)
+        finally:
+            joining.distributed_c10d._new_process_group_helper = helper
+            dist.group.WORLD.bound_device_id = None
+
+    assert pool.run(body) == [([None], "cuda:0"), ([], "cuda:0")]
 
 
 def test_a_communicator_says_who_it_is() -> None:

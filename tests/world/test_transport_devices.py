@@ -181,3 +181,47 @@ def test_whoever_asks_for_a_backend_gets_that_of_the_device(pool: Pool) -> None:
         return before, at, type(group._get_backend(torch.device("cpu"))).__name__
 
     assert pool.run(body, init=False) == [("ShmGroup", "Recorder", "ShmGroup")] * 2
+
+
+class Nccl(Recorder):
+    """In place of NCCL's."""
+
+    class Options:
+        """What can be chosen."""
+
+        _timeout = group_name = global_ranks_in_group = None
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        super().__init__(store, rank, size, options)
+        self.given = options
+
+
+def test_options_of_nccl_reach_it(pool: Pool) -> None:
+    def body() -> tuple[bool, str, list[int]]:
+        before = getattr(dist, "ProcessGroupNCCL", None)
+        dist.ProcessGroupNCCL = Nccl  # type: ignore[misc]
+        try:
+            options = Nccl.Options()
+            recorder.GROUPS.clear()
+            dist.init_process_group("cpu:shm,meta:nccl", pg_options=options)
+            dist.all_reduce(meta())
+            (made,) = recorder.GROUPS
+            recorder.GROUPS.clear()
+            given = made.given  # type: ignore[attr-defined]
+            assert given._timeout == world().timeout
+            return given is options, given.group_name, given.global_ranks_in_group
+        finally:
+            if before is None:
+                del dist.ProcessGroupNCCL
+            else:
+                dist.ProcessGroupNCCL = before  # type: ignore[misc]
+
+    assert pool.run(body, init=False) == [(True, "0", [0, 1])] * 2
+
+
+def test_options_of_nobody_are_refused(pool: Pool) -> None:
+    def body() -> str:
+        return attempt(lambda: dist.init_process_group("cpu:shm,meta:nccl", pg_options=object())).text
+
+    for said in pool.run(body, init=False):
+        assert "expected lockstep.ShmOptions, or those of NCCL for the GPUs beside it, got 'object'" in said

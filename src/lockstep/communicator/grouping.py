@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -30,18 +30,32 @@ def make_group(ranks: Sequence[int], name: str, like: dist.ProcessGroup) -> dist
         like: a group that they are all in.
     """
     make: Any = c10d._new_process_group_helper
-    made, _ = make(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        dist.Backend(dist.get_backend(like)),
-        c10d._get_default_store(),
-        name,
-        timeout=_timeout_of(like),
-    )
+    with _unbound(c10d._get_default_group()):
+        made, _ = make(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(dist.get_backend(like)),
+            c10d._get_default_store(),
+            name,
+            timeout=_timeout_of(like),
+        )
     c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(ranks)}
     group: dist.ProcessGroup = made
     return group
+
+
+@contextmanager
+def _unbound(group: Any) -> Iterator[None]:
+    """Within it `group` is bound to no device.
+
+    From a group that is bound to one, NCCL's communicators are split, in which all of its ranks have to take part.
+    """
+    device, group.bound_device_id = group.bound_device_id, None
+    try:
+        yield
+    finally:
+        group.bound_device_id = device
 
 
 def _timeout_of(group: Any) -> timedelta:

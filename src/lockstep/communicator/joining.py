@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import json
+import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .. import environment, rendezvous, watch
 from ..errors import ConfigError
@@ -19,7 +23,7 @@ from ..transports.shm import host
 from .communicator import Communicator
 from .place import world_of
 
-__all__ = ["init", "pick_device"]
+__all__ = ["claim_gpu", "init", "pick_device"]
 
 # One process is one worker of one job, so there is one communicator for all workers; torch.distributed holds its
 # default process group in the same way.
@@ -37,7 +41,8 @@ def init(device: str = "auto", timeout: timedelta | None = None, transport: str 
     has already made is used as it is. A second call returns the same communicator.
 
     Args:
-        device: "auto" (a GPU where there is one), "cpu", "cuda" (the GPU of this worker's local rank) or "mps".
+        device: "auto" (a GPU where there is one), "cpu", "cuda" (the GPU of this worker's local rank, or the only one
+            that it sees) or "mps".
         timeout: how long a collective may wait; PyTorch's default when None.
         transport: what carries tensors on the CPU: "shm", "gloo", "mpi" (through mpi4py, for processes that mpiexec has
             started), or "auto": "shm" on Linux and "gloo" elsewhere. LOCKSTEP_TRANSPORT, or "auto", when None.
@@ -55,6 +60,7 @@ def init(device: str = "auto", timeout: timedelta | None = None, transport: str 
     if dist.is_initialized():
         world = world_of(dist.group.WORLD)
         _default = Communicator.at(world, pick_device(device, world), dist.group.WORLD)
+        _check_own_gpu(_default.device, world)
         return _default
     world = environment.find_world()
     where = pick_device(device, world)
@@ -86,9 +92,51 @@ def _join(world: World, device: torch.device, carrier: str, timeout: timedelta |
     store = rendezvous.open_store(world, timeout, lambda: _store_over_mpi(world, timeout))
     watch.install(host.host_key)
     backend = f"cpu:{carrier},cuda:nccl" if device.type == "cuda" else carrier
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
     atexit.register(_leave)
+    _check_own_gpu(device, world)
     return dist.group.WORLD
+
+
+def _check_own_gpu(device: torch.device, world: World) -> None:
+    """Where each worker sees one GPU alone, and has numbers of its own for it, see that it is not another's as well."""
+    if device.type == "cuda" and world.local_world_size > 1 and torch.cuda.device_count() == 1:
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        claim_gpu(distributed_c10d._get_default_store(), world.rank, uuid)
+
+
+def claim_gpu(store: Store, rank: int, uuid: str) -> None:
+    """Take a GPU for this process.
+
+    Args:
+        store: of the job.
+        rank: of this process.
+        uuid: of the GPU.
+
+    Raises:
+        ConfigError: another rank on this machine, which lives, has taken it.
+    """
+    mine = json.dumps([host.host_key(), os.getpid(), rank])
+    key = f"lockstep/gpu/{uuid}"
+    where, pid, other = json.loads(store.compare_set(key, "", mine))
+    if where != host.host_key() or pid == os.getpid():
+        return
+    with suppress(ProcessLookupError, PermissionError):  # of one that has ended, and from whom it is taken over
+        os.kill(pid, 0)
+        raise ConfigError(
+            "device",
+            "a GPU of its own for each worker on a node",
+            f"GPU {uuid} on rank {other} and on rank {rank}, each of which sees it alone",
+            "Set CUDA_VISIBLE_DEVICES by the local rank, start fewer workers, or choose the device cpu.",
+        )
+    store.set(key, mine)
 
 
 def _store_over_mpi(world: World, timeout: timedelta | None) -> Store:
@@ -125,17 +173,18 @@ def pick_device(device: str, world: World) -> torch.device:
     if device == "cuda" and not gpus:
         raise ConfigError("device", "cpu or auto, as this machine has no GPU that torch can use", device)
     if device == "cuda" or (device == "auto" and gpus):
-        if gpus == 1 and world.source == "slurm":  # srun --gpus-per-task=1: each worker sees its own alone
-            return torch.device("cuda", 0)
-        if world.local_world_size > gpus:
+        # srun --gpus-per-task=1, or a program around this one: each worker sees its own alone, of whatever number
+        sees_its_own = gpus == 1 and (world.source == "slurm" or environment.visible_gpus() == 1)
+        if world.local_world_size > gpus and not sees_its_own:
             raise ConfigError(
                 "device",
                 f"at most as many workers on a node as it has GPUs ({gpus})",
                 found=f"{world.local_world_size} workers (this is rank {world.rank})",
                 hint="Start fewer workers, or choose the device cpu.",
             )
-        torch.cuda.set_device(world.local_rank)
-        return torch.device("cuda", world.local_rank)
+        chosen = torch.device("cuda", 0 if sees_its_own else world.local_rank)
+        torch.cuda.set_device(chosen.index)
+        return chosen
     if device == "mps" or (device == "auto" and world.world_size == 1 and torch.backends.mps.is_available()):
         if not torch.backends.mps.is_available() or world.world_size > 1:
             raise ConfigError("device", "cpu or cuda (mps needs an Apple GPU, and one worker)", device)

@@ -53,6 +53,7 @@ __all__ = [
     "usable_cores",
     "variables",
     "variables_for_workers",
+    "visible_gpus",
     "wants_colours",
     "watch_dir",
     "watch_mode",
@@ -118,6 +119,13 @@ def shm_size() -> int:
 def transport() -> str:
     """The transport that LOCKSTEP_TRANSPORT asks for; "auto" if unset."""
     return os.environ.get("LOCKSTEP_TRANSPORT", "").strip() or "auto"
+
+
+def visible_gpus() -> int | None:
+    """How many GPUs this process has been told to see by CUDA_VISIBLE_DEVICES or its like; None where nothing says."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    given = [os.environ[name] for name in names if name in os.environ]
+    return min(len([part for part in text.split(",") if part.strip()]) for text in given) if given else None
 
 
 def debugging() -> bool:

@@ -17,7 +17,7 @@ from .c10d import PrefixStore
 from .shm.arguments import NotOnCPUError
 from .wrapped import as_group
 
-__all__ = ["NAMES", "by_device"]
+__all__ = ["NAMES", "by_device", "device_options"]
 
 Group = TypeVar("Group", bound=type[dist.ProcessGroup])
 
@@ -126,6 +126,18 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
             )
         made[device.type] = _make(group, name, device)
     return made[device.type]
+
+
+def device_options(options: Any, own: str) -> Any:
+    """The `pg_options` of a group, where they are not its `own` but for the backend of another device beside it.
+
+    Raises:
+        ConfigError: they are for none of the backends that take some.
+    """
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if options is None or (nccl is not None and isinstance(options, nccl.Options)):
+        return options
+    raise ConfigError("pg_options", f"{own}, or those of NCCL for the GPUs beside it", type(options).__name__)
 
 
 def _make(group: Any, name: str, device: torch.device) -> dist.ProcessGroup:

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from .. import environment
 from ..errors import ConfigError
 from .c10d import PrefixStore
+from .devices import device_options
 from .hierarchy.between import Leaders
 from .hierarchy.connection import Connection
 from .hierarchy.group import HierarchicalGroup
+from .named import NamedGroup
 from .shm.core import Core
 from .shm.group import ShmGroup
 from .shm.host import Machine, machines
@@ -24,7 +26,7 @@ from .shm.options import ShmOptions
 __all__ = ["make_shm_group"]
 
 
-def make_shm_group(given: Any, options: ShmOptions | None) -> dist.ProcessGroup:
+def make_shm_group(given: Any, options: Any) -> dist.ProcessGroup:
     """The process group for what c10d hands to an extended backend (store, rank, size, timeout) and the user's options.
 
     Raises:
@@ -32,9 +34,14 @@ def make_shm_group(given: Any, options: ShmOptions | None) -> dist.ProcessGroup:
         TransportError: when no memory can be shared.
         StallError: when some ranks do not call it in time.
     """
-    if options is not None and not isinstance(options, ShmOptions):
-        raise ConfigError("pg_options", "lockstep.ShmOptions", found=type(options).__name__)
-    wish = options.size if options is not None else None
+    own = options if isinstance(options, ShmOptions) else ShmOptions()
+    others = None if own is options else device_options(options, "lockstep.ShmOptions")
+    group = _make(given, own.size)
+    group.device_options = others
+    return group
+
+
+def _make(given: Any, wish: int | None) -> NamedGroup:
     if wish is None:
         wish = environment.shm_size() or None
     elif not isinstance(wish, int):
@@ -56,7 +63,7 @@ def _plan(machine: Machine) -> Layout:
     return plan(count, default_size(count) if machine.size is None else machine.size)
 
 
-def _spanning(given: Any, core: Core, hosts: list[list[int]], machine: int) -> dist.ProcessGroup:
+def _spanning(given: Any, core: Core, hosts: list[list[int]], machine: int) -> NamedGroup:
     leaders = None
     if core.rank == 0:
         leaders = Leaders(Connection(PrefixStore("leaders", given.store), machine, len(hosts), given.timeout))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ...environment import usable_cores
 from ...errors import ConfigError
 from ..c10d import PrefixStore
+from ..devices import device_options
 from ..shm.meeting import tell_all
 from .group import MpiGroup
 from .library import load
@@ -24,15 +25,14 @@ __all__ = ["make_mpi_group"]
 _TAGS = 32768  # MPI promises at least so many
 
 
-def make_mpi_group(given: Any, options: object) -> dist.ProcessGroup:
+def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
     """The process group for what c10d hands to an extended backend: store, rank, size, timeout.
 
     Raises:
         ConfigError: mpi4py is not installed, or the ranks were not started by one `mpiexec`; for options.
         StallError: when some ranks do not call it in time.
     """
-    if options is not None:
-        raise ConfigError("pg_options", "none, as mpi4py has no options", found=type(options).__name__)
+    others = device_options(options, "none, as mpi4py has no options")
     world, rank, size = load().COMM_WORLD, given.group_rank, given.group_size
     # a store may outlive the groups that met in it, and c10d gives a group that is made again the same name
     given.store = PrefixStore(str(given.store.add(f"round/{rank}", 1)), given.store)
@@ -48,7 +48,9 @@ def make_mpi_group(given: Any, options: object) -> dist.ProcessGroup:
         )
     crowded = [text.split(" ", 1)[1] for text in said].count(host) > usable_cores()
     comm = _communicator(world, places, str(given.group_id))
-    return MpiGroup(Link(comm, given.timeout.total_seconds(), crowded), given.store)
+    group = MpiGroup(Link(comm, given.timeout.total_seconds(), crowded), given.store)
+    group.device_options = others
+    return group
 
 
 def _communicator(world: Any, places: list[int], name: str) -> Any:
