@@ -217,6 +217,7 @@ class Place:
             uneven=0,
             peers=peers or {},
             recordings={},
+            recorder=SimpleNamespace(note=lambda word, value: None),
             members=[],
             met=SimpleNamespace(machines=((0,), (1, 2)), store=store),
             health=SimpleNamespace(gone=set(), is_stopped=lambda rank: False),

@@ -60,6 +60,12 @@ def _unbound(group: Any) -> Iterator[None]:
 
 def _timeout_of(group: Any) -> timedelta:
     """The group's time limit, which each backend keeps in a place of its own."""
+    found = _own_timeout_of(group)
+    # the very object is what tells torch's own limit from one that the user has chosen
+    return c10d.default_pg_timeout if found is None or found == c10d.default_pg_timeout else found
+
+
+def _own_timeout_of(group: Any) -> timedelta | None:
     if isinstance(getattr(group, "timeout", None), timedelta):
         found: timedelta = group.timeout
         return found
@@ -67,4 +73,4 @@ def _timeout_of(group: Any) -> timedelta:
         with suppress(AttributeError, RuntimeError):
             limit: timedelta = group._get_backend(torch.device(device)).options._timeout
             return limit
-    return c10d.default_pg_timeout
+    return None

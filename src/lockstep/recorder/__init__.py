@@ -1,7 +1,7 @@
 """What every rank is doing now and has done last, readable by any process of the same user on the same machine."""
 
 from . import places
-from .current import current, named, note_batch, note_samples
+from .current import alone, current, named, note_batch, note_samples
 from .log import Log, log_header, read_log
 from .reader import RankState, Raw, Record, Recording, batch_of, open_job
 from .writer import Call, Recorder
@@ -14,6 +14,7 @@ __all__ = [
     "Record",
     "Recorder",
     "Recording",
+    "alone",
     "batch_of",
     "current",
     "log_header",

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .layout import State
 from .writer import Recorder
 
-__all__ = ["current", "named", "note_batch", "note_samples"]
+__all__ = ["alone", "current", "named", "note_batch", "note_samples"]
 
 
 class _Thread(threading.local):
@@ -46,6 +47,19 @@ def note_samples(number: int) -> None:
     """Say that this rank has seen `number` more samples."""
     if current.recorder is not None:
         current.recorder.note_samples(number)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Around what this rank does while the others are meant to wait for it, however long that takes."""
+    recorder, word = current.recorder, State().alone
+    if recorder is not None:
+        recorder.note(word, recorder.words[word] + 1)
+    try:
+        yield
+    finally:
+        if recorder is not None:
+            recorder.note(word, recorder.words[word] - 1)
 
 
 @contextmanager

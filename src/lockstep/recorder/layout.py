@@ -23,7 +23,7 @@ __all__ = [
     "State",
 ]
 
-MAGIC, VERSION = b"LOCKSTEP", 2
+MAGIC, VERSION = b"LOCKSTEP", 3
 
 # magic, version, rank, world size, process, moment of the start, unix time minus the monotonic clock, host, program
 HEADER = struct.Struct("<8sIIIIdd64s256s")
@@ -60,6 +60,8 @@ class State:
     threads: int = 74
     since_record: int = 75
     suspended: int = 76
+    alone: int = 77
+    alone_elsewhere: int = 78
 
 
 WORDS = 1024  # offset of a length and a text: a rank's last words
@@ -83,9 +85,14 @@ class Layout:
         return self.lanes + 8 * LANES
 
     @property
+    def limits(self) -> int:
+        """Of the seconds that the user lets a collective of the groups take, one word each; 0 where he has not said."""
+        return self.heads + 8 * LANES
+
+    @property
     def rows(self) -> int:
         """Of the numbers of records by group and sequence number, `DEPTH` words for each group."""
-        return self.heads + 8 * LANES
+        return self.limits + 8 * LANES
 
     @property
     def ring(self) -> int:

@@ -244,6 +244,20 @@ class Recording:
         """The sequence number to which the rank has come in that group."""
         return int(self.words[self._heads + lane])
 
+    def limit_s(self, lane: int) -> float:
+        """The seconds that the user lets a collective of that group take; 0 where he has not said."""
+        return float(self.reals[(self.layout.limits >> 3) + lane])
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the rank does what the others are meant to wait for."""
+        return bool(self.words[_AT.alone])
+
+    @property
+    def knows_one_alone(self) -> bool:
+        """Whether it does, or has heard of a rank on another machine that does."""
+        return bool(self.words[_AT.alone] or self.words[_AT.alone_elsewhere])
+
     def row(self, lane: int, sequence: int) -> int:
         """The number of the record of the group's collective `sequence`, or of one `DEPTH` before or after; or 0."""
         return int(self.words[self._rows + lane * DEPTH + sequence % DEPTH])

@@ -86,8 +86,13 @@ class Recorder:
 
     # groups
 
-    def open_lane(self, key: int) -> int:
-        """Room for the group `key`; its number."""
+    def open_lane(self, key: int, limit_s: float = 0.0) -> int:
+        """Room for the group `key`; its number.
+
+        Args:
+            key: of the group.
+            limit_s: seconds that the user lets its collectives take; 0 where he has not said.
+        """
         lane = min(range(LANES), key=self._lanes.__getitem__)
         self._uses += 1
         self._lanes[lane] = self._uses + (1 << 62)
@@ -95,8 +100,13 @@ class Recorder:
         start = self._rows + lane * DEPTH
         for row in (*range(start, start + DEPTH), self._heads + lane):
             self.words[row] = 0
+        self.allow(lane, limit_s)
         self.words[(self.layout.lanes >> 3) + lane] = key
         return lane
+
+    def allow(self, lane: int, limit_s: float) -> None:
+        """Note how many seconds the user lets a collective of that group take."""
+        self.reals[(self.layout.limits >> 3) + lane] = limit_s
 
     def close_lane(self, lane: int) -> None:
         """The group has been left; others may still read what it has done, until the room is needed."""

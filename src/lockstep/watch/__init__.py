@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-__all__ = ["install", "leave_out", "left", "raised", "uninstall"]
+__all__ = ["blocking", "install", "leave_out", "left", "raised", "uninstall"]
 
 
 def install(machine: Callable[[], str], lasting: bool = False) -> None:
@@ -56,3 +57,21 @@ def leave_out(group: Any) -> None:
     hooks = sys.modules.get(f"{__name__}.hooks")
     if hooks is not None:
         hooks.leave_out(group)
+
+
+def blocking(group: Any, operation: str) -> AbstractContextManager[Callable[[], None]]:
+    """Around a wait of the ranks of `group` for each other that is none of torch's: one more collective to the watch.
+
+    Every rank of the group must come to it. In the body there is a function to call again and again, which raises
+    what has gone wrong.
+
+    Args:
+        group: a process group of torch.distributed's.
+        operation: its name in reports.
+    """
+    hooks = sys.modules.get(f"{__name__}.hooks")
+    return nullcontext(_nothing) if hooks is None else hooks.blocking(group, operation)
+
+
+def _nothing() -> None:
+    return

@@ -76,6 +76,7 @@ class Far:
             return
         with suppress(RuntimeError):  # a machine has said nothing yet
             report, self._told = rounds.hear()
+            self._session.recorder.note(State().alone_elsewhere, any(said.get("alone") for said in self._told.values()))
             if report:
                 self._take(report)
             else:
@@ -126,7 +127,10 @@ class Far:
         session = self._session
         stopped = [rank for rank in session.peers if session.health.is_stopped(rank)]
         near = {member.key for member in session.members if not member.far}
-        return {**told_of(session.recordings, session.health.gone, stopped, near), "final": self._final}
+        told = told_of(session.recordings, session.health.gone, stopped, near)
+        if self._machine == 0:  # the others hear of nobody else
+            told["alone"] = told["alone"] or any(said.get("alone") for said in self._told.values())
+        return {**told, "final": self._final}
 
     def _judge(self, rounds: Rounds, own: dict[str, Any]) -> None:
         session = self._session
@@ -176,9 +180,10 @@ class Far:
     def _slow(self) -> Finding | None:
         """Say which ranks come late, or that they have come too late."""
         limits = self._session.limits
-        for key, sequence, seconds, what, late, waiting in machines.slow_of(self._job(), self._told):
-            if seconds >= limits.stall_s:
-                text = f"{names(late)} did not come to {what} within {limits.stall_s:.0f} s."
+        for key, sequence, seconds, limit_s, what, late, waiting in machines.slow_of(self._job(), self._told):
+            allowed_s = max(limits.stall_s, limit_s)
+            if self._session.since_alone(seconds) >= allowed_s:
+                text = f"{names(late)} did not come to {what} within {allowed_s:.0f} s."
                 return Finding("stall", text, tuple(late), "", _ADVICE, key, sequence)
             # ranks of one machine have told of each other
             machine_of = {rank: i for i, ranks in enumerate(self._session.met.machines) for rank in ranks}

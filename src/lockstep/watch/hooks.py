@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +28,7 @@ from .session import Session
 from .sockets import Sockets
 from .wrapping import watched
 
-__all__ = ["install", "leave_out", "left", "raised", "uninstall"]
+__all__ = ["blocking", "install", "leave_out", "left", "raised", "uninstall"]
 
 _BLOCKING = {"shm", "gloo", "mpi", "mpi4py"}  # backends whose operations have ended when they say so
 
@@ -63,7 +66,7 @@ class _Watch:
                 group, own = original(group_size, group_rank, ranks, backend, store, *args, **kw)
             if not ranks:  # now that most backends have let the ranks meet, nobody comes late by more than a moment
                 self._begin(group_size, group_rank, store)
-            return self._wrap(self.session, group, ranks), own
+            return self._wrap(self.session, group, ranks, _limit_s(args, kw)), own
 
         return make
 
@@ -84,7 +87,7 @@ class _Watch:
         self._undo = [*batches.replacements(session), *models.replacements(session)]
         session.start(self.end, _log(session))
 
-    def _wrap(self, session: Session | None, group: Any, ranks: list[int]) -> Any:
+    def _wrap(self, session: Session | None, group: Any, ranks: list[int], limit_s: float) -> Any:
         if (
             session is None
             or group is None
@@ -98,7 +101,7 @@ class _Watch:
         name = str(c10d._world.pg_names[made])
         members = tuple(ranks) or tuple(range(session.recorder.world_size))
         title = (made.group_desc if made.group_desc not in ("", "undefined") else name) if ranks else ""
-        made.watch_member = session.join(name, title, members)
+        made.watch_member = session.join(name, title, members, limit_s)
         backends = {part.partition(":")[2] for part in c10d.get_backend_config(made).split(",")}
         made.watch_member.ends_by_future = backends <= _BLOCKING
         if made.watch_member.far and backends <= {"gloo", "shm"}:  # they connect all ranks by Gloo
@@ -142,6 +145,13 @@ class _Watch:
         session.close()
         if not self._lasting:
             uninstall()
+
+
+def _limit_s(args: tuple[Any, ...], kw: dict[str, Any]) -> float:
+    """The seconds that the user lets a group's collectives take; 0 where torch has filled in its own limit."""
+    given = kw.get("timeout", next((each for each in args if isinstance(each, timedelta)), None))
+    usual = any(given is each for each in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))
+    return 0.0 if given is None or usual else float(given.total_seconds())
 
 
 def _log(session: Session) -> Log | None:
@@ -201,6 +211,24 @@ def leave_out(group: Any) -> None:
     """See `watch.leave_out`."""
     if _watch is not None and _watch.session is not None:
         _watch.session.leave_out(group)
+
+
+@contextmanager
+def blocking(group: Any, operation: str) -> Iterator[Callable[[], None]]:
+    """See `watch.blocking`."""
+    session = _watch.session if _watch is not None else None
+    member = session.groups.get(group) if session is not None else None
+    if session is None or member is None or group.watch_member is None or threading.get_ident() in member.inside:
+        yield lambda: None
+        return
+    started = member.enter(operation, ())
+    try:
+        with session.blocking(started.number, member.ranks):
+            yield session.check
+    except BaseException:
+        member.drop(started)
+        raise
+    member.leave(started, time.monotonic())
 
 
 def _after_fork() -> None:

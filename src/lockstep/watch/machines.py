@@ -25,7 +25,7 @@ class _Part:
     machine: int
     ranks: tuple[int, ...]
     head: int
-    waits: tuple[int, float] | None
+    waits: tuple[int, float, float] | None
     records: Mapping[int, tuple[int, ...]]
     texts: tuple[str, str]
     title: str = ""  # of the group, "" for that of all ranks
@@ -94,15 +94,19 @@ def raised(job: Job, told: Told) -> tuple[Finding | None, bool]:
     return raised_by(found.rank, found.note, found.words), any(True for _ in slow_of(job, told))
 
 
-def slow_of(job: Job, told: Told) -> Iterator[tuple[int, int, float, str, list[int], list[int]]]:
-    """(group, sequence number, seconds, what, who has not come, who waits) of each collective that is waited in."""
+def slow_of(job: Job, told: Told) -> Iterator[tuple[int, int, float, float, str, list[int], list[int]]]:
+    """Each collective that is waited in.
+
+    Yields:
+        (group, sequence number, seconds, seconds that the user allows or 0, what, who has not come, who waits).
+    """
     for key, parts in _groups(job, told).items():
         for part in parts:
             if part.waits is not None:
-                sequence, seconds = part.waits
+                sequence, seconds, limit_s = part.waits
                 late = [rank for each in parts if each.head < sequence for rank in each.ranks]
                 if late:
-                    yield key, sequence, seconds, part.called(), sorted(late), list(part.ranks)
+                    yield key, sequence, seconds, limit_s, part.called(), sorted(late), list(part.ranks)
 
 
 def _groups(job: Job, told: Told) -> dict[int, list[_Part]]:
@@ -111,9 +115,9 @@ def _groups(job: Job, told: Told) -> dict[int, list[_Part]]:
         for key, parts in said.get("groups", {}).items():
             for ranks, head, waits, records, texts in parts:
                 kept = {record[0]: tuple(record[1:]) for record in records}
-                pair = (waits[0], waits[1]) if waits else None
+                wait = (waits[0], waits[1], waits[2] if len(waits) > 2 else 0.0) if waits else None
                 found.setdefault(int(key), []).append(
-                    _Part(machine, tuple(ranks), head, pair, kept, (texts[0], texts[1]), *texts[2:3])
+                    _Part(machine, tuple(ranks), head, wait, kept, (texts[0], texts[1]), *texts[2:3])
                 )
     for number, members in job.groups.items():
         known = {rank for part in found.get(number, []) for rank in part.ranks}

@@ -62,9 +62,12 @@ class Member:
         title: of the group for the user, "" for that of all ranks.
         ranks: of its members in the job.
         uses: how many groups of that name and those ranks this rank has made before.
+        limit_s: seconds that the user lets its collectives take; 0 where he has not said.
     """
 
-    def __init__(self, session: Session, name: str, title: str, ranks: Sequence[int], uses: int) -> None:
+    def __init__(
+        self, session: Session, name: str, title: str, ranks: Sequence[int], uses: int, limit_s: float = 0.0
+    ) -> None:
         self.session, self.title, self.ranks = session, title, tuple(ranks)
         self.key = digest(f"{name} {self.ranks} {uses}")
         self.sequence = self.refused = 0
@@ -74,7 +77,8 @@ class Member:
         self.agreement: Agreement | None = None  # where ranks are on several machines
         self.ends_by_future = False  # whether a future's end is that of the operation, and not of its being queued
         recorder = session.recorder
-        self.lane = recorder.open_lane(self.key)
+        self.limit_s = limit_s
+        self.lane = recorder.open_lane(self.key, limit_s)
         self.title_number = recorder.texts.number(title)
         own = self.ranks.index(recorder.rank)
         around = (*self.ranks[own + 1 :], *self.ranks[:own])
@@ -119,6 +123,12 @@ class Member:
         if peer >= 0:
             self.session.recorder.count_message(peer, sent=word == "to")
         return started
+
+    def allow(self, seconds: float) -> None:
+        """A wait of this group is given a limit of its own; a longer one than the others counts from here on."""
+        if seconds > self.limit_s:
+            self.limit_s = seconds
+            self.session.recorder.allow(self.lane, seconds)
 
     def leave(self, started: Started, now: float) -> None:
         """Record that a collective has ended."""

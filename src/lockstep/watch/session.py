@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -67,6 +68,7 @@ class Session:
         self._made: dict[tuple[str, tuple[int, ...]], int] = {}
         self._threads: set[int] = set()  # that have ever waited
         self.looked = time.monotonic()  # when the watcher has last looked
+        self.was_alone = -math.inf  # when a rank was last seen to do what others are meant to wait for
         self._told: set[tuple[int, ...]] = set()
 
     def start(self, end: Callable[[], None], log: Log | None) -> None:
@@ -78,10 +80,10 @@ class Session:
 
     # groups
 
-    def join(self, name: str, title: str, ranks: tuple[int, ...]) -> Member:
-        """Take part in a group."""
+    def join(self, name: str, title: str, ranks: tuple[int, ...], limit_s: float = 0.0) -> Member:
+        """Take part in a group; `limit_s` as for `Member`."""
         uses = self._made[name, ranks] = self._made.get((name, ranks), 0) + 1
-        member = Member(self, name, title, ranks, uses)
+        member = Member(self, name, title, ranks, uses, limit_s)
         with self.lock:
             self.members.append(member)
         return member
@@ -104,6 +106,16 @@ class Session:
         """All groups are about to be destroyed: whoever waits for this rank shall know that it has not died."""
         if self.recorder.phase not in ("raised", "ended"):
             self.recorder.turn("left")
+
+    def look_who_is_alone(self) -> None:
+        """Note whether a rank, here or elsewhere, does what others are meant to wait for."""
+        living = (each for rank, each in self.recordings.items() if rank not in self.health.gone)
+        if any(each.knows_one_alone and each.phase in ("runs", "waits") for each in living):
+            self.was_alone = time.monotonic()
+
+    def since_alone(self, waited_s: float) -> float:
+        """So many seconds of a wait as have passed since then: no limit counts the others."""
+        return min(waited_s, time.monotonic() - self.was_alone)
 
     def waits_in(self) -> Raw | None:
         """The record of the blocking call that this rank is in."""

@@ -44,7 +44,8 @@ def told_of(
                 groups.setdefault(str(key), []).append(_group(recording, lane, key))
     waits = {str(rank): found for rank, each in recordings.items() if (found := _waits(each)) is not None}
     sent = {str(rank): _sent(each) for rank, each in recordings.items()}
-    return {"ranks": ranks, "groups": _alike(groups), "waits": waits, "sent": sent}
+    alone = any(each.is_alone for rank, each in recordings.items() if rank not in gone)
+    return {"ranks": ranks, "groups": _alike(groups), "waits": waits, "sent": sent, "alone": alone}
 
 
 def _waits(recording: Recording) -> list[int] | None:
@@ -66,14 +67,17 @@ def _sent(recording: Recording) -> dict[str, int]:
 
 
 def _group(recording: Recording, lane: int, key: int) -> list[Any]:
-    """[ranks, last sequence number, seconds since the first that has not ended was called or None, records]."""
+    """[ranks, last sequence number, what it waits in or None, records, texts].
+
+    What it waits in: the first that has not ended, the seconds since it was called, and those that the user allows.
+    """
     head, records, waits = recording.head(lane), [], None
     for sequence in range(max(1, head + 1 - LAST), head + 1):
         raw = recording.raw(recording.row(lane, sequence))
         if raw is None or raw.key != key or raw.sequence != sequence:
             continue
         if not raw.left and waits is None:
-            waits = [sequence, round(time.monotonic() - raw.entered, 1)]
+            waits = [sequence, round(time.monotonic() - raw.entered, 1), recording.limit_s(lane)]
         records.append(_record(raw))
     return [[recording.rank], head, waits, records, [recording.text(n) for n in _texts(recording, lane, head)]]
 

@@ -72,6 +72,12 @@ class Session(Protocol):
     def blocking(self, number: int, ranks: Collection[int]) -> Any:
         """Around a wait for the collective of that record."""
 
+    def look_who_is_alone(self) -> None:
+        """Note whether a rank, here or elsewhere, does what others are meant to wait for."""
+
+    def since_alone(self, waited_s: float) -> float:
+        """So many seconds of a wait as have passed since then: no limit counts the others."""
+
     def waits_in(self) -> Raw | None:
         """The record of the blocking call that this rank is in."""
 

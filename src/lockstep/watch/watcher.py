@@ -75,6 +75,7 @@ class Watcher:
     def _look(self) -> None:
         session = self._session
         self._write_log()
+        session.look_who_is_alone()
         session.far.look(self._patience.look())
         finding = has_raised(session, self._waits())
         if finding is None and session.recorder.phase not in ("raised", "ended", "left"):
@@ -146,10 +147,11 @@ class Watcher:
             return None
         guilty = [rank for rank in late if rank not in session.peers or session.peers[rank].phase != "waits"] or late
         where = in_words(session, started.number)
-        if waited >= limits.stall_s:
+        allowed_s = max(limits.stall_s, self._given_s(key))
+        if session.since_alone(waited) >= allowed_s:
             return Finding(
                 "stall",
-                f"{names(guilty)} did not come to {where} within {limits.stall_s:.0f} s.",
+                f"{names(guilty)} did not come to {where} within {allowed_s:.0f} s.",
                 tuple(guilty),
                 f"{'It is' if len(guilty) == 1 else 'They are'} slow or in an endless loop, as the stack says, "
                 "or only some ranks call this collective.",
@@ -161,10 +163,14 @@ class Watcher:
         last = self._warned.get((key, started.number), 0.0)
         if session.rank == min(set(ranks) - set(late), default=session.rank) and waited > last * _AGAIN:
             self._warned = {(key, started.number): waited}
-            self._warn(where, guilty, sorted(set(ranks) - set(late)), waited)
+            self._warn(where, guilty, sorted(set(ranks) - set(late)), waited, allowed_s)
         return None
 
-    def _warn(self, where: str, late: list[int], waiting: list[int], waited: float) -> None:
+    def _given_s(self, key: int) -> float:
+        """The seconds that the user allows the group `key`; 0 where he has not said."""
+        return next((member.limit_s for member in self._session.members if member.key == key), 0.0)
+
+    def _warn(self, where: str, late: list[int], waiting: list[int], waited: float, allowed_s: float) -> None:
         session = self._session
         asked = [session.peers[rank] for rank in late if rank in session.peers]
         stacks = ask(session.folder, asked)
@@ -173,4 +179,5 @@ class Watcher:
         text = f"{names(late).lower()} {verb} not come to {where} for {waited:.1f} s; {who}."
         for rank, stack in sorted(stacks.items())[:3]:
             text += f" Rank {rank} is at {' < '.join(stack[:3])}."
-        session.say(f"slow: {text} This is an error after {session.limits.stall_s:.0f} s.")
+        end = f" This is an error after {allowed_s:.0f} s." if session.since_alone(waited) >= _TICK_S else ""
+        session.say(f"slow: {text}{end}")

@@ -36,6 +36,8 @@ class WatchedWork(dist.Work):
             DesyncError, RankLostError, StallError: it never will.
         """
         session = self._member.session
+        if timeout:
+            self._member.allow(timeout.total_seconds())
         if session.error is None and self.is_completed():
             answer = self._wait_for_ended()
         else:

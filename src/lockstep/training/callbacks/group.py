@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+from ... import recorder
 from ...errors import ConfigError
 from .base import Callback, Row
 from .checkpoints import Checkpoints
@@ -36,17 +37,20 @@ class CallbackGroup:
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         """A step has been made."""
         for member in self._members:
-            member.on_step(trainer, result)
+            with _waited_for(member):
+                member.on_step(trainer, result)
 
     def on_loss(self, trainer: Trainer, result: StepResult, loss: float) -> None:
         """The loss of a step has arrived."""
         for member in self._members:
-            member.on_loss(trainer, result, loss)
+            with _waited_for(member):
+                member.on_loss(trainer, result, loss)
 
     def on_epoch(self, trainer: Trainer, row: Row) -> None:
         """An epoch has been made and evaluated."""
         for member in self._members:
-            member.on_epoch(trainer, row)
+            with _waited_for(member):
+                member.on_epoch(trainer, row)
 
     @contextmanager
     def running(self, trainer: Trainer) -> Iterator[None]:
@@ -55,18 +59,24 @@ class CallbackGroup:
 
         def end(member: Callback) -> None:
             # What goes wrong at the end must not hide what went wrong before.
-            with nullcontext() if error is None else suppress(Exception):
+            with nullcontext() if error is None else suppress(Exception), _waited_for(member):
                 member.on_end(trainer, error)
 
         with ExitStack() as stack:
             try:
                 for member in self._members:
-                    member.on_start(trainer)
+                    with _waited_for(member):
+                        member.on_start(trainer)
                     stack.callback(end, member)
                 yield
             except BaseException as raised:
                 error = raised
                 raise
+
+
+def _waited_for(member: Callback) -> AbstractContextManager[None]:
+    """Around what `member` does: the other ranks are meant to wait for what only rank 0 does."""
+    return nullcontext() if member.every_rank else recorder.alone()
 
 
 def _checked(callback: Any) -> Callback:

@@ -1,0 +1,130 @@
+"""No healthy job is ended: the user's own time limits count, and rank 0 may take its time in what it does for all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from support.desyncs import program
+from support.programs import Ending, run_programs
+
+PRELOAD = ("lockstep.watch.hooks", "torch._dynamo", "torch.utils.data", "lockstep.training.trainer")
+SHORT = {"LOCKSTEP_STALL_WARNING": "0.3", "LOCKSTEP_STALL_TIMEOUT": "0.8"}
+
+Run = Callable[[Sequence[tuple[str, int]]], list[list[Ending]]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return lambda programs: run_programs(programs, tmp_path_factory.mktemp("programs"), 115, PRELOAD)
+
+
+def limited(text: str, seconds: float | None, backend: str, machines: str = "") -> str:
+    """A program whose group has a time limit of `seconds`, which is more or less than the short one of the watch."""
+    whole = program(text, backend, machines, **SHORT)
+    if seconds is None:
+        return whole
+    given = f"timeout=__import__('datetime').timedelta(seconds={seconds}), rank=rank"
+    return whole.replace("rank=rank", given, 1)
+
+
+LATE = """
+from datetime import timedelta
+if last: time.sleep(2)
+dist.all_reduce(x)
+print("done")
+"""
+LATE_IN_A_GROUP = """
+from datetime import timedelta
+pair = dist.new_group(list(range(size)), timeout=timedelta(seconds=60))
+if last: time.sleep(2)
+dist.all_reduce(x, group=pair)
+print("done")
+"""
+
+
+def test_a_time_limit_of_the_users_is_not_cut_short(run: Run) -> None:
+    programs = [
+        (limited(LATE, 60.0, "shm", "AB"), 2),
+        (program(LATE_IN_A_GROUP, "gloo", **SHORT), 2),
+        (program(LATE, "gloo", **SHORT), 2),  # torch's own limit is nothing that the user has said
+        (program(LATE, "gloo", "AB", **SHORT), 2),
+    ]
+    *patient, near, far = run(programs)
+    for ended in patient:
+        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 2, ended
+        assert "slow: rank 1 has not come" in "".join(ending.err for ending in ended)
+    for ended in (near, far):
+        assert "StallError: Rank 1 did not come" in " ".join(ended[0].err.split()), ended
+
+
+START = """
+import lockstep
+comm = lockstep.init("cpu")
+def work():
+    time.sleep(2); return "worked"
+"""
+VERBS = """
+with comm.first():
+    if rank == 0: work()
+assert comm.on_rank0(work) == "worked"
+pair = comm.split(0)
+assert pair.on_rank0(work) == "worked"
+"""
+FIRST = """
+with comm.first():
+    if rank == 0: work()
+"""
+SAVES = """
+from lockstep.checkpoint import CheckpointStore
+from lockstep.training.callbacks.base import Callback
+save = CheckpointStore.save
+def slowly(self, *args, **kwargs):
+    work()
+    return save(self, *args, **kwargs)
+CheckpointStore.save = slowly
+class Reports(Callback):
+    every_rank = False
+    def on_epoch(self, trainer, row): work()
+model = torch.nn.Linear(4, 2)
+data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
+options = {"out": path + "-run", "callbacks": [Reports()]}
+loss = torch.nn.functional.cross_entropy
+trainer = lockstep.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), loss, 4, **options)
+trainer.fit(data, 1)
+trainer.save()
+"""
+DONE = "dist.all_reduce(x)\nprint('done')\n"
+
+
+@pytest.mark.parametrize("backend, machines", [("shm", ""), ("gloo", ""), ("shm", "AB")])
+def test_what_rank_0_does_for_all_may_take_its_time(run: Run, backend: str, machines: str) -> None:
+    """Longer than the watch's limit and than that of the group, which the transport itself keeps."""
+    bodies = [(FIRST, 1.2)] if backend == "gloo" else [(VERBS, 1.2), (SAVES, None)][: 1 if machines else 2]
+    for ended in run([(limited(START + body + DONE, limit, backend, machines), 2) for body, limit in bodies]):
+        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 2, ended
+        assert "slow: rank 0 has not come" in "".join(ending.err for ending in ended)
+
+
+def test_its_failure_and_its_death_end_the_wait(run: Run) -> None:
+    raises = "time.sleep(1.5)\n    raise ValueError('on rank 0')"
+    dies = "time.sleep(1.5)\n    os.kill(os.getpid(), 9)"
+    bodies = [
+        START + FIRST.replace("work()", "fail()").replace("with", f"def fail():\n    {how}\nwith", 1)
+        for how in (raises, dies)
+    ]
+    raised, died, apart = run(
+        [
+            (limited(bodies[0], 1.0, "shm"), 2),
+            (limited(bodies[1], 1.0, "shm"), 2),
+            (limited(bodies[1], 1.0, "gloo", "AB"), 2),
+        ]
+    )
+    assert [ending.code for ending in raised] == [1, 1]
+    assert all("ValueError: on rank 0" in ending.err for ending in raised)
+    for ended in (died, apart):
+        assert ended[0].code == -9
+        assert re.search(r"RankLostError: ", ended[1].err), ended[1]
+        assert ended[1].at - ended[0].at < 10
