@@ -92,8 +92,9 @@ CASES: dict[str, tuple[str, str]] = {
     "exits early": ("if last: sys.exit(0)\ndist.all_reduce(x)", r"Rank \d (on \S+ )?has come to its end while others"),
     "recv without send": ("dist.recv(x, size - 1) if me == 0 else dist.all_reduce(x)", r"waits in recv\(float32\[4\]"),
     "skipped batch": (
+        # a warning, until this rank has run out of batches
         _LOOP.format(samples=40, first="if last and number == 3: continue"),
-        r"on batch 3.*on batch 4|on batch 4.*on batch 3",
+        r"(end|destroyed its process group) after 10 batches while others waited",
     ),
     "uneven batches": (_LOOP.format(samples="40 - 8 * last", first=""), r"end after 8 batches|destroyed.*8 batches"),
     "uneven batches, then a metric": (

@@ -172,14 +172,18 @@ def test_two_threads_that_find_something_write_one_whole_report(
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-def test_lines_that_differ_are_said_where_nothing_can_be_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind, words", [("lines", "different lines"), ("batches", "is on batch 3")])
+def test_what_differs_is_said_where_nothing_can_be_written(tmp_path: Path, kind: str, words: str) -> None:
     said: list[str] = []
-    record = SimpleNamespace(what="barrier()", place="a.py:1", source="", sequence=1, group="", batch=None)
+    record = SimpleNamespace(what="barrier()", place="a.py:1", source="", sequence=1, group="", batch=3, finished=False)
     own = SimpleNamespace(record=lambda raw: record)
     session = bare_session(tmp_path / "gone", say=said.append, own=own, rank=0, _told=set())
-    raws = [cast("Any", SimpleNamespace(line=line)) for line in (1, 2)]
-    session._tell_lines(raws[0], SimpleNamespace(recording=own, rank=1), raws[1])
-    assert "different lines" in said[0]
+    session.limits = SimpleNamespace(strict=False)
+    raws = [cast("Any", SimpleNamespace(line=line, loop=7)) for line in (1, 2)]
+    session._warn(kind, raws[0], SimpleNamespace(recording=own, rank=1), raws[1])
+    assert words in said[0]
+    assert session.has_told(kind, raws[0], raws[1])
+    assert not session.has_told("swap", raws[0], raws[1])
 
 
 # between machines
@@ -221,7 +225,7 @@ class Place:
             members=[],
             met=SimpleNamespace(machines=((0,), (1, 2)), store=store),
             health=SimpleNamespace(gone=set(), is_stopped=lambda rank: False),
-            limits=SimpleNamespace(debugging=True, stall_s=600.0, warning_s=5.0),
+            limits=SimpleNamespace(debugging=True, strict=False, stall_s=600.0, warning_s=5.0),
             fail=self.found.append,
         )
         self.far = Far(self.session)

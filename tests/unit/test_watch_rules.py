@@ -19,13 +19,14 @@ from lockstep.recorder import Raw
 from lockstep.watch.causes import first_line
 from lockstep.watch.far import Far
 from lockstep.watch.finding import Finding
-from lockstep.watch.judge import differs
+from lockstep.watch.judge import KINDS, differences, is_error
 from lockstep.watch.machines import Job, compare, rows_of, slow_of
 from lockstep.watch.places import is_internal, stack_of
 from lockstep.watch.report import Report, read
 from lockstep.watch.rounds import Rounds
 from lockstep.watch.session import Session
-from lockstep.watch.signs import KINDS, in_words
+from lockstep.watch.signs import KINDS as CALLS
+from lockstep.watch.signs import in_words
 
 RAW = Raw(1, 2, 3, fingerprint=4, line=5, batch=6, loop=7, entered=0, left=0, what=0, place=0, group=0, name=0, peer=-1)
 AFTER = -2 - 10  # a loop that has ended after 10 batches
@@ -34,24 +35,30 @@ AFTER = -2 - 10  # a loop that has ended after 10 batches
 @pytest.mark.parametrize(
     "changes, expected",
     [
-        ({}, ""),
-        ({"fingerprint": 0}, "desync"),
-        ({"line": 0}, "lines"),
-        ({"line": 0, "name": 3}, "lines"),  # only names that both have given
-        ({"batch": 5}, "batches"),
-        ({"batch": 5, "loop": 8}, ""),
-        ({"batch": -1, "loop": 0}, ""),
-        ({"batch": AFTER}, ""),  # a like call on the same line: on purpose, for all that is known
-        ({"batch": AFTER, "line": 0}, "batches"),
+        ({}, []),
+        ({"fingerprint": 0}, ["desync"]),
+        ({"line": 0}, ["lines"]),
+        ({"line": 0, "name": 3}, ["lines"]),  # only names that both have given
+        ({"batch": 5}, ["batches"]),
+        ({"batch": 5, "line": 0}, ["batches", "lines"]),
+        ({"batch": 5, "loop": 8}, []),
+        ({"batch": -1, "loop": 0}, []),
+        ({"batch": AFTER}, []),  # a like call on the same line: on purpose, for all that is known
+        ({"batch": AFTER, "line": 0}, ["ended", "lines"]),
     ],
 )
-def test_what_makes_two_records_differ(changes: dict[str, int], expected: str) -> None:
-    assert differs(RAW, replace(RAW, **changes)) == expected
+def test_what_makes_two_records_differ(changes: dict[str, int], expected: list[str]) -> None:
+    assert list(differences(RAW, replace(RAW, **changes))) == expected
 
 
 def test_ranks_may_say_that_their_batches_differ() -> None:
-    assert differs(RAW, replace(RAW, batch=5), uneven=True) == ""
-    assert differs(replace(RAW, name=1), replace(RAW, line=0, name=1)) == ""
+    assert not list(differences(RAW, replace(RAW, batch=5), uneven=True))
+    assert not list(differences(replace(RAW, name=1), replace(RAW, line=0, name=1)))
+
+
+def test_what_programs_do_on_purpose_is_an_error_in_strict_mode_alone() -> None:
+    assert [kind for kind in KINDS if not is_error(kind, strict=False)] == ["batches", "lines"]
+    assert all(is_error(kind, strict=True) for kind in KINDS)
 
 
 JOB = Job([[0, 1], [2, 3]], {9: [0, 1, 2, 3]})
@@ -175,11 +182,11 @@ def test_the_first_report_of_any_machine_is_that_of_all(tmp_path: Path) -> None:
 def test_calls_in_words() -> None:
     opts = dist.AllreduceOptions()
     opts.reduceOp = dist.ReduceOp.MAX
-    operation, key_of = KINDS["allreduce"]
+    operation, key_of = CALLS["allreduce"]
     assert in_words(operation, key_of([torch.ones(2, 3)], opts)) == "all_reduce(float32[2, 3], max)"
     many = key_of([torch.ones(n) for n in range(1, 9)], opts)
     assert in_words(operation, many) == "all_reduce(float32[1], float32[2], float32[3], … 5 more, max)"
-    operation, key_of = KINDS["alltoall"]
+    operation, key_of = CALLS["alltoall"]
     assert key_of([torch.ones(3)], [torch.ones(4)]) == key_of([torch.ones(5)], [torch.ones(6)])
 
 

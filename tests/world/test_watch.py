@@ -14,7 +14,12 @@ from support.programs import Ending, run_programs
 
 SOON_S = 30.0  # load must not make a test fail; how soon it is on a quiet machine is in docs/watch.md
 DEAD = ("killed", "stopped")  # the last rank says nothing
-QUIET = ("one rank alone, the others end", "exits early", "uneven batches")  # those that leave do so without an error
+QUIET = (
+    "one rank alone, the others end",
+    "exits early",
+    "uneven batches",
+    "skipped batch",
+)  # those that leave do so without an error
 OWN = {  # what the last rank says instead
     "exception": "ValueError",
     "exception beside a thread": "ValueError",
@@ -119,6 +124,49 @@ def second(): dist.all_reduce(b)
 for call in (second, first) if last else (first, second): call()
 print("values", a.item(), b.item())
 """
+# the same in the metrics of a program, and asynchronously: which is the first to come differs from run to run
+METRICS = """
+class Loss:
+    value = torch.tensor([1.])
+    def sync(self): return dist.all_reduce(self.value, async_op=True)
+class Accuracy:
+    value = torch.tensor([2.])
+    @torch.no_grad()
+    def sync(self): return dist.all_reduce(self.value, async_op=True)
+def finish(metrics):
+    for work in [metric.sync() for metric in metrics]: work.wait()
+if last: time.sleep(0.3)
+finish([Loss(), Accuracy()])
+if rank == 0: time.sleep(0.3)
+finish([Accuracy(), Loss()] if last else [Loss(), Accuracy()])
+print("values", Loss.value.item())
+"""
+# ranks that take turns, each of which looks like a swap if one only looks at two collectives
+TURNS = """
+def f(): dist.all_reduce(x.clone(), **kind)
+def g(): dist.all_reduce(x.clone(), **kind)
+def branch(turn):
+    if turn % 2: f()
+    else: g()
+for kind in ({}, {"async_op": True}):
+    for step in range(6):  # branches of one function
+        if (step + rank) % 2: dist.all_reduce(x.clone(), **kind)
+        else: dist.all_reduce(x.clone(), **kind)
+    for step in range(6):  # and functions that they call
+        if (step + rank) % 2: f()
+        else: g()
+    for step in range(6): (f, g)[(step + rank) % 2]()
+    for step in range(6): branch(step + rank)
+    for root in range(size):
+        if root == rank: dist.broadcast(x.clone(), root)
+        else: dist.broadcast(x.clone(), root)
+    for batch in DataLoader(torch.arange(6)):  # the parts of a batch that this rank has, of several
+        for task in (f, g)[(int(batch) + rank) % 2 :][:1]: task()
+    if rank: f(); g()
+    else: f(); g()
+dist.barrier()
+print("done")
+"""
 BRANCHES = """
 for _ in range(20):
     if rank == 0: dist.broadcast(x, 0)
@@ -135,26 +183,69 @@ print("wrong")
 def test_like_collectives_on_other_lines(run: Run) -> None:
     """A warning with both lines, or in strict mode, or with names, an error before any value is returned."""
     programs = [
-        (program(SWAPPED, "shm"), 2),
         (program(SWAPPED, "shm", LOCKSTEP_WATCH="strict"), 2),
         (program(BRANCHES, "shm"), 2),
+        (program(BRANCHES, "shm", "AB"), 2),
         (program(NAMED, "shm"), 2),
-        (program(SWAPPED, "shm", "AB"), 2),
         (program(SWAPPED, "gloo", "AB", LOCKSTEP_WATCH="strict"), 2),
     ]
-    warned, strict, branches, named, apart, strict_apart = run(programs)
-    assert [ending.code for ending in (*warned, *branches, *apart)] == [0] * 6
-    for text in ("".join(ending.err for ending in warned), apart[0].err):  # between machines one rank says it
-        assert "program:" in text
-        assert "in first" in text
-        assert "in second" in text
-    assert "".join(ending.err for ending in branches).count("warning: ") == 1  # said once
+    strict, branches, apart, named, strict_apart = run(programs)
+    for ended in (branches, apart):
+        assert [ending.code for ending in ended] == [0] * 2
+        text = "".join(ending.err for ending in ended)
+        assert text.count("warning: ") == 1  # said once
+        assert len(set(re.findall(r"at program:\d+", text))) == 2
     for ending in (*strict, *named, *strict_apart):
         assert ending.code == 1, ending
         assert "DesyncError: " in ending.err
         assert "values" not in ending.out
         assert "wrong" not in ending.out
     assert "'loss'" in named[0].err
+
+
+def test_swapped_collectives_end_before_the_second_value_is_returned(run: Run) -> None:
+    pairs = [(program(text, *where), 2) for text in (SWAPPED, METRICS) for where in (("shm",), ("gloo",))]
+    endings = run([*pairs, (program(SWAPPED, "shm", "AB"), 2), (program(METRICS, "shm"), 3)])
+    for ending in (ending for ended in endings for ending in ended):
+        assert ending.code == 1, ending
+        assert re.search("DesyncError: .* has changed places with", ending.err), ending
+        assert "values" not in ending.out
+
+
+def test_ranks_that_take_turns_have_swapped_nothing(run: Run) -> None:
+    endings = run([(program(TURNS, "shm"), 2), (program(TURNS, "gloo"), 2), (program(TURNS, "shm", "AAB"), 3)])
+    for ended in endings:
+        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * len(ended), ended
+
+
+ENDLESS = """
+def batches():
+    epoch = DataLoader(torch.arange(8.)[: 8 - 2 * rank])
+    while True: yield from epoch
+data = batches()
+class Data(torch.utils.data.IterableDataset):
+    def __iter__(self): return data
+step = 0
+for number, batch in enumerate(DataLoader(Data(), batch_size=None)):
+    if last and number == 3: continue  # a bad one
+    dist.all_reduce(batch)
+    step += 1
+    if step == 20: break
+print("done")
+"""
+
+
+def test_a_batch_that_one_rank_skips_is_a_warning_or_in_strict_mode_an_error(run: Run) -> None:
+    programs = [(program(ENDLESS, "shm"), 2), (program(ENDLESS, "gloo", "AB"), 2)]
+    *fitting, strict = run([*programs, (program(ENDLESS, "shm", LOCKSTEP_WATCH="strict"), 2)])
+    for ended in fitting:
+        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 2, ended
+        text = "".join(ending.err for ending in ended)
+        assert text.count("warning: ") == 1, text
+        assert re.search(r"on batch 3.*on batch 4|on batch 4.*on batch 3", text), text
+    for ending in strict:
+        assert ending.code == 1, ending
+        assert re.search(r"DesyncError: .*(on batch 3.*on batch 4|on batch 4.*on batch 3)", ending.err), ending
 
 
 SLOW = """

@@ -62,6 +62,8 @@ class State:
     suspended: int = 76
     alone: int = 77
     alone_elsewhere: int = 78
+    swap_group: int = 79  # the rank has gone on, in a loop, to what another has called just before; see `watch.swaps`
+    swap: int = 80  # its sequence number
 
 
 WORDS = 1024  # offset of a length and a text: a rank's last words

@@ -14,6 +14,7 @@ import torch
 
 from ..recorder import Raw, Record
 from . import judge
+from .swaps import crosses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,13 +40,15 @@ class Agreement:
 
     def __init__(self, group: Any, member: Member) -> None:
         self._group, self._member = group, member
-        self._told: set[tuple[int, ...]] = set()  # sets of lines that have met, and were warned of
+        self._told: set[tuple[str, tuple[int, ...]]] = set()  # lines and loops that have met, and were warned of
+        self._before: tuple[int, list[Raw]] = (0, [])  # the number of the last collective, and the records of all ranks
 
     def ask(self, started: Started) -> Asked:
         """Begin to compare; every rank must do so for the same collective."""
         member = self._member
         own = member.session.own.raw(started.number)
-        numbers = [started.sequence, bool(member.session.uneven), *(getattr(own, name, 0) for name in _NEWS)]
+        goes_over = member.goes_over(member.session.own, started.sequence)
+        numbers = [started.sequence, bool(member.session.uneven), goes_over, *(getattr(own, name, 0) for name in _NEWS)]
         mine = torch.tensor([_signed(number) for number in numbers])
         all_of_them = torch.empty(len(member.ranks), len(numbers), dtype=torch.int64)
         work = self._gather(all_of_them, mine)
@@ -67,23 +70,37 @@ class Agreement:
         if own is None:
             return
         uneven = any(row[1] for row in rows)
-        raws = [replace(own, **dict(zip(_NEWS, row[2:], strict=True))) for row in rows]
-        kinds = [judge.differs(raws[0], raw, uneven) for raw in raws]
-        kind = next((kind for kind in ("desync", "batches", "lines") if kind in kinds), "")
-        if not kind or (kind == "lines" and not session.limits.strict and self._has_told(raws)):
-            return
-        pair = member.ranks[0], member.ranks[kinds.index(kind)]
-        found = judge.explain(kind, pair, self._in_words(started, pair))
-        if kind == "lines" and not session.limits.strict:
-            if session.rank == pair[0] and pair[1] not in session.peers:  # else they have met before
-                session.say(found.as_warning())
-            return
-        session.fail(found.as_finding(member.key, started.sequence), raises=True)
+        raws = [replace(own, **dict(zip(_NEWS, row[3:], strict=True))) for row in rows]
+        found = [list(judge.differences(raws[0], raw, uneven)) for raw in raws]
+        if any(row[2] for row in rows):
+            self._add_swap(own.sequence, raws, found)
+        self._before = own.sequence, raws
+        member.pass_by(own, {raw.line for raw in raws})
+        for kind in judge.KINDS:
+            at = next((at for at, kinds in enumerate(found) if kind in kinds), -1)
+            if at >= 0 and (judge.is_error(kind, session.limits.strict) or not self._has_told(kind, raws)):
+                self._tell(started, kind, (member.ranks[0], member.ranks[at]))
 
-    def _has_told(self, raws: Sequence[Raw]) -> bool:
-        lines = tuple(sorted({raw.line for raw in raws}))
-        known = lines in self._told
-        self._told.add(lines)
+    def _add_swap(self, sequence: int, raws: Sequence[Raw], found: Sequence[list[str]]) -> None:
+        """Note which rank has changed places with the first one, if any."""
+        number, before = self._before
+        if number + 1 == sequence:
+            for raw, last, kinds in zip(raws, before, found, strict=True):
+                if crosses((before[0], last), (raws[0], raw)):
+                    kinds.append("swap")
+
+    def _tell(self, started: Started, kind: str, pair: tuple[int, int]) -> None:
+        session = self._member.session
+        difference = judge.explain(kind, pair, self._in_words(started, pair))
+        if judge.is_error(kind, session.limits.strict):
+            session.fail(difference.as_finding(self._member.key, started.sequence), raises=True)
+        elif session.rank == pair[0] and pair[1] not in session.peers:  # else they have met before
+            session.say(difference.as_warning())
+
+    def _has_told(self, kind: str, raws: Sequence[Raw]) -> bool:
+        what = kind, tuple(sorted({raw.line if kind == "lines" else raw.loop for raw in raws}))
+        known = what in self._told
+        self._told.add(what)
         return known
 
     def _in_words(self, started: Started, pair: tuple[int, int]) -> tuple[Record, Record]:

@@ -190,7 +190,7 @@ def _left(recording: Recording, where: str) -> Finding:
     after = f" after {state.batch} batches" if state.finished else ""
     cause = "It left the loop, or the program, sooner than the others; or only some ranks call this collective."
     if state.finished:
-        cause = "It had fewer batches than the others."
+        cause = "It had fewer batches than the others, or has skipped one."
     return Finding(
         "left",
         f"Rank {recording.rank} {how}{after} while others waited for it in {where}.",

@@ -41,6 +41,7 @@ class Far:
         self._next = self._failing = self._since_raised = 0.0
         self._warned: dict[tuple[int, int], float] = {}
         self._circles = Circles()
+        self._uneven_groups: set[str] = set()  # in which ranks are on other batches, and that has been said
         self._final = False  # whether this rank is about to leave
         if len(met.machines) > 1:
             self._machine = next(i for i, ranks in enumerate(met.machines) if session.rank in ranks)
@@ -95,7 +96,7 @@ class Far:
                 time.sleep(0.01)
                 report, told = rounds.hear()
             # no report is taken up: it may be about this very end, which others have waited for in vain
-            finding = machines.parted(self._job(), {**told, self._machine: own}, bool(session.uneven))
+            finding = machines.parted(self._job(), {**told, self._machine: own}, self._may_be_uneven())
             if finding is not None:
                 session.fail(finding)
 
@@ -137,13 +138,33 @@ class Far:
         silent = self._silent()
         if self._machine == 0:
             job = self._job()
-            finding = machines.compare(job, self._told, silent, bool(session.uneven)) or self._raised(job, self._told)
+            finding = machines.compare(job, self._told, silent, self._may_be_uneven()) or self._raised(job, self._told)
+            self._warn_of_batches(job)
             if finding is None and not session.limits.debugging:
                 finding = self._circles.look(self._told) or self._slow()
         else:
             finding = self._first_machine(silent[0], own)
         if finding is not None:
             session.fail(finding)
+
+    def _may_be_uneven(self) -> bool:
+        """Whether ranks may be on other batches: on purpose, or for all that is known."""
+        return bool(self._session.uneven) or not self._session.limits.strict
+
+    def _warn_of_batches(self, job: machines.Job) -> None:
+        """Say once for each group that ranks are on other batches, unless `Agreement` does."""
+        session = self._session
+        if session.uneven or session.limits.strict:
+            return
+        keys = {str(each.key) for each in session.members if each.far and each.agreement is None} - self._uneven_groups
+        told = {
+            machine: {**said, "groups": {key: parts for key, parts in said.get("groups", {}).items() if key in keys}}
+            for machine, said in self._told.items()
+        }
+        finding = machines.parted(job, told)
+        if finding is not None and finding.kind == "batches":
+            self._uneven_groups.add(str(finding.key))
+            session.say(f"warning: {finding.sentence} {finding.cause} {finding.advice}")
 
     def _raised(self, job: machines.Job, told: dict[int, Any]) -> Finding | None:
         """A rank that has raised, at once if others wait; else they have a moment to raise the same."""
@@ -168,7 +189,7 @@ class Far:
         if rows and all(row[0] in ("ended", "raised", "died") for row in rows.values()):
             # it does not judge any more
             job, told = self._job(), {0: self._told[0], self._machine: own}
-            return machines.compare(job, told, {}, bool(self._session.uneven)) or self._raised(job, told)
+            return machines.compare(job, told, {}, self._may_be_uneven()) or self._raised(job, told)
         if silent_s <= machines.SILENT_S + 1 or not self._somebody_waits():
             return None
         return Finding(

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..recorder import Raw, Record
 from .finding import Finding
 
-__all__ = ["BATCHES", "Difference", "differs", "explain"]
+__all__ = ["BATCHES", "KINDS", "Difference", "differences", "explain", "is_error"]
+
+KINDS = ("desync", "ended", "swap", "batches", "lines")
+"""In what two records of one collective can differ, the gravest first.
+
+"desync" is the call itself; "ended", one rank has run out of the batches that the other still takes; "swap", two like
+calls that one rank makes in another order, see `swaps`; "batches", other batches of one loop; "lines", other source lines.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Attributes: kind, "desync", "batches", "parameters" or "lines"; sentence; cause; advice."""
+    """Attributes: kind, one of `KINDS` or "parameters"; sentence; cause; advice."""
 
     kind: str
     sentence: str
@@ -25,12 +33,17 @@ class Difference:
 
     def as_finding(self, key: int, sequence: int) -> Finding:
         """The error in the collective `sequence` of the group `key`."""
-        kind = "desync" if self.kind == "lines" else self.kind
+        kind = {"lines": "desync", "swap": "desync", "ended": "batches"}.get(self.kind, self.kind)
         return Finding(kind, self.sentence, (), self.cause, self.advice, key, sequence)
 
 
-def differs(mine: Raw, theirs: Raw, uneven: bool = False) -> str:
-    """In what two records of one collective differ: "desync", "batches", "lines" or "" for nothing.
+def is_error(kind: str, strict: bool) -> bool:
+    """Whether ranks that differ like that cannot go on: programs branch, and skip a bad batch, on purpose."""
+    return strict or kind not in ("batches", "lines")
+
+
+def differences(mine: Raw, theirs: Raw, uneven: bool = False) -> Iterator[str]:
+    """In what two records of one collective differ, the gravest first; a "swap" does not show in one collective.
 
     Args:
         mine: one.
@@ -38,32 +51,34 @@ def differs(mine: Raw, theirs: Raw, uneven: bool = False) -> str:
         uneven: ranks have different numbers of batches on purpose.
     """
     if mine.fingerprint != theirs.fingerprint:
-        return "desync"
+        yield "desync"
     lines = mine.line != theirs.line and not mine.name
     if mine.loop == theirs.loop and mine.loop and mine.batch != theirs.batch and not uneven:
-        both_inside = mine.batch >= 0 and theirs.batch >= 0
-        if both_inside or (lines and (mine.batch >= 0) != (theirs.batch >= 0)):
-            return "batches"
-    return "lines" if lines else ""
+        if mine.batch >= 0 and theirs.batch >= 0:
+            yield "batches"
+        elif lines and (mine.batch >= 0) != (theirs.batch >= 0):
+            yield "ended"
+    if lines:
+        yield "lines"
 
 
 def explain(kind: str, ranks: tuple[int, int], calls: tuple[Record, Record]) -> Difference:
     """The same in words.
 
     Args:
-        kind: as `differs` says.
+        kind: one of `KINDS`.
         ranks: the two.
         calls: what each of them has called.
     """
     where = _where(calls[0])
-    if kind == "batches":
+    if kind in ("batches", "ended"):
         sentence = f"Rank {ranks[0]} {_batch(calls[0])}, rank {ranks[1]} {_batch(calls[1])}, in {where}."
         return Difference(kind, sentence, *BATCHES)
-    if kind == "lines":
+    if kind in ("lines", "swap"):
         told = [f"rank {rank} at {call.place}: {call.source}" for rank, call in zip(ranks, calls, strict=True)]
-        return Difference(
-            kind, f"{calls[0].what} as {where} was called from different lines: {told[0]}; {told[1]}.", *_LINES
-        )
+        how = "was called from different lines" if kind == "lines" else "has changed places with the one before it"
+        sentence = f"{calls[0].what} as {where} {how}: {told[0]}; {told[1]}."
+        return Difference(kind, sentence, *(_LINES if kind == "lines" else _SWAP))
     if all(call.what.startswith("model(") for call in calls):
         told = [f"rank {rank} {call.what.removeprefix('model')}" for rank, call in zip(ranks, calls, strict=True)]
         return Difference("parameters", f"The models differ in their parameters: {' and '.join(told)}.", *_MODELS)
@@ -77,6 +92,13 @@ _LINES = (
     "Two collectives are in another order on one rank, or one that a single rank calls was answered by another one.",
     "Call the same collectives in the same order on every rank. Where ranks branch on purpose nothing is wrong; "
     'LOCKSTEP_WATCH=strict makes it an error, and lockstep.recorder.named("...") gives a collective a name.',
+)
+
+_SWAP = (
+    "Each rank has just called what the other calls now: a loop calls the same things in another order on one rank, as "
+    "over a set, or a dictionary that was filled in another order.",
+    "Call them in the same order on every rank: sort them, say. Where nothing is wrong, let both collectives have the "
+    'same name: with lockstep.recorder.named("...").',
 )
 
 

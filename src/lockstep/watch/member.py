@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..recorder import Raw, Recording
-from .judge import differs
+from ..recorder.layout import State
+from .judge import differences
 from .places import digest
+from .swaps import Passed, crosses, is_next_of_a_loop, steps_to
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import torch
 
     from .agreement import Agreement
@@ -25,6 +29,7 @@ __all__ = ["Member", "Other", "Started"]
 _LONG_S = 1.0  # a process that has been stopped for so long may have been given up
 _FIRST = struct.Struct("<QQQ")  # of a record: its number, group and sequence number
 _REFUSAL_S = 5.0  # a call that has not been refused by then is not going to be
+_AT = State()
 _AGAIN_S = 2e-3  # what is seen to differ is read once more after so long: it may have been read while it was written
 
 
@@ -74,6 +79,7 @@ class Member:
         self.started: deque[Started] = deque()
         self.inside: set[int] = set()  # threads that are in a call
         self.batches: dict[int, list[Started]] = {}  # thread → what it has started that is to begin as one
+        self.passed: Passed | None = None  # the last collective, if ranks were on other lines there
         self.agreement: Agreement | None = None  # where ranks are on several machines
         self.ends_by_future = False  # whether a future's end is that of the operation, and not of its being queued
         recorder = session.recorder
@@ -96,6 +102,8 @@ class Member:
             session.check()
         recorder, name = session.recorder, session.current.thread.name
         call, place = session.signs.of(operation, key, name), session.places.of(sys._getframe(1))
+        if self.passed is not None and peer < 0:
+            self._look_back(self.passed, place.line, sys._getframe(1))
         name_number = recorder.texts.number(name) if name else 0
         now = time.monotonic()
         with session.lock:
@@ -169,24 +177,61 @@ class Member:
             if told[8:] == mine:
                 return
             if _FIRST.unpack_from(told) == (theirs, key, sequence):
-                own = self.session.own.raw(number)
+                own, raw = self.session.own.raw(number), recording.raw(theirs)
                 if own is not None:
+                    if raw is not None:
+                        self.pass_by(own, {raw.line})
                     self.judge(own, other)
                 return
+
+    def pass_by(self, own: Raw, lines: set[int]) -> None:
+        """Remember in which call this thread is, if others are on other `lines` there: they may have changed places."""
+        theirs = frozenset(lines - {own.line})
+        if theirs:
+            self.passed = Passed(own.sequence, own.line, theirs, own.batch, own.loop, steps_to(sys._getframe(1)))
+
+    def _look_back(self, passed: Passed, line: int, frame: FrameType) -> None:
+        """Let others know if a loop of this rank's has gone on to what one of them has called in place of the last."""
+        self.passed, recorder, sequence = None, self.session.recorder, self.sequence + 1
+        same_batch = (passed.batch, passed.loop) == (recorder.batch, recorder.loop)
+        may_swap = passed.sequence + 1 == sequence and line in passed.theirs and same_batch
+        if may_swap and is_next_of_a_loop(passed.stack, frame):
+            recorder.note(_AT.swap_group, self.key)
+            recorder.note(_AT.swap, sequence)
+
+    def goes_over(self, recording: Recording, sequence: int) -> bool:
+        """Whether the rank of that recording has let others know so of that collective."""
+        return recording.word(_AT.swap_group) == self.key and recording.word(_AT.swap) == sequence
+
+    def _is_swap(self, own: Raw, other: Other, theirs: Raw) -> bool:
+        if not self.goes_over(self.session.own, own.sequence) and not self.goes_over(other.recording, own.sequence):
+            return False
+        before = self.session.own.raw(self.session.own.row(self.lane, own.sequence - 1))
+        their_last = self.record_of(other, own.sequence - 1)
+        if before is None or their_last is None or (before.key, before.sequence) != (self.key, own.sequence - 1):
+            return False
+        return crosses((before, their_last), (own, theirs))
+
+    def _difference(self, own: Raw, other: Other, theirs: Raw) -> str:
+        """The gravest difference, without what is no error and has been said before; "" for none."""
+        if self._is_swap(own, other, theirs):
+            return "swap"
+        kinds = differences(own, theirs, bool(self.session.uneven))
+        return next((kind for kind in kinds if not self.session.has_told(kind, own, theirs)), "")
 
     def judge(self, own: Raw, other: Other, raises: bool = True) -> None:
         """Look closely at two records of one collective that are not the same in every respect."""
         session = self.session
         raw = self.record_of(other, own.sequence)
-        kind = differs(own, raw, bool(session.uneven)) if raw is not None else ""
-        if raw is None or not kind or (kind == "lines" and session.has_told(own, raw)):
+        if raw is None or not self._difference(own, other, raw):
             return
         if own.refused != raw.refused and time.monotonic() - own.entered < _REFUSAL_S:
             return  # what one of them calls may be refused there as well, and is then no part in that collective
         time.sleep(_AGAIN_S)
         raw = self.record_of(other, own.sequence)
-        if raw is not None:
-            session.compare(self, own, other, raw, raises)
+        kind = self._difference(own, other, raw) if raw is not None else ""
+        if raw is not None and kind:
+            session.compare(self, own, other, raw, kind, raises)
 
     def record_of(self, other: Other, sequence: int) -> Raw | None:
         """The record of another rank's collective of that number, while it is kept; None where it has not come."""

@@ -69,7 +69,7 @@ class Session:
         self._threads: set[int] = set()  # that have ever waited
         self.looked = time.monotonic()  # when the watcher has last looked
         self.was_alone = -math.inf  # when a rank was last seen to do what others are meant to wait for
-        self._told: set[tuple[int, ...]] = set()
+        self._told: set[tuple[str, int]] = set()
 
     def start(self, end: Callable[[], None], log: Log | None) -> None:
         """Begin to watch. `end` is called when the program ends; `log` gets all records."""
@@ -143,28 +143,28 @@ class Session:
 
     # what goes wrong
 
-    def compare(self, member: Member, own: Raw, other: Other, theirs: Raw, raises: bool) -> None:
-        """Two records of one collective seem to differ."""
-        kind = judge.differs(own, theirs, bool(self.uneven))
-        if kind == "lines" and not self.limits.strict:
-            self._tell_lines(own, other, theirs)
-        elif kind:
-            calls = self.own.record(own), other.recording.record(theirs)
-            found = judge.explain(kind, (self.rank, other.rank), calls)
-            if self.recorder.phase == "runs":
-                self.recorder.wait(own.number, own.entered)
-            self.fail(found.as_finding(member.key, own.sequence), raises)
-
-    def has_told(self, own: Raw, theirs: Raw) -> bool:
-        """Whether somebody knows already that these two lines have met, and that is no error."""
-        return not self.limits.strict and (own.line, theirs.line) in self._told
-
-    def _tell_lines(self, own: Raw, other: Other, theirs: Raw) -> None:
-        self._told |= {(own.line, theirs.line), (theirs.line, own.line)}
+    def compare(self, member: Member, own: Raw, other: Other, theirs: Raw, kind: str, raises: bool) -> None:
+        """Two records of one collective differ: one of `judge.KINDS`."""
+        if not judge.is_error(kind, self.limits.strict):
+            self._warn(kind, own, other, theirs)
+            return
         calls = self.own.record(own), other.recording.record(theirs)
-        found = judge.explain("lines", (self.rank, other.rank), calls)
+        found = judge.explain(kind, (self.rank, other.rank), calls)
+        if self.recorder.phase == "runs":
+            self.recorder.wait(own.number, own.entered)
+        self.fail(found.as_finding(member.key, own.sequence), raises)
+
+    def has_told(self, kind: str, own: Raw, theirs: Raw) -> bool:
+        """Whether that kind of difference is no error, and somebody knows already of these two lines, or this loop."""
+        return not judge.is_error(kind, self.limits.strict) and _what(kind, own, theirs) in self._told
+
+    def _warn(self, kind: str, own: Raw, other: Other, theirs: Raw) -> None:
+        what = _what(kind, own, theirs)
+        self._told.add(what)
+        calls = self.own.record(own), other.recording.record(theirs)
+        found = judge.explain(kind, (self.rank, other.rank), calls)
         try:
-            (self.folder / f"lines-{own.line ^ theirs.line:x}").touch(exist_ok=False)
+            (self.folder / f"{kind}-{what[1]:x}").touch(exist_ok=False)
         except FileExistsError:  # the other rank has said it
             return
         except OSError:  # no room: better said twice than not at all
@@ -283,3 +283,8 @@ class Session:
                 (self.folder / name).unlink(missing_ok=True)
             if not any(self.folder.glob("rank-*")):
                 jobs.remove(self.folder.parent)
+
+
+def _what(kind: str, own: Raw, theirs: Raw) -> tuple[str, int]:
+    """What is said once: of other lines, for each pair of them, of other batches, for each loop."""
+    return kind, own.line ^ theirs.line if kind == "lines" else own.loop

@@ -84,8 +84,8 @@ class Session(Protocol):
     def started(self, raw: Raw) -> Any:
         """The collective or message of that record."""
 
-    def has_told(self, own: Raw, theirs: Raw) -> bool:
-        """Whether somebody knows already that these two lines have met, and that is no error."""
+    def has_told(self, kind: str, own: Raw, theirs: Raw) -> bool:
+        """Whether that kind of difference is no error, and somebody knows already of these two lines, or this loop."""
 
-    def compare(self, member: Any, own: Raw, other: Any, theirs: Raw, raises: bool) -> None:
-        """Two records of one collective seem to differ."""
+    def compare(self, member: Any, own: Raw, other: Any, theirs: Raw, kind: str, raises: bool) -> None:
+        """Two records of one collective differ: one of `judge.KINDS`."""

@@ -12,7 +12,6 @@ from ..recorder import Log
 from .causes import has_raised, in_words, names, why_late
 from .delivery import deliver
 from .finding import Finding
-from .judge import differs
 from .patience import Patience
 from .stacks import ask
 from .waiting import Cycle, is_on_its_way
@@ -120,8 +119,7 @@ class Watcher:
         """See what both ranks have missed if they came at the same moment."""
         own = self._session.own.raw(started.number)
         for other in member.others:
-            raw = member.record_of(other, started.sequence)
-            if own is not None and raw is not None and differs(own, raw, bool(self._session.uneven)):
+            if own is not None:
                 member.judge(own, other, raises=False)
 
     def _messages(self) -> Finding | None:
