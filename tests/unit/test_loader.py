@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+import zlib
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from lockstep.communicator import Communicator
+from lockstep.data import fetch
 from lockstep.data.loader import Batch, Loader
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.topology import World
@@ -69,6 +73,60 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
     # seeds that differ in their high bits only
     assert order(1 << 40, 0) != first
+
+
+def test_the_order_is_that_of_earlier_versions() -> None:
+    """What a seed stands for may not change: runs are resumed in mid-epoch, and compared with earlier ones."""
+    few = Loader(numbers(12), 5, seed=3, comm=rank_of(0, 1))
+    assert few.order(0).tolist() == [9, 8, 3, 6, 7, 4, 5, 1, 10, 11, 2, 0]
+    assert few.order(1).tolist() == [4, 2, 1, 11, 5, 6, 9, 10, 7, 0, 8, 3]
+    many = Loader(numbers(1000), 10, seed=7, comm=rank_of(0, 1)).order(1)
+    assert many.dtype == torch.int64
+    assert zlib.crc32(many.numpy().tobytes()) == 2752947737
+    dealt = joined(part.indices for step in batches(12, 5, 3, seed=3) for part in step)
+    assert dealt == few.order(0).tolist()
+
+
+class Numbered(Dataset[int]):
+    """Many samples that take no memory."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_is_held_in_four_bytes_a_sample_of_this_worker(
+    monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    """Counted are the bytes of Python's objects, and those of the tensors that are there at the first batch."""
+    n, size = 400_000, 4
+    monkeypatch.setattr(fetch, "DataLoader", lambda batches, sampler, **_: (batches[each] for each in sampler))
+    next(Loader(Numbered(16), 16, comm=rank_of(1, size)).epoch(0))  # what is imported at the first use counts not
+    loader = Loader(Numbered(n), 16, comm=rank_of(1, size), num_workers=num_workers)
+    others = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+    tracemalloc.start()
+    try:
+        running = loader.epoch(0)
+        first = next(running)
+        python = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each in gc.get_objects()
+        if isinstance(each, torch.Tensor) and id(each) not in others
+    }
+    assert first.size == 4
+    assert python < 200_000, "as lists of numbers it takes some 40 bytes a sample"
+    assert sum(storages.values()) < 4 * n / size + 10_000
+    running.close()
+    loader.close()
 
 
 def test_without_shuffling_the_data_sets_order() -> None:

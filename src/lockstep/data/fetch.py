@@ -65,13 +65,10 @@ class _Plan:
     """The requests that loader processes work through; set anew before each epoch, so that they can live on."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
+        self.requests: Iterable[Request] = ()
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.requests)
-
-    def __len__(self) -> int:
-        return len(self.requests)
 
 
 class Fetcher:
@@ -100,7 +97,7 @@ class Fetcher:
         if not self._processes:
             return self._fetch_here(requests)
         self._end_running()
-        self._running = self._fetch_there(list(requests))
+        self._running = self._fetch_there(requests)
         return self._running
 
     def _fetch_here(self, requests: Iterable[Request]) -> Iterator[Any]:
@@ -111,7 +108,7 @@ class Fetcher:
                 data = self._batches[request]
             yield map_tensors(pinned, data) if self._pin else data
 
-    def _fetch_there(self, requests: list[Request]) -> Generator[Any, None, None]:
+    def _fetch_there(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
         self._plan.requests = requests
         if self._loader is None:
             self._loader = self._start()

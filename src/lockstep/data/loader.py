@@ -14,7 +14,7 @@ from ..errors import CheckpointError, ConfigError
 from ..recorder import note_batch
 from ..shard_count import shard_count
 from ..shards import bounds, mix, step_range, steps_per_epoch
-from .fetch import Collate, Fetcher, to_device
+from .fetch import Collate, Fetcher, Request, to_device
 from .nested import narrow
 
 __all__ = ["Batch", "Loader"]
@@ -23,6 +23,8 @@ _ENDED = object()
 
 # What a key is for goes into it, so that the draws of one seed are unrelated; 2 is that of `lockstep.training.step`.
 _ORDER, _SAMPLES = 1, 3
+
+_MOST_IN_32_BITS = 1 << 31  # samples, whose numbers then fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,16 @@ class Loader:
 
     def order(self, epoch: int) -> torch.Tensor:
         """The samples of an epoch in the order in which global batches take them: int64, shape (samples,)."""
+        return self._order(epoch).long()
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        """`order` in as few bytes as its numbers need; the dtype changes no draw of `randperm`."""
+        dtype = torch.int32 if self.samples <= _MOST_IN_32_BITS else torch.int64
         if not self.shuffle:
-            return torch.arange(self.samples)
+            return torch.arange(self.samples, dtype=dtype)
         # PyTorch's CPU generator looks at the low 32 bits of a seed only.
         generator = torch.Generator().manual_seed(mix((self.seed, _ORDER, epoch)) & 0xFFFFFFFF)
-        return torch.randperm(self.samples, generator=generator)
+        return torch.randperm(self.samples, generator=generator, dtype=dtype)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """This worker's part of each global batch of `epoch`: from its beginning, or once from a loaded position.
@@ -145,15 +152,11 @@ class Loader:
         first = self._begin_at[1] if self._begin_at is not None and self._begin_at[0] == epoch else 0
         self._begin_at = None
         self._epoch, self._step = epoch, first
-        order = self.order(epoch)
-        parts = [(step, *self._part(order, step)) for step in range(first, len(self))]
-        key = mix((self.seed, _SAMPLES, epoch))
+        order, steps = _OwnOrder(self, self._order(epoch)), range(first, len(self))
         loop = mix((self.samples, self.global_batch)) or 1
-        # A part without samples still needs their shapes: any one sample is fetched, and cut away again.
-        spare = [int(order[0])]
-        requests = ((key, self._cut(indices, whole) or indices.tolist() or spare) for _, indices, whole in parts)
-        arriving = to_device(self._fetcher.fetch(requests), self.comm.device)
-        for step, indices, whole in parts:
+        arriving = to_device(self._fetcher.fetch(self._requests(order, epoch, steps)), self.comm.device)
+        for step in steps:
+            indices, whole = order.part(step)
             data = next(arriving, _ENDED)
             if data is _ENDED:
                 raise _taken_over(epoch)
@@ -165,14 +168,19 @@ class Loader:
         note_batch(len(self), finished=True, loop=loop)
         self._epoch, self._step = epoch + 1, 0
 
-    def _part(self, order: torch.Tensor, step: int) -> tuple[torch.Tensor, int]:
-        start, stop = step_range(self.samples, self.global_batch, step)
+    def _requests(self, order: _OwnOrder, epoch: int, steps: range) -> Iterator[Request]:
+        key = mix((self.seed, _SAMPLES, epoch))
+        for step in steps:
+            indices, whole = order.part(step)
+            # A part without samples still needs their shapes: any one sample is fetched, and cut away again.
+            yield key, self._cut(indices, whole) or indices.tolist() or [order.spare]
+
+    def own_range(self, whole: int) -> tuple[int, int]:
+        """The half-open range of a global batch of `whole` samples that is this worker's."""
         if self.shards:
-            cuts = self._bounds(stop - start)
-            low, high = cuts[0][0], cuts[-1][1]
-        else:
-            low, high = bounds(stop - start, self.comm.size, self.comm.rank)
-        return order[start + low : start + high], stop - start
+            cuts = self._bounds(whole)
+            return cuts[0][0], cuts[-1][1]
+        return bounds(whole, self.comm.size, self.comm.rank)
 
     def _bounds(self, whole: int) -> list[tuple[int, int]]:
         """Which of a global batch's samples are those of each of this worker's shards."""
@@ -221,6 +229,36 @@ class Loader:
     def close(self) -> None:
         """End the loader processes, if there are any."""
         self._fetcher.close()
+
+
+class _OwnOrder:
+    """This worker's part of an epoch's order: the only thing that is held for the whole epoch.
+
+    What a step takes is cut out of it when it is asked for. Lists of Python's numbers for an epoch would take some 40
+    bytes a sample; this takes 4, divided by the number of workers.
+
+    Args:
+        loader: whose worker it is.
+        order: of the epoch; not kept, where there are several workers.
+
+    Attributes:
+        spare: any one sample.
+    """
+
+    def __init__(self, loader: Loader, order: torch.Tensor) -> None:
+        self._samples, self._global_batch = loader.samples, loader.global_batch
+        self._full = loader.samples // loader.global_batch  # steps; what is left over may be one more
+        low, high = loader.own_range(loader.global_batch)
+        start = self._full * loader.global_batch
+        self._rows = order[:start].view(self._full, -1)[:, low:high].contiguous() if self._full else order[:0]
+        low, high = loader.own_range(loader.samples - start)
+        self._last = order[start + low : start + high].clone()
+        self.spare = int(order[0])
+
+    def part(self, step: int) -> tuple[torch.Tensor, int]:
+        """The samples that this worker computes in `step`, int64, and how many all workers do."""
+        start, stop = step_range(self._samples, self._global_batch, step)
+        return (self._rows[step] if step < self._full else self._last).long(), stop - start
 
 
 def _length(dataset: Any) -> int:
