@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from lockstep.errors import StallError, TransportError
+from lockstep.errors import TransportError
 from lockstep.transports.shm import host, segment
 from lockstep.transports.shm.host import Machine, host_key, machines
-from lockstep.transports.shm.meeting import tell_all
 
 Answers = list[tuple[str, int | None]]
 
@@ -25,6 +23,7 @@ def agreed(answers: Answers, rank: int, monkeypatch: pytest.MonkeyPatch) -> list
     for other, answer in enumerate(answers):
         if other != rank:
             store.set(f"host/{other}", json.dumps(answer))
+    store.add("host/here", len(answers) - 1)
     key, size = answers[rank]
     monkeypatch.setattr(host, "host_key", lambda: key)
     return machines(store, rank, len(answers), size)
@@ -70,28 +69,13 @@ def test_without_proc_the_machine_is_known_by_its_name(monkeypatch: pytest.Monke
     assert host_key() == socket.gethostname()
 
 
-def test_who_says_nothing_is_named() -> None:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.2))
-    store.set("topic/2", "there")
-    with pytest.raises(StallError, match=r"making the group \(topic\): ranks 11, 13 did not arrive") as caught:
-        tell_all(store, "topic", 0, "here", (10, 11, 12, 13))
-    assert caught.value.ranks == (11, 13)
-
-
-def test_all_texts_are_told_in_the_ranks_order() -> None:
-    store = dist.HashStore()
-    store.set("topic/0", "ä")
-    store.set("topic/2", "")
-    assert tell_all(store, "topic", 1, "here", range(3)) == ["ä", "here", ""]
-
-
 def mapped_by_rank_1(path: str, nbytes: int) -> str:
     """What rank 1 says when the store names `path` as rank 0's memory; "" if it maps that."""
     store = dist.HashStore()
     for way, named in (("_memfd", path), ("_unnamed_file", "")):
         store.set(f"{way}/path", named)
         store.set(f"{way}/mapped/0", "")
+        store.add(f"{way}/mapped/here", 1)
     try:
         assert segment.share(store, 1, 2, nbytes).bytes.numel() == nbytes
     except TransportError as error:

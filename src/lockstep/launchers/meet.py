@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, LockstepError
+from ..store_exchange import present
 from .choices import Choices
 from .part import check_debug_rank
 from .roll_call import Description, compare
@@ -87,9 +88,10 @@ def _compare_all(meeting: Meeting, choices: Choices) -> str:
     """What keeps the machines from running the program together; "" where nothing does."""
     keys = [f"here/{node}" for node in range(meeting.nodes)]
     if not meeting.wait_for(keys, choices.start_timeout):
-        missing = ", ".join(str(node) for node, key in enumerate(keys) if not meeting.store.check([key]))
+        there = present(meeting.store, keys)
+        missing = ", ".join(str(node) for node, key in enumerate(keys) if key not in there)
         return f"of {meeting.nodes} nodes, these have not come within {choices.start_timeout:g} s: {missing}"
-    hosts = [Description(**json.loads(meeting.store.get(key))) for key in keys]
+    hosts = [Description(**json.loads(text)) for text in meeting.store.multi_get(keys)]
     try:
         compare(hosts)
         check_debug_rank(choices, sum(host.workers for host in hosts))

@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ..errors import LockstepError
+from ..store_exchange import present
 from ..stores import LOOPBACK, serve_store
 from .failure import Failure
 from .pulse import Pulse
@@ -155,7 +156,7 @@ class Meeting(RendezvousHandler):
     def failures(self) -> list[Failure]:
         """What the nodes have announced."""
         keys = [f"failure/{node}" for node in range(self.nodes)]
-        return [Failure(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
+        return [Failure(**json.loads(text)) for text in present(self.store, keys).values()]
 
     def heard(self) -> list[Failure]:
         """The failures of other nodes because of which the job cannot go on; asks nobody."""

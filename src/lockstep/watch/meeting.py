@@ -9,7 +9,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 from .. import environment
 from ..errors import LockstepError
 from ..recorder import Recorder, Recording, places
+from ..store_exchange import exchange_present, ranks_of, runs_of
 from . import jobs
 from .places import current_folder
 
@@ -81,13 +82,16 @@ def meet(store: Any, rank: int, world_size: int, machine: str) -> Met:
     """
     turn = f"lockstep-watch/{store.add(f'lockstep-watch/turn/{rank}', 1)}"
     base = jobs.usual_base() if environment.watch_dir() is None else ""
-    mine = {"machine": machine, "pid": os.getpid(), "token": secrets.token_hex(6), "base": base}
-    said = _exchange(store, f"{turn}/who", rank, mine, world_size)
-    local = [each for each, text in said.items() if text["machine"] == machine]
-    folder, made = _folder(said, local, rank)
+    mine = json.dumps([machine, secrets.token_hex(6), base])
+    said = json.loads(exchange_present(store, f"{turn}/who", rank, mine, world_size, _by_machine, _PATIENCE))
+    machines = tuple(tuple(ranks_of(runs)) for runs, *_ in said)
+    here = next(number for number, ranks in enumerate(machines) if rank in ranks)
+    local, (_, token, base) = machines[here], said[here]
+    folder, made = _folder(token, base, local, rank)
     recorder = _record(folder, rank, world_size)
-    ready = _exchange(store, f"{turn}/recorded", rank, {"ready": recorder is not None}, world_size)
-    without = [each for each, text in ready.items() if not text["ready"]]
+    ready = "" if recorder is None else "ready"
+    told = exchange_present(store, f"{turn}/recorded", rank, ready, world_size, _by_readiness, _PATIENCE)
+    recording, without = (ranks_of(runs) for runs in json.loads(told))
     if recorder is None or without:  # for all or for none: the others would take part in what nobody compares
         if recorder is not None:
             recorder.close()
@@ -95,10 +99,10 @@ def meet(store: Any, rank: int, world_size: int, machine: str) -> Met:
         raise NoRoomError(without, folder)
     peers = {}
     for each in local:
-        if each != rank and each in ready:
+        if each != rank and each in recording:
             with suppress(OSError, ValueError):  # of another version, or gone already
                 peers[each] = Recording(places.rank_file(folder, each))
-    return Met(folder, made, recorder, peers, PrefixStore(turn, store), _machines(said))
+    return Met(folder, made, recorder, peers, PrefixStore(turn, store), machines)
 
 
 def _record(folder: Path, rank: int, world_size: int) -> Recorder | None:
@@ -108,32 +112,29 @@ def _record(folder: Path, rank: int, world_size: int) -> Recorder | None:
         return None
 
 
-def _exchange(store: Any, topic: str, rank: int, said: dict[str, Any], count: int) -> dict[int, dict[str, Any]]:
-    """What each rank has said about `topic`; without those that have not come in time."""
-    store.set(f"{topic}/{rank}", json.dumps(said))
-    keys = [f"{topic}/{each}" for each in range(count)]
-    with suppress(RuntimeError):  # some have not come in time
-        store.wait(keys, _PATIENCE)
-    return {each: json.loads(store.get(key).decode()) for each, key in enumerate(keys) if store.check([key])}
-
-
-def _machines(said: dict[int, dict[str, Any]]) -> tuple[tuple[int, ...], ...]:
-    found: dict[str, list[int]] = {}
+def _by_machine(said: Mapping[int, str]) -> str:
+    """The ranks of each machine, and the token and the folder of the first of them."""
+    found: dict[str, tuple[list[int], str, str]] = {}
     for rank, text in said.items():
-        found.setdefault(text["machine"], []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values())
+        machine, token, base = json.loads(text)
+        found.setdefault(machine, ([], token, base))[0].append(rank)
+    return json.dumps([[runs_of(ranks), token, base] for ranks, token, base in found.values()])
 
 
-def _folder(said: dict[int, dict[str, Any]], local: Sequence[int], rank: int) -> tuple[Path, bool]:
+def _by_readiness(said: Mapping[int, str]) -> str:
+    """The ranks that record, and those that cannot."""
+    return json.dumps([runs_of(rank for rank, text in said.items() if bool(text) is ready) for ready in (True, False)])
+
+
+def _folder(token: str, base: str, local: Sequence[int], rank: int) -> tuple[Path, bool]:
     given = environment.watch_dir()
     if given is not None:
         if rank == local[0]:
             (given / "report.json").unlink(missing_ok=True)  # of groups that have been destroyed since
         return given, False
-    token = said[local[0]]["token"]
     if not re.fullmatch(r"[0-9a-f]{12}", token):  # it is to be part of a path
         raise LockstepError(f"rank {local[0]} calls its recordings {token!r}, and should twelve hexadecimal digits")
-    folder = jobs.base_of(said[local[0]]["base"], token) / f"{token}-{local[0]}" / "attempt-0"
+    folder = jobs.base_of(base, token) / f"{token}-{local[0]}" / "attempt-0"
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, exist_ok=True)
     if rank == local[0]:

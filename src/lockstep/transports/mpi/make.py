@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import zlib
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from ...environment import usable_cores
 from ...errors import ConfigError
+from ...store_exchange import exchange
 from ..c10d import PrefixStore
 from ..devices import device_options
-from ..shm.meeting import tell_all
 from .group import MpiGroup
 from .library import load
 from .link import Link
@@ -37,8 +40,8 @@ def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
     # a store may outlive the groups that met in it, and c10d gives a group that is made again the same name
     given.store = PrefixStore(str(given.store.add(f"round/{rank}", 1)), given.store)
     host = socket.gethostname()
-    said = tell_all(given.store, "mpi4py", rank, f"{world.rank} {host}", range(size))
-    places = [int(text.split(" ", 1)[0]) for text in said]
+    said = exchange(given.store, "mpi4py", rank, json.dumps([world.rank, host]), range(size), _places_and_hosts)
+    places, ranks_on = json.loads(said)
     if len(set(places)) < size:
         raise ConfigError(
             "mpi4py",
@@ -46,11 +49,17 @@ def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
             found=f"ranks that are number {', '.join(map(str, places))} of theirs (this one has {world.size})",
             hint=f"Start the program with mpiexec -n {size}, the one of the MPI that mpi4py uses.",
         )
-    crowded = [text.split(" ", 1)[1] for text in said].count(host) > usable_cores()
+    crowded = ranks_on[host] > usable_cores()
     comm = _communicator(world, places, str(given.group_id))
     group = MpiGroup(Link(comm, given.timeout.total_seconds(), crowded), given.store)
     group.device_options = others
     return group
+
+
+def _places_and_hosts(said: Mapping[int, str]) -> str:
+    """The ranks of all in their MPI job, and the number of ranks on each host."""
+    places, hosts = zip(*(json.loads(text) for text in said.values()), strict=True)
+    return json.dumps([places, Counter(hosts)])
 
 
 def _communicator(world: Any, places: list[int], name: str) -> Any:

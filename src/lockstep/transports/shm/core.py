@@ -13,6 +13,7 @@ import torch
 
 from ...environment import usable_cores
 from ...errors import TransportError
+from ...store_exchange import exchange, nothing
 from ..c10d import Store
 from .arena import Arena
 from .arguments import is_plain
@@ -21,7 +22,6 @@ from .compiled import begin
 from .engine import Lane
 from .layout import Layout
 from .mailbox import Mailbox, Receive
-from .meeting import tell_all
 from .progress import progress
 from .segment import share
 from .signs import KINDS
@@ -62,7 +62,7 @@ class Core:
         segment = share(store, rank, layout.ranks, layout.total)
         board = Board(segment, layout, rank, self._names)
         board.open(os.getpid())
-        tell_all(store, "open", rank, "", self._names)
+        exchange(store, "open", rank, "", self._names, nothing)
         board.meet()
         self._crowded, self._broken = layout.ranks > usable_cores(), ""
         arena = Arena(segment, layout, board, 0 if self._crowded else COMPILED_LOOKS)

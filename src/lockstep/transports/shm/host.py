@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...store_exchange import exchange, ranks_of, runs_of
 from ..c10d import Store
-from .meeting import tell_all
 
 __all__ = ["Machine", "host_key", "machines"]
 
@@ -52,16 +52,18 @@ def machines(store: Store, rank: int, ranks: int, size: int | None) -> list[Mach
         size: the most bytes of shared memory that this rank wishes; None for no wish. The memory of a machine has
             one layout, so the least of its ranks' wishes is taken.
     """
-    answers = tell_all(store, "host", rank, json.dumps([host_key(), size]), range(ranks))
-    return _by_key([json.loads(answer) for answer in answers])
+    found = exchange(store, "host", rank, json.dumps([host_key(), size]), range(ranks), _by_key)
+    return [Machine(tuple(ranks_of(runs)), least) for runs, least in json.loads(found)]
 
 
-def _by_key(answers: Sequence[tuple[str, int | None]]) -> list[Machine]:
+def _by_key(said: Mapping[int, str]) -> str:
+    """The ranks of each machine, and the least of their wishes."""
     members: dict[str, list[int]] = {}
-    for rank, (key, _) in enumerate(answers):
+    sizes: dict[int, int | None] = {}
+    for rank, text in said.items():
+        key, sizes[rank] = json.loads(text)
         members.setdefault(key, []).append(rank)
-    sizes = [size for _, size in answers]
-    return [Machine(tuple(ranks), _least(sizes[rank] for rank in ranks)) for ranks in members.values()]
+    return json.dumps([[runs_of(ranks), _least(sizes[rank] for rank in ranks)] for ranks in members.values()])
 
 
 def _least(sizes: Iterable[int | None]) -> int | None:

@@ -7,14 +7,14 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from ...errors import TransportError
+from ...store_exchange import exchange
 from ..c10d import PrefixStore, Store
-from .meeting import tell_all
 
 __all__ = ["Segment", "share"]
 
@@ -77,12 +77,15 @@ def _attempt(make: Callable[[int], int], store: Store, rank: int, size: int, nby
                 segment = _map(path, nbytes)
             except (OSError, ValueError) as error:
                 problem = _said(error)
-        answers = tell_all(store, "mapped", rank, problem, range(size))
+        verdict = exchange(store, "mapped", rank, problem, range(size), _first_problem)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    verdict = next((f"rank {i}: {answer}" for i, answer in enumerate(answers) if answer), "")
     return (None, verdict) if verdict else (segment, "")
+
+
+def _first_problem(said: Mapping[int, str]) -> str:
+    return next((f"rank {i}: {problem}" for i, problem in said.items() if problem), "")
 
 
 def _map(path: str, nbytes: int) -> Segment:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch.distributed import distributed_c10d as c10d
 
 from lockstep import Communicator
+from lockstep.store_exchange import present
 
 from .request import KEY_BYTES
 
@@ -60,10 +61,9 @@ class Notices:
 
     def _read(self, store: Any) -> dict[int, set[bytes]]:
         found = {}
-        for rank in range(self._size):
-            if store.check([str(rank)]):
-                data = bytes.fromhex(store.get(str(rank)).decode().removeprefix("-"))
-                found[rank] = {data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)}
+        for rank, value in present(store, [str(rank) for rank in range(self._size)]).items():
+            data = bytes.fromhex(value.decode().removeprefix("-"))
+            found[int(rank)] = {data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)}
         return found
 
     def _try(self, ask: Callable[[Any], T], otherwise: T) -> T:
