@@ -1,4 +1,4 @@
-"""What the ranks of several machines call is compared before any of it moves: each of them gets the records of all."""
+"""What the ranks of several machines call is compared before any of it moves; only where they differ, in full."""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ..recorder import Raw, Record
+from ..store_exchange import exchange_present, ranks_of, runs_of
 from . import judge
+from .digest import Call, Digest, words_of
 from .swaps import crosses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from .member import Member, Started
 
@@ -30,11 +33,13 @@ _NEWS = ("fingerprint", "line", "batch", "loop", "name")
 class Agreement:
     """Compares the collectives of one group that has ranks on several machines.
 
-    A machine does not see what ranks elsewhere record. So before each collective the ranks exchange, over Gloo, some
-    numbers of what they are about to call. Where these differ two of them say it in words as well, and all fail alike.
+    A machine does not see what ranks elsewhere record. So before each collective the ranks all-reduce a digest of what
+    they are about to call: as many bytes for a thousand ranks as for two. Where it does not show that all call the
+    same, they tell each other some numbers of it, by way of the store; where these differ two of them say it in words
+    as well, and all fail alike.
 
     Args:
-        group: has another one, `everyone`, that connects the same ranks, and whose calls are not watched.
+        group: can all-reduce without that being watched.
         member: of the group.
     """
 
@@ -42,20 +47,56 @@ class Agreement:
         self._group, self._member = group, member
         self._told: set[tuple[str, tuple[int, ...]]] = set()  # lines and loops that have met, and were warned of
         self._before: tuple[int, list[Raw]] = (0, [])  # the number of the last collective, and the records of all ranks
+        self._known: set[tuple[int, ...]] = set()  # patterns of digests in which a closer look has found no error
 
-    def ask(self, started: Started) -> Asked:
-        """Begin to compare; every rank must do so for the same collective."""
+    def ask(self, started: Started, at_once: bool = False) -> Asked:
+        """Begin to compare; every rank must do so for the same collective.
+
+        Args:
+            started: the collective.
+            at_once: whether the caller goes on only with the answer.
+        """
         member = self._member
         own = member.session.own.raw(started.number)
+        uneven = bool(member.session.uneven)
         goes_over = member.goes_over(member.session.own, started.sequence)
-        numbers = [started.sequence, bool(member.session.uneven), goes_over, *(getattr(own, name, 0) for name in _NEWS)]
-        mine = torch.tensor([_signed(number) for number in numbers])
-        all_of_them = torch.empty(len(member.ranks), len(numbers), dtype=torch.int64)
-        work = self._gather(all_of_them, mine)
-        return Asked(lambda: self.judge(started, all_of_them.tolist()), work)
+        mine = Call(started.sequence, uneven, goes_over, *(getattr(own, name, 0) for name in _NEWS))
+        words = torch.tensor(words_of(mine))
+        work = self._all_reduce(words, at_once)
+        return Asked(lambda: self._look(started, mine, words), work)
 
-    def _gather(self, outputs: torch.Tensor, mine: torch.Tensor) -> Any:
-        return self._group.everyone._allgather_base(outputs.view(-1), mine)
+    def _all_reduce(self, words: torch.Tensor, at_once: bool) -> Any:
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp.BOR, not at_once
+        return self._group.allreduce_unwatched([words], options)
+
+    def _look(self, started: Started, mine: Call, words: torch.Tensor) -> None:
+        """See whether the ranks' digest calls for a closer look; it is the same on all of them, and so is the answer.
+
+        Raises:
+            DesyncError: they do not call the same.
+        """
+        digest = Digest(words.tolist())
+        if not digest.counts_alike or digest.is_alike or digest.pattern in self._known:
+            return  # the first: a call was refused on some ranks, and counts there no more
+        self.judge(started, self._rows(started, mine))
+        if digest.pattern is not None:
+            self._known.add(digest.pattern)
+
+    def _rows(self, started: Started, mine: Call) -> list[Sequence[int]]:
+        """What all ranks are about to call; of one that says nothing in time, what this one is."""
+        # by way of the store: the collective itself may be under way already, and not end
+        member = self._member
+        own, row = member.session.own.raw(started.number), [int(number) for number in astuple(mine)]
+        topic = f"agreement/{member.key}/{started.sequence}.{own.refused if own is not None else 0}/rows"
+        at, size = member.ranks.index(member.session.rank), len(member.ranks)
+        text = json.dumps(row)
+        told = exchange_present(member.session.met.store, topic, at, text, size, _by_row, _PATIENCE)
+        rows: list[Sequence[int]] = [row] * size
+        for said, runs in json.loads(told):
+            for rank in ranks_of(runs):
+                rows[rank] = said
+        return rows
 
     def judge(self, started: Started, rows: Sequence[Sequence[int]]) -> None:
         """See whether all ranks call the same. All of them come to the same answer, as they have the same rows.
@@ -161,9 +202,12 @@ class Asked:
         return both.then(lambda ended: [each.value() for each in ended.value()][1])
 
 
-def _signed(number: int) -> int:
-    """The same 64 bits, as torch knows them."""
-    return number - (1 << 64) if number >= 1 << 63 else number
+def _by_row(said: Mapping[int, str]) -> str:
+    """The rows that there are, and whose they are: of a thousand ranks' there are most often two."""
+    found: dict[str, list[int]] = {}
+    for rank, text in said.items():
+        found.setdefault(text, []).append(rank)
+    return json.dumps([[json.loads(text), runs_of(ranks)] for text, ranks in found.items()])
 
 
 def _record(store: Any, key: str) -> Record:

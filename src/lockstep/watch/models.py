@@ -30,7 +30,7 @@ def replacements(session: Session) -> list[Replaced]:
                 started = member.enter("model", _layout(tensors, made))
                 if member.agreement is not None:
                     with session.blocking(started.number, member.ranks):
-                        member.agreement.ask(started).check()
+                        member.agreement.ask(started, at_once=True).check()
                 member.leave(started, started.entered)
             return original(process_group, tensors, logger)
 

@@ -70,7 +70,7 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         session.begin(thread)
         try:
             if member.agreement is not None:
-                member.agreement.ask(started).check()
+                member.agreement.ask(started, at_once=True).check()
             work = method(self, *args, **kwargs)
             if work is not None:
                 work.wait()  # one that has failed by now as well, so that its error is explained
@@ -214,10 +214,9 @@ class AroundGroup(dist.ProcessGroup):
         """Whether messages on `device` that are to travel side by side have to be given to the group as one."""
         return bool(self._group._get_backend(device).supports_coalescing)
 
-    @property
-    def everyone(self) -> Any:
-        """The group around which this one is."""
-        return self._group
+    def allreduce_unwatched(self, tensors: Any, opts: Any) -> Any:
+        """As `allreduce`, for a call that is none of the program's."""
+        return self._group.allreduce(tensors, opts)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_group":

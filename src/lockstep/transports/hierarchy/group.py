@@ -128,10 +128,10 @@ class HierarchicalGroup(NamedGroup):
         if self._leaders is not None:
             self._leaders.connection.group.set_timeout(timeout)
 
-    @property
-    def everyone(self) -> dist.ProcessGroup:
-        """All ranks, connected by Gloo; not to be kept."""
-        return self._everyone.group
+    def allreduce_unwatched(self, tensors: Tensors, opts: Any) -> ShmWork:
+        """As `allreduce` of a tensor on the CPU, for a call that is none of the program's."""
+        steps = _chain(self._all_reduce(tensor, opts.reduceOp) for tensor in tensors)
+        return self._core.run("all_reduce", steps, opts.asyncOp, None, list(tensors))
 
     @property
     def timeout(self) -> timedelta:
