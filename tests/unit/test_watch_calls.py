@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from lockstep.recorder import Recorder, Recording, current
 from lockstep.recorder.places import rank_file
 from lockstep.watch import blame
 from lockstep.watch.blame import is_of_transport, is_refusal
+from lockstep.watch.captures import Captures
 from lockstep.watch.causes import who_has_gone
 from lockstep.watch.judge import explain
 from lockstep.watch.member import Member, Started
@@ -88,6 +91,8 @@ class Rank:
             inside=set(),
             begin=lambda thread: None,
             logs=False,
+            captures=Captures(),
+            blocking=lambda *args: nullcontext(),
             own=Recording(rank_file(folder, rank)),
             compare=lambda *args: self.found.append(args),
             has_told=lambda *args: False,
@@ -248,6 +253,151 @@ def test_the_end_of_an_operation_that_nobody_waits_for_is_recorded(ranks: list[R
     assert record.left is not None
     rank.recorder.leave(1, 0.5)
     assert rank.session.own.records() == [record]  # not when it was noticed
+
+
+class Queued(Work):
+    """One for which only a stream waits: `wait` returns at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done, self.asked = False, 0
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return self.done
+
+
+def queue(rank: Rank, asynchronous: bool) -> Queued:
+    work, options = Queued(), dist.AllreduceOptions()
+    rank.group.act, options.asyncOp = lambda: work, asynchronous
+    called = rank.group.allreduce([torch.ones(4, device="meta")], options)
+    if asynchronous:
+        called.wait()
+        called.wait()
+    return work
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_a_stream_waits_for_is_in_the_record_until_it_has_ended(ranks: list[Rank], asynchronous: bool) -> None:
+    """The program waits for the device later, where nobody sees it."""
+    rank = ranks[0]
+    works = [queue(rank, asynchronous) for _ in range(2)]
+    assert [work.asked for work in works] == [0, 0], "a step asks no device"
+    first = rank.member.first()
+    assert first is not None
+    assert (first.sequence, rank.member.missing(first.sequence)) == (1, [1])
+    assert [record.left for record in rank.session.own.records()] == [None, None]
+    works[0].done = True
+    first = rank.member.first()
+    assert first is not None
+    assert first.sequence == 2
+    works[1].done = True
+    assert rank.member.first() is None
+    assert all(record.left is not None for record in rank.session.own.records())
+
+
+def test_on_the_cpu_what_has_been_waited_for_has_ended(ranks: list[Rank]) -> None:
+    rank = ranks[0]
+    rank.group.act = Queued
+    rank.all_reduce()
+    rank.group.allreduce([torch.ones(4)]).wait()
+    assert not rank.member.started
+
+
+def test_a_stream_that_waits_for_a_collective_keeps_none_of_its_tensors(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = SimpleNamespace(query=lambda: False)
+    stream = SimpleNamespace(record_event=lambda: event)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    work = weakref.ref(queue(ranks[0], True))
+    ranks[0].group.act = Work
+    assert work() is None
+    assert ranks[0].member.first() is not None
+    event.query = lambda: True
+    assert ranks[0].member.first() is None
+
+
+def test_a_device_that_has_failed_is_asked_no_more(ranks: list[Rank]) -> None:
+    work = queue(ranks[0], False)
+    work.is_completed = refuse  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="not these"):
+        ranks[0].member.first()
+    work.is_completed = fail_on_device  # type: ignore[method-assign]
+    assert ranks[0].member.first() is None
+
+
+def fail_on_device() -> Any:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_message_that_a_stream_waits_for_is_in_the_record(ranks: list[Rank]) -> None:
+    rank, work = ranks[0], Queued()
+    rank.group.act = lambda: work
+    rank.group.send([torch.ones(1, device="meta")], 1, 0).wait()
+    assert not rank.member.messages
+    rank.group.recv([torch.ones(1, device="meta")], 1, 0).wait()
+    assert [each.number for each in rank.member.messages] == [2]
+    assert not work.asked
+    work.done = True
+    rank.member.reap()
+    assert not rank.member.messages
+
+
+class Graph:
+    fails = False
+
+    def capture_begin(self, pool: int = 0) -> None:
+        if self.fails:
+            raise RuntimeError("operation not permitted")
+
+    def capture_end(self) -> None:
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_no_device_is_asked_while_a_graph_is_captured(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query from any thread makes the capture fail; what is captured runs when the graph does."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    rank = ranks[0]
+    captures = rank.session.captures
+    replaced, before, graph = captures.replacements(), queue(rank, True), Graph()
+    graph.capture_begin(pool=3)
+    captured = [queue(rank, asynchronous) for asynchronous in (False, True)]
+    rank.group.act = lambda: captured[0]
+    late = rank.group.allreduce([torch.ones(4, device="meta")])
+    assert rank.member.first() is not None
+    assert [each.sequence for each in rank.member.started] == [1]
+    assert [work.asked for work in (before, *captured)] == [0, 0, 0]
+    graph.capture_end()
+    late.wait()
+    before.done = True
+    assert rank.member.first() is None
+    assert [work.asked for work in (before, *captured)] == [1, 0, 0]
+    for each in reversed(replaced):
+        each.undo()
+    Graph().capture_begin()
+    assert not captures.are_open
+
+
+def test_a_capture_that_fails_or_is_dropped_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    captures = Captures()
+    replaced, graph = captures.replacements(), Graph()
+    monkeypatch.setattr(Graph, "fails", True)
+    for call in (graph.capture_begin, graph.capture_end):
+        with pytest.raises(RuntimeError, match="operation"):
+            call()
+        assert not captures.are_open
+        monkeypatch.setattr(Graph, "fails", False)
+        graph.capture_begin()
+        monkeypatch.setattr(Graph, "fails", True)
+        assert captures.are_open
+    del graph, call
+    assert not captures.are_open
+    for each in reversed(replaced):
+        each.undo()
 
 
 def receive(rank: Rank, count: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from hypothesis import example, given, settings
-from hypothesis import strategies as st, settings
+from hypothesis import strategies as st
 
 from lockstep.recorder import Raw
 from lockstep.watch.agreement import Agreement

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import environment, private_folders
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, TransportError
 from lockstep.launchers.options import Watch
 from lockstep.launchers.watching import Watching
 from lockstep.recorder import Call, Log, Recorder, Recording, current, places
@@ -101,6 +101,79 @@ def test_a_full_disk_ends_the_log_and_not_the_watch(tmp_path: Path) -> None:
         watcher._log = log
         watcher.stop()
     recorder.close()
+
+
+def test_the_watcher_goes_on_whatever_fails() -> None:
+    """What fails is said once, and what does not fail is still looked at."""
+    looks: list[str] = []
+    found = Finding("left", "found")
+
+    def failing(name: str, error: BaseException) -> Callable[..., Any]:
+        def fail(*_: Any) -> Any:
+            looks.append(name)
+            raise error
+
+        fail.__qualname__ = name
+        return fail
+
+    def fail(finding: Finding) -> None:
+        looks.append(finding.sentence)
+        if looks.count(finding.sentence) > 1:
+            watcher._stop.set()
+        raise MemoryError(finding.sentence)
+
+    recorder = SimpleNamespace(pid=os.getpid(), phase="runs", beat=failing("beat", SystemError("no")))
+    reap, first = failing("reap", RuntimeError("no")), failing("first", TypeError("no"))
+    members = [SimpleNamespace(reap=reap, first=first, messages=[])]
+    session = {
+        "recorder": recorder,
+        "recordings": {},
+        "members": members,
+        "waits_in": lambda: None,
+        "limits": SimpleNamespace(debugging=False),
+        "health": SimpleNamespace(look=failing("health", IndexError("no"))),
+        "look": failing("look", AttributeError("no")),
+        "far": SimpleNamespace(look=failing("far", ZeroDivisionError("no"))),
+        "fail": fail,
+    }
+    watcher, said = bare_watcher(**session)
+    watcher._failures, watcher._said, watcher._log = {}, set(), None
+    watcher._cycle = SimpleNamespace(look=lambda: found)
+    thread = threading.Thread(target=watcher._run)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert {"beat", "health", "look", "reap", "first", "far", "found"} == set(looks)
+    assert all(looks.count(name) == 2 for name in set(looks) - {"first"}), looks
+    kinds = {text.rpartition("again: ")[2].partition(":")[0] for text in said}
+    words = "SystemError RuntimeError TypeError IndexError AttributeError ZeroDivisionError MemoryError"
+    assert kinds == set(words.split())
+    assert len(said) == 8, said  # once for each part; two of them ask for the first collective
+
+
+def test_what_fails_for_a_moment_is_not_said() -> None:
+    watcher, said = bare_watcher()
+    watcher._failures, watcher._said = {}, set()
+
+    def fail() -> None:
+        raise ValueError("memory of a rank that is ending")
+
+    for _ in range(49):
+        assert watcher._try(fail) is None
+    assert not said
+    watcher._try(fail)
+    assert len(said) == 1
+
+
+def test_an_error_is_raised_even_if_no_report_can_be_made_of_it(tmp_path: Path) -> None:
+    session = bare_session(tmp_path, recorder=SimpleNamespace(world_size=2))
+
+    def fail(finding: Finding) -> Any:
+        raise RecursionError("no report")
+
+    session.report = fail
+    with pytest.raises(TransportError, match="it is so"):
+        session.fail(Finding("lost", "it is so", (1,), key=1, sequence=3), raises=True)
 
 
 def test_a_log_that_cannot_be_begun_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

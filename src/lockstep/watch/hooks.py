@@ -84,7 +84,11 @@ class _Watch:
             return
         session = self.session
         current.recorder = session.recorder
-        self._undo = [*batches.replacements(session), *models.replacements(session)]
+        self._undo = [
+            *batches.replacements(session),
+            *models.replacements(session),
+            *session.captures.replacements(),
+        ]
         session.start(self.end, _log(session))
 
     def _wrap(self, session: Session | None, group: Any, ranks: list[int], limit_s: float) -> Any:

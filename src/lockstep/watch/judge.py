@@ -14,7 +14,7 @@ KINDS = ("desync", "ended", "swap", "batches", "lines")
 """In what two records of one collective can differ, the gravest first.
 
 "desync" is the call itself; "ended", one rank has run out of the batches that the other still takes; "swap", two like
-calls that one rank makes in another order, see `swaps`; "batches", other batches of one loop; "lines", other source lines.
+calls that one rank makes in another order, see `swaps`; "batches", other batches of one loop; "lines", other lines.
 """
 
 

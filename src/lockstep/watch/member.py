@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..recorder import Raw, Recording
 from ..recorder.layout import State
 from .judge import differences
@@ -18,8 +20,6 @@ from .swaps import Passed, crosses, is_next_of_a_loop, steps_to
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    import torch
 
     from .agreement import Agreement
     from .view import Session
@@ -50,12 +50,37 @@ class Other:
 
 @dataclass(eq=False, slots=True)
 class Started:
-    """A collective that may still be under way. Attributes: work, what c10d knows of it; None for a blocking one."""
+    """A collective that may still be under way.
+
+    Attributes:
+        work: what tells whether it has ended: c10d's, or an event's; None for one that the program waits in.
+    """
 
     number: int
     sequence: int
     entered: float
     work: Any = None
+
+
+class _Event:
+    """An event of a stream, asked as c10d's works are."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+def passed_by(device: torch.device) -> _Event | None:
+    """What tells when the device's current stream has come to this point; None where it has no streams.
+
+    c10d's work would tell as well, and keep the tensors of the operation for as long as it is kept.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    return _Event(torch.accelerator.current_stream(device).record_event())
 
 
 class Member:
@@ -77,6 +102,7 @@ class Member:
         self.key = digest(f"{name} {self.ranks} {uses}")
         self.sequence = self.refused = 0
         self.started: deque[Started] = deque()
+        self.messages: deque[Started] = deque()  # receives for which a stream waits, and no longer the program
         self.inside: set[int] = set()  # threads that are in a call
         self.batches: dict[int, list[Started]] = {}  # thread → what it has started that is to begin as one
         self.passed: Passed | None = None  # the last collective, if ranks were on other lines there
@@ -114,7 +140,7 @@ class Member:
             number = recorder.enter(self.key, self.lane, sequence, call, place.line, *texts, peer, self.refused, now)
             started = Started(number, sequence, now)
             if sequence:
-                if self.started:
+                if self.started and self.ends_by_future:  # else the watcher does: a step asks no device
                     self.reap()
                 self.started.append(started)
         if now - session.looked > _LONG_S and session.look():
@@ -144,6 +170,24 @@ class Member:
         if started.sequence:
             self.drop(started)
 
+    def waited(self, started: Started, work: Any, device: torch.device | None) -> None:
+        """The program's wait for a call has returned, which on a device only means that its stream waits for it.
+
+        The call stays in the record until the device has come so far: what waits for that stream waits for the call.
+
+        Args:
+            started: the call.
+            work: c10d's.
+            device: of its tensors; None without any.
+        """
+        if device is None or device.type == "cpu" or self.session.captures.are_open:
+            self.leave(started, time.monotonic())
+            return
+        started.work = passed_by(device) or work
+        with self.session.lock:
+            if not started.sequence and started not in self.messages:
+                self.messages.append(started)
+
     def drop(self, started: Started) -> None:
         """This rank is in that collective no more."""
         with self.session.lock:
@@ -162,8 +206,25 @@ class Member:
 
     def reap(self) -> None:
         """Record the end of those that have ended by themselves."""
-        while self.started and self.started[0].work is not None and self.started[0].work.is_completed():
-            self.session.recorder.leave(self.started.popleft().number, time.monotonic())
+        for calls in (self.started, self.messages):
+            while (first := self._first_of(calls)) is not None and self._has_ended(first):
+                self.session.recorder.leave(first.number, time.monotonic())
+                with self.session.lock:
+                    if first in calls:  # no other thread has come first
+                        calls.remove(first)
+
+    def _first_of(self, calls: deque[Started]) -> Started | None:
+        with self.session.lock:
+            return calls[0] if calls else None
+
+    def _has_ended(self, started: Started) -> bool:
+        work = started.work
+        if work is None or self.ends_by_future:
+            return work is not None and bool(work.is_completed())
+        try:
+            return self.session.captures.ask(work.is_completed)
+        except RuntimeError:  # the device has failed; whoever waits for it will be told
+            return True
 
     def _compare(self, number: int, sequence: int) -> None:
         # one that has come is enough: those that have come before it were compared with each other
@@ -251,11 +312,11 @@ class Member:
 
     def first(self) -> Started | None:
         """This rank's first collective that has not ended."""
-        with self.session.lock:
-            self.reap()
-            return next(iter(self.started), None)
+        self.reap()  # without the lock: a device may be slow to answer
+        return self._first_of(self.started)
 
     def close(self) -> None:
         """The group has been left."""
         self.session.recorder.close_lane(self.lane)
         self.started.clear()
+        self.messages.clear()

@@ -15,6 +15,7 @@ from ..recorder import Log, Raw, Recording, current, places
 from ..recorder.layout import State
 from . import blame, jobs, judge, notes, reporting
 from . import report as reports
+from .captures import Captures
 from .delivery import Doorbell
 from .ending import Ending
 from .far import Far
@@ -64,6 +65,7 @@ class Session:
         self.has_failed = False  # and what it ends with is no good end
         self.logs = False  # whether all records are kept
         self.is_ending = False  # the program is over, or has raised an exception
+        self.captures = Captures()
         self.far = Far(self)
         self._made: dict[tuple[str, tuple[int, ...]], int] = {}
         self._threads: set[int] = set()  # that have ever waited
@@ -185,7 +187,11 @@ class Session:
             DesyncError, RankLostError, StallError: with `raises`.
         """
         if self.error is None and not self.look():
-            report = self.far.first(self.report(finding))
+            try:
+                made = self.report(finding)
+            except Exception:  # what cannot be told beside it shall not keep the error back
+                made = reporting.make_report(finding, {}, {}, self.recorder.world_size)
+            report = self.far.first(made)
             with suppress(OSError):  # no room, or no folder any more: at least this rank says what is wrong
                 reports.write_once(self.folder, report)
             if not self.look():

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..errors import TransportError
 from ..recorder import Raw, Recorder, Recording
+from .captures import Captures
 from .finding import Finding
 from .health import Health
 from .limits import Limits
@@ -45,6 +46,7 @@ class Session(Protocol):
     has_failed: bool
     logs: bool
     doorbell: Any
+    captures: Captures
     far: Any
     current: Any
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..recorder import Log
+from ..recorder import Log, Raw
 from .causes import has_raised, in_words, names, why_late
 from .delivery import deliver
 from .finding import Finding
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Watcher"]
 
 _TICK_S = 0.1
+_T = TypeVar("_T")
+_PASSING = 50  # failures of a part, one after the other, of which nothing is said: five seconds
 _AGAIN = 6.0  # a warning comes again when the wait is so many times as long
 
 
@@ -39,6 +42,8 @@ class Watcher:
         self._stop = threading.Event()
         self._cycle = Cycle(session)
         self._patience = Patience()
+        self._failures: dict[str, int] = {}  # of each part, one after the other
+        self._said: set[str] = set()  # parts of which it has been said that they fail
         self._warned: dict[tuple[int, int], float] = {}  # how long the wait for a collective was when it was told
         self._thread = threading.Thread(target=self._run, name="lockstep watch", daemon=True)
         self._thread.start()
@@ -54,35 +59,61 @@ class Watcher:
 
     def _run(self) -> None:
         session = self._session
-        while not self._stop.wait(_TICK_S):
-            session.health.look()
-            if os.getpid() != session.recorder.pid:
-                return
-            session.recorder.beat()
-            try:
-                if session.look():
-                    deliver(session, self._stop)
-                    return
+        while not self._stop.wait(_TICK_S) and os.getpid() == session.recorder.pid:
+            self._try(session.health.look)
+            self._try(session.recorder.beat)
+            if not self._try(session.look):
                 session.looked = time.monotonic()
                 self._look()
-            except (OSError, ValueError, KeyError):  # memory of a rank that is ending at this moment
-                continue
-            except AttributeError:  # this rank's own, which `Session.close` has let go of
-                if not self._stop.is_set():
-                    raise
+            elif self._try(self._deliver):
+                return
+
+    def _try(self, part: Callable[..., _T], *args: Any) -> _T | None:
+        """What `part` returns; None where it fails, which is said once and ends neither this thread nor other parts."""
+        name = getattr(part, "__qualname__", str(part))
+        try:
+            found = part(*args)
+        except Exception as error:
+            # that memory of a rank is gone which is ending at this moment is nothing to speak of, unless it goes on
+            self._failures[name] = self._failures.get(name, 0) + 1
+            passing = isinstance(error, OSError | ValueError | KeyError) and self._failures[name] < _PASSING
+            if not passing and name not in self._said and not self._stop.is_set():
+                self._said.add(name)
+                with suppress(Exception):
+                    rank, words = self._session.rank, f"{type(error).__name__}: {error}"
+                    self._session.say(f"rank {rank}: {name} of the watchdog fails, and is tried again: {words}")
+            return None
+        self._failures.pop(name, None)
+        return found
+
+    def _deliver(self) -> bool:
+        deliver(self._session, self._stop)
+        return True
 
     def _look(self) -> None:
         session = self._session
-        self._write_log()
-        session.look_who_is_alone()
-        session.far.look(self._patience.look())
-        finding = has_raised(session, self._waits())
-        if finding is None and session.recorder.phase not in ("raised", "ended", "left"):
-            finding = self._collectives() or self._messages()
+        self._try(self._reap)
+        self._try(self._write_log)
+        self._try(session.look_who_is_alone)
+        self._try(session.far.look, self._patience.look())
+        finding = self._try(self._raised)
+        if finding is None and self._try(self._is_in_the_program):
+            found = (self._try(self._collective, member) for member in list(session.members))
+            finding = next((each for each in found if each is not None), None) or self._try(self._messages)
             if finding is None and not session.limits.debugging:
-                finding = self._cycle.look()
+                finding = self._try(self._cycle.look)
         if finding is not None:
-            session.fail(finding)
+            self._try(session.fail, finding)
+
+    def _reap(self) -> None:
+        for member in list(self._session.members):
+            member.reap()
+
+    def _raised(self) -> Finding | None:
+        return has_raised(self._session, self._waits())
+
+    def _is_in_the_program(self) -> bool:
+        return self._session.recorder.phase not in ("raised", "ended", "left")
 
     def _waits(self) -> bool:
         """Whether this rank waits for one that has not come; one that has, and then raises, keeps nobody waiting."""
@@ -100,20 +131,17 @@ class Watcher:
                 self._session.say(f"rank {self._session.rank} records its timeline no more: {error}")
                 self._log = None
 
-    def _collectives(self) -> Finding | None:
-        session = self._session
-        for member in list(session.members):
-            first = member.first()
-            if first is None:
-                continue
-            self._compare(member, first)
-            late = member.missing(first.sequence)
-            if late:
-                finding = why_late(session, member, first, late, self._patience)
-                finding = finding or self._slow(first, late, member.ranks, member.key)
-                if finding is not None:
-                    return finding
-        return None
+    def _collective(self, member: Member) -> Finding | None:
+        """What is to be said of this rank's first collective of a group that has not ended."""
+        first = member.first()
+        if first is None:
+            return None
+        self._compare(member, first)
+        late = member.missing(first.sequence)
+        if not late:
+            return None
+        finding = why_late(self._session, member, first, late, self._patience)
+        return finding or self._slow(first, late, member.ranks, member.key)
 
     def _compare(self, member: Member, started: Started) -> None:
         """See what both ranks have missed if they came at the same moment."""
@@ -126,7 +154,9 @@ class Watcher:
         """What is to be said of the message that this rank waits for."""
         session = self._session
         raw = session.waits_in()
-        if raw is None or raw.peer < 0 or raw.peer == session.rank:
+        if raw is None or raw.peer < 0:
+            raw = self._pending()
+        if raw is None or raw.peer == session.rank:
             return None
         peer, is_recv = session.peers.get(raw.peer), session.own.text(raw.what).startswith("recv")
         if is_recv and peer is not None and is_on_its_way(session.own, peer, raw):
@@ -137,6 +167,11 @@ class Watcher:
             return None
         finding = why_late(session, member, started, [raw.peer], self._patience)
         return finding or self._slow(started, [raw.peer], (session.rank, raw.peer), raw.key)
+
+    def _pending(self) -> Raw | None:
+        """The first message that a stream of this rank's waits for, if any."""
+        pending = (each for member in list(self._session.members) for each in list(member.messages)[:1])
+        return next((self._session.own.raw(each.number) for each in pending), None)
 
     def _slow(self, started: Started, late: list[int], ranks: tuple[int, ...], key: int) -> Finding | None:
         session, limits = self._session, self._session.limits

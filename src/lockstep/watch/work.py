@@ -23,10 +23,21 @@ class WatchedWork(dist.Work):
         member: of the group.
         started: the operation's record.
         asked: whether the ranks of other machines have called the same, where there are any.
+        device: of its tensors, in a group whose waits may return before an operation has ended; else None.
     """
 
-    def __init__(self, inner: Any, member: Member, started: Started, asked: Asked | None = None) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        member: Member,
+        started: Started,
+        asked: Asked | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        self._device = device
+        # no step asks a device
+        self._may_be_asked = member.ends_by_future or (device is not None and device.type == "cpu")
         self._inner, self._member, self._started, self._asked = inner, member, started, asked
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -38,14 +49,14 @@ class WatchedWork(dist.Work):
         session = self._member.session
         if timeout:
             self._member.allow(timeout.total_seconds())
-        if session.error is None and self.is_completed():
+        if session.error is None and self._may_be_asked and self.is_completed():
             answer = self._wait_for_ended()
         else:
             with session.blocking(self._started.number, self._member.ranks):
                 if self._asked is not None:
                     self._asked.check()
                 answer = self._inner.wait(timeout) if timeout else self._inner.wait()
-        self._member.leave(self._started, time.monotonic())
+        self._member.waited(self._started, self._inner, self._device)
         return answer
 
     def _wait_for_ended(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
@@ -61,8 +62,9 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         given = (*args, *kwargs.values()) if kwargs else args  # `barrier` gets its options by name
         started = member.enter(operation, _key(key_of, given))
         opts = given[-1] if given else None
+        device = None if member.ends_by_future else _device(given)
         if getattr(opts, "asyncOp", True):
-            return _start(member, started, thread, functools.partial(method, self, *args, **kwargs))
+            return _start(member, started, thread, functools.partial(method, self, *args, **kwargs), device)
         # from here on what `_start` and `Session.blocking` do: this is the way that has to be short
         session, recorder, inside = member.session, member.session.recorder, member.inside
         recorder.wait(started.number, started.entered)
@@ -81,10 +83,24 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             session.inside.discard(thread)
             inside.discard(thread)
             now = recorder.run()
-        member.leave(started, now)
+        if device is None:
+            member.leave(started, now)
+        else:
+            member.waited(started, work, device)
         return work
 
     return call
+
+
+def _device(args: Any) -> torch.device | None:
+    """That of the first tensor."""
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            return each.device
+        found = _device(each) if isinstance(each, list | tuple) else None
+        if found is not None:
+            return found
+    return None
 
 
 def _key(key_of: Callable[..., Key], args: tuple[Any, ...]) -> Key:
@@ -94,7 +110,9 @@ def _key(key_of: Callable[..., Key], args: tuple[Any, ...]) -> Key:
         return ()
 
 
-def _start(member: Member, started: Started, thread: int, method: Callable[[], Any]) -> Any:
+def _start(
+    member: Member, started: Started, thread: int, method: Callable[[], Any], device: torch.device | None = None
+) -> Any:
     """A call that returns at once."""
     member.inside.add(thread)
     asked = None
@@ -111,8 +129,11 @@ def _start(member: Member, started: Started, thread: int, method: Callable[[], A
         member.batches[thread].append(started)
     if work is None:  # inside a batch that is started together
         return work
-    started.work = work
-    return WatchedWork(work, member, started, asked)
+    if device is not None and member.session.captures.are_open:
+        member.leave(started, started.entered)  # it runs when the graph does
+    else:
+        started.work = work
+    return WatchedWork(work, member, started, asked, device)
 
 
 def _failed(member: Member, started: Started, error: BaseException) -> None:
@@ -134,7 +155,8 @@ def _message(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         if not anybody and not 0 <= args[1] < len(member.ranks):  # at which Gloo would wait for ever
             raise ConfigError("dst" if name == "send" else "src", f"a rank from 0 to {len(member.ranks) - 1}", args[1])
         started = member.send_or_receive(name, args[0], -1 if anybody else member.ranks[args[1]])
-        return _start(member, started, thread, functools.partial(method, self, *args))
+        device = None if member.ends_by_future or name == "send" else _device(args)
+        return _start(member, started, thread, functools.partial(method, self, *args), device)
 
     return call
 
