@@ -101,7 +101,7 @@ SEEN = """
 import psutil
 secret = " ".join(["s3cret", "of", "the", "user"])
 assert os.environ["TOKEN"] == os.environ["OTHER"] == os.environ["NCCL_TOKEN"] == secret
-lines = [" ".join(each.cmdline()) for each in psutil.process_iter()]
+lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
 print([line for line in lines if secret in line], sum("bin/ssh" in line for line in lines))
 """
 

@@ -155,6 +155,8 @@ def test_ranks_of_mpiexec_know_it_through_shells_between_them() -> None:
 def here(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     found = {**STEP, **ONE_NODE, **variables}
     monkeypatch.setattr(environment, "variables", lambda: found)
+    for change in (monkeypatch.setenv, lambda name, _: monkeypatch.delenv(name)):  # to be as it is now afterwards
+        change("GLOO_SOCKET_IFNAME", "")
 
 
 def ranks(size: int) -> list[World]:
@@ -170,6 +172,7 @@ def test_workers_of_one_machine_meet_and_leave_nothing(monkeypatch: pytest.Monke
         assert all(store is not None and store.get("key") == b"value" for store in others)
         assert list(folder.iterdir()) == []
         assert folder.stat().st_mode & 0o777 == 0o700
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         del first, others
 
 
