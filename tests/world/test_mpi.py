@@ -190,13 +190,13 @@ def test_every_rank_hears_that_there_is_no_store(pool: Pool) -> None:
         from lockstep.transports.mpi import meeting
 
         def refuse(*_arguments: Any, **_options: Any) -> None:
-            raise RuntimeError("no port left")
+            raise OSError("no port left")
 
-        real, dist.TCPStore = dist.TCPStore, refuse
+        real, meeting.serve_store = meeting.serve_store, refuse
         try:
             return attempt(lambda: meeting.make_store(meeting.find_world())).text
         finally:
-            dist.TCPStore = real
+            meeting.serve_store = real
 
     told = pool.run(body, workers=4, backend=BACKEND, init=False)
     assert told == ["mpi4py: rank 0 cannot open a store for torch.distributed: no port left"] * 4
