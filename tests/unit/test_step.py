@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.communicator import Communicator
 from lockstep.data.loader import Batch
 from lockstep.errors import ConfigError, DataError, DivergedError
+from lockstep.replicas.mirrors import Mirrors
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.distributed import Distributed
+from lockstep.strategies.statistics import RunningStatistics
 from lockstep.topology import World
 from lockstep.training.precision import Precision
 from lockstep.training.step import StepResult, TrainStep, _multiply
@@ -174,3 +178,91 @@ def test_a_group_added_later_is_scheduled_clipped_and_corrected() -> None:
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert float(gradients.norm()) == pytest.approx(1e-3, rel=1e-3)
     assert all(float((p.detach() - old).abs().max()) < 1e-3 for p, old in zip(model.parameters(), before, strict=True))
+
+
+def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(("loss_fn", "passes"), [(mean_square, 0), (lambda o, t: (o.square().sum(), 4), 1)])
+def test_gradients_of_a_mean_over_samples_are_not_multiplied_by_1(
+    monkeypatch: pytest.MonkeyPatch, loss_fn: Any, passes: int
+) -> None:
+    """On a device, where to ask for the factor would wait for it; "meta" is one that every machine has."""
+    calls: list[int] = []
+    monkeypatch.setattr("lockstep.training.step._multiply", lambda gradients, _: calls.append(len(gradients)))
+    model = nn.Linear(3, 4, device="meta")
+    optimizer, comm = torch.optim.SGD(model.parameters(), 0.1), Communicator.at(World(), torch.device("meta"))
+    step = TrainStep(model, optimizer, loss_fn, strategy=Strategy(comm))
+    step.run(batch(torch.ones(4, 3, device="meta"), LABELS.to("meta")))
+    assert calls == [2] * passes
+
+
+def test_workers_whose_losses_count_different_things_are_found() -> None:
+    """Some have taken theirs for a mean over samples without a look at the device."""
+    result = StepResult(3, torch.tensor(1.0), torch.zeros(()), 0.1, torch.tensor(6.0), samples=4)
+    with pytest.raises(ConfigError, match="over the same on all workers, got one over 6 of 4 samples at step 3"):
+        result.check()
+    StepResult(3, torch.tensor(1.0), torch.zeros(()), 0.1, torch.tensor(4.0), samples=4).check()
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what is calculated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+VIEWS = {"split_with_sizes", "view", "detach", "slice", "empty_like", "split"}
+
+
+def test_running_statistics_travel_by_few_kernels() -> None:
+    model = nn.Sequential(*(nn.BatchNorm1d(n) for n in (3, 5, 7, 2)))
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.copy_(torch.rand(buffer.shape) * 9)
+    statistics = RunningStatistics(model, is_first=True)
+    averaged = [b for b in model.buffers() if b.is_floating_point()]
+    counters = [b for b in model.buffers() if not b.is_floating_point()]
+    expected = torch.cat([*((b.double() * 0.3) for b in averaged), *(b.double().reshape(1) for b in counters)])
+    into = torch.empty(len(statistics), dtype=torch.float64)
+    with Kernels() as kernels:
+        statistics.pack(0.3, into)
+        statistics.unpack(into)
+    assert into.equal(expected)
+    assert torch.cat(averaged).equal(expected[: -len(counters)].float())
+    assert [int(b) for b in counters] == expected[-len(counters) :].long().tolist()
+    assert len([name for name in kernels.names if name not in VIEWS]) == 6, kernels.names
+
+
+def test_buffers_of_replicas_travel_by_few_kernels() -> None:
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(8)))
+    model.register_buffer("mask", torch.tensor([-0.0, 1.0]))
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.copy_(torch.rand(buffer.shape) * 9 - 4)
+    before = [buffer.clone() for buffer in model.buffers()]
+    mirrors = Mirrors(model, [CPU, CPU])
+    mirrors.follow(2)
+    with Kernels() as kernels:
+        replicas = mirrors.follow(2)
+    assert len([name for name in kernels.names if name not in VIEWS]) <= 4, kernels.names
+    for replica in replicas:
+        for old, new in zip(before, replica.buffers(), strict=True):
+            assert new._version == 0  # nothing has been written to it so far
+            assert new.view(torch.uint8).equal(old.view(torch.uint8)) if old.dim() else new.equal(old)
+    changed = [(a * 2, b * 3) for a, b in zip(*(list(replica.buffers()) for replica in replicas), strict=True)]
+    for values, *news in zip(changed, *(replica.buffers() for replica in replicas), strict=True):
+        for value, new in zip(values, news, strict=True):
+            new.copy_(value)
+    with Kernels() as kernels:
+        mirrors.collect([0.7, 0.3])
+    assert len([name for name in kernels.names if name not in VIEWS]) <= 6, kernels.names
+    for (a, b), (name, own) in zip(changed, model.named_buffers(), strict=True):
+        is_average = "running" in name
+        assert own.equal(a.clone().add_(b - a, alpha=0.3) if is_average else a), name

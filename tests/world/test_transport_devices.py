@@ -225,3 +225,21 @@ def test_options_of_nobody_are_refused(pool: Pool) -> None:
 
     for said in pool.run(body, init=False):
         assert "expected lockstep.ShmOptions, or those of NCCL for the GPUs beside it, got 'object'" in said
+
+
+def test_a_group_is_made_with_a_device_id(pool: Pool) -> None:
+    """torch asks the new group for that device's backend before it knows the group."""
+
+    def body() -> tuple[str, object]:
+        accelerator = torch.accelerator
+        before = accelerator.current_accelerator, accelerator.device_count
+        accelerator.current_accelerator = lambda *_: torch.device("cuda")  # type: ignore[assignment]
+        accelerator.device_count = lambda: 1
+        try:
+            dist.init_process_group("cpu:shm,cuda:nccl", device_id=torch.device("cuda", 0))
+        finally:
+            accelerator.current_accelerator, accelerator.device_count = before
+        check_cpu()
+        return type(world()).__name__, world().bound_device_id
+
+    assert pool.run(body, init=False) == [("ShmGroup", None)] * 2

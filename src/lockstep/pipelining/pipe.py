@@ -143,10 +143,17 @@ class Pipeline:
         """The mean loss; gradients, of a mean over samples, become those of the mean over what the loss counts."""
         if count.device.type == "cpu" and count == 0:
             raise DataError("expected a batch with something that the loss counts, got only e.g. ignored labels")
-        for p in self.parameters():
-            if p.grad is not None:
-                p.grad.mul_((self._batch / count).to(p.grad.dtype))
+        factor = self._batch / count
+        if count.device.type != "cpu" or factor != 1:  # to ask is free on the CPU; elsewhere it would wait for a device
+            self._multiply(factor)
         return total / count
+
+    def _multiply(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        for dtype in {gradient.dtype for gradient in gradients}:
+            own = [gradient for gradient in gradients if gradient.dtype == dtype]
+            torch._foreach_mul_(own, factor.to(dtype))
 
     def _check(self, batch: Any, target: Any) -> int:
         for name, value in (("batch", batch), ("target", target)):
@@ -193,9 +200,7 @@ class Pipeline:
         total = torch.stack(squares or [torch.zeros((), device=self.comm.device, dtype=_wide(self.comm.device))]).sum()
         norm = self.comm.allreduce(total.reshape(1)).sqrt()[0]
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
-        for p in self.parameters():
-            if p.grad is not None:
-                p.grad.mul_(factor.to(p.grad.dtype))
+        self._multiply(factor)
         return norm
 
     def state_dict(self) -> dict[str, Any]:

@@ -96,9 +96,11 @@ class Mirrors:
 
     def _send_buffers(self, replica: nn.Module, device: torch.device) -> None:
         """Give the replica the model's buffers as new tensors: an earlier pass may still need the old ones."""
+        found = [buffer for layer in self.module.modules() for buffer in layer._buffers.values() if buffer is not None]
+        copies = iter(copies_on(found, device))
         for source, target in zip(self.module.modules(), replica.modules(), strict=True):
             for name, buffer in source._buffers.items():
-                target._buffers[name] = None if buffer is None else buffer.detach().to(device, copy=True)
+                target._buffers[name] = None if buffer is None else next(copies)
 
     def collect(self, weights: Sequence[float]) -> None:
         """Take over the buffers that a forward pass of the first len(weights) replicas has changed.
@@ -108,21 +110,62 @@ class Mirrors:
         """
         copies = [list(replica.modules()) for replica in self._copies[: len(weights)]]
         with torch.inference_mode(False), torch.no_grad():
+            places, values, several = [], [], []
             for layer, *replicas in zip(self.module.modules(), *copies, strict=True):
                 for name in layer._buffers:
-                    _take_buffer(layer, name, [replica._buffers[name] for replica in replicas], weights)
+                    found = [replica._buffers[name] for replica in replicas]
+                    there = [buffer for buffer in found if buffer is not None]
+                    if found[0] is not None and any(map(_may_be_written, there)):
+                        places.append((layer, name))
+                        values.append(there[0])
+                        several.append(there if isinstance(layer, _NormBase) and there[0].is_floating_point() else [])
+            averaged = [number for number, each in enumerate(several) if each]
+            for number, value in zip(averaged, _averages([several[n] for n in averaged], weights), strict=True):
+                values[number] = value
+            _put(places, values)
 
 
-def _take_buffer(layer: nn.Module, name: str, found: Sequence[torch.Tensor | None], weights: Sequence[float]) -> None:
-    first, own = found[0], layer._buffers[name]
-    if first is None or not any(_may_be_written(other) for other in found if other is not None):
-        return
-    if isinstance(layer, _NormBase) and first.is_floating_point():
-        first = _average([other for other in found if other is not None], weights)
-    if own is None or own.shape != first.shape:
-        layer._buffers[name] = first.to(own.device if own is not None else first.device)
-    else:
-        own.copy_(first)
+def _put(places: Sequence[tuple[nn.Module, str]], values: Sequence[torch.Tensor]) -> None:
+    """Take over the values of buffers: in their own memory, where they fit."""
+    fitting = []
+    for (layer, name), value in zip(places, values, strict=True):
+        own = layer._buffers[name]
+        if own is None or own.shape != value.shape:
+            layer._buffers[name] = value.to(own.device if own is not None else value.device)
+        else:
+            fitting.append((own, value))
+    for pairs in _alike(fitting):
+        owns = [own for own, _ in pairs]
+        torch._foreach_copy_(owns, brought([value for _, value in pairs], owns[0].device))
+
+
+def copies_on(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """New tensors of the same values on `device`, on each of which nothing seems to have been written so far.
+
+    Few kernels for all of them: tensors of one kind are copied together, and travel to another device as one.
+    """
+    made = [torch.empty_like(tensor, device=device, requires_grad=False) for tensor in tensors]
+    for pairs in _alike(list(zip(made, tensors, strict=True))):
+        sources = brought([tensor for _, tensor in pairs], device)
+        torch._foreach_copy_([copy for copy, _ in pairs], sources)
+    return [copy.data for copy in made]
+
+
+def brought(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """`tensors`, of one dtype and on one device, on `device`."""
+    if tensors[0].device == device or any(tensor.layout is not torch.strided for tensor in tensors):
+        return [tensor.to(device) for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _alike(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """`pairs` by dtypes and devices, as one kernel takes those of one kind alone."""
+    groups: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for left, right in pairs:
+        groups.setdefault((left.dtype, left.device, right.dtype, right.device), []).append((left, right))
+    return list(groups.values())
 
 
 def _may_be_written(buffer: torch.Tensor) -> bool:
@@ -133,13 +176,19 @@ def _may_be_written(buffer: torch.Tensor) -> bool:
     return buffer._version > 0 or (buffer.dim() == 1 and buffer.is_floating_point())
 
 
-def _average(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """By weights that sum to 1; exact where all are equal."""
-    first = values[0]
-    total = first.clone()
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        total.add_(value.to(first.device) - first, alpha=weight)
-    return total
+def _averages(rows: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]) -> list[torch.Tensor]:
+    """Of each row, by weights that sum to 1; exact where all are equal."""
+    totals: dict[int, torch.Tensor] = {}
+    for pairs in _alike([(row[0], row[0]) for row in rows]):
+        same = {id(first) for first, _ in pairs}
+        chosen = [row for row in rows if id(row[0]) in same]
+        firsts = [row[0] for row in chosen]
+        sums = copies_on(firsts, firsts[0].device)
+        for replica, weight in enumerate(weights[1:], 1):
+            others = brought([row[replica] for row in chosen], firsts[0].device)
+            torch._foreach_add_(sums, torch._foreach_sub(others, firsts), alpha=weight)
+        totals.update((id(first), total) for first, total in zip(firsts, sums, strict=True))
+    return [totals[id(row[0])] for row in rows]
 
 
 def _address(parameter: nn.Parameter) -> int:

@@ -30,16 +30,20 @@ class RunningStatistics:
 
     def pack(self, weight: float, into: torch.Tensor) -> None:
         """Write this worker's share into `into`, a floating vector of len(self); `weight` is its share of samples."""
-        position = 0
-        for buffers, factor in ((self._averaged, weight), (self._counters, float(self._is_first))):
-            for buffer in buffers:
-                target = into[position : position + buffer.numel()]
-                torch.mul(buffer.reshape(-1).to(into.dtype), factor, out=target)
-                position += buffer.numel()
+        for (buffers, places), factor in zip(self._places(into), (weight, float(self._is_first)), strict=True):
+            if buffers:
+                torch._foreach_copy_(places, buffers)
+                torch._foreach_mul_(places, factor)
 
     def unpack(self, summed: torch.Tensor) -> None:
         """Take over the sum of all workers' shares."""
-        position = 0
-        for buffer in (*self._averaged, *self._counters):
-            buffer.copy_(summed[position : position + buffer.numel()].view_as(buffer))
-            position += buffer.numel()
+        for buffers, places in self._places(summed):
+            if buffers:
+                torch._foreach_copy_(buffers, places)
+
+    def _places(self, vector: torch.Tensor) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """The averaged buffers and the counters, each with their places in a vector of len(self)."""
+        sizes = [buffer.numel() for buffer in (*self._averaged, *self._counters)]
+        parts = iter(torch.split(vector, sizes))
+        groups = (self._averaged, self._counters)
+        return [(group, [next(parts).view_as(buffer) for buffer in group]) for group in groups]

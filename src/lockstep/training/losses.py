@@ -50,6 +50,9 @@ class LossSum:
         loss_fn: see `LossFn`; a module is moved to `device`.
         device: where the outputs are.
 
+    Attributes:
+        counts_samples: whether the last loss is known, without a look at the device, to be a sum over samples.
+
     Raises:
         ConfigError: when `loss_fn` cannot be called, or returns a bare sum.
     """
@@ -71,6 +74,7 @@ class LossSum:
         self._loss_fn = loss_fn
         self._summing = _summing(self._of_classes)
         self._checked = False
+        self.counts_samples = False
 
     def __call__(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
         """The loss of `size` samples.
@@ -92,7 +96,9 @@ class LossSum:
 
     def _sum(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
         if self._summing is None:
-            return as_sum(self._loss_fn(output, target), size)
+            value = self._loss_fn(output, target)
+            self.counts_samples = isinstance(value, torch.Tensor)
+            return as_sum(value, size)
         return self._summing(output, target), _counted(self._summing, output, target)
 
 
@@ -186,6 +192,11 @@ class LossModule(Computation):
         self._forward = forward or default_forward
         # Layers that talk to other workers in their passes must run on every worker, also on one without samples.
         self._talks = in_step or any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in model.modules())
+
+    @property
+    def counts_samples(self) -> bool:
+        """See `LossSum`."""
+        return self._loss.counts_samples
 
     def on(self, model: nn.Module, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
         """The loss of `size` samples; of none, a zero that still reaches every parameter."""

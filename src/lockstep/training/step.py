@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..data.loader import Batch
-from ..errors import DataError, DivergedError
+from ..errors import ConfigError, DataError, DivergedError
 from ..randomness import seed_torch
 from ..recorder import note_samples
 from ..shards import mix
@@ -37,6 +37,8 @@ class StepResult:
         lr: the learning rate of the first parameter group.
         count: 0-dim tensor on the device, what `loss` is the mean over: samples, or what the loss function counts.
             Means of several steps are weighted by it.
+        samples: of the global batch, where gradients have been taken for those of a mean over them; None where `count`
+            was looked at.
     """
 
     step: int
@@ -44,6 +46,7 @@ class StepResult:
     stop: torch.Tensor
     lr: float
     count: torch.Tensor
+    samples: int | None = None
 
     def check(self) -> None:
         """See that the loss is finite; waits for the device.
@@ -51,6 +54,7 @@ class StepResult:
         Raises:
             DivergedError: where it is not.
             DataError: where it is a mean over nothing, as all labels of the global batch are ignored.
+            ConfigError: where some workers' losses were means over samples, and others' over something else.
         """
         if not torch.isfinite(self.loss):
             if self.count == 0:
@@ -62,6 +66,10 @@ class StepResult:
                 f"the loss is {float(self.loss)} at step {self.step} with learning rate {self.lr:g}. "
                 "Lower the learning rate, warm it up, or clip the gradients."
             )
+        if self.samples is not None and self.count != self.samples:
+            hint = "Return (sum, count) for every batch, or a mean over the samples for every batch."
+            got = f"one over {float(self.count):g} of {self.samples} samples at step {self.step}"
+            raise ConfigError("loss_fn", "a mean over the same on all workers", got, hint)
 
 
 class TrainStep:
@@ -150,10 +158,15 @@ class TrainStep:
         lr = self._begin()
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, stop)
         loss_sum, count, stops = totals.unbind()
-        result = StepResult(self.steps_done, loss_sum / count, stops, lr, count)
-        if self.comm.device.type == "cpu":
+        on_cpu = self.comm.device.type == "cpu"
+        # To ask whether the loss counts other things than samples is free on the CPU; elsewhere it would wait for the
+        # device, but where it is known. A wrong guess is found by `check`.
+        samples = batch.global_size if self._loss.counts_samples and not on_cpu else None
+        result = StepResult(self.steps_done, loss_sum / count, stops, lr, count, samples)
+        if on_cpu:
             result.check()
-        self._update(batch.global_size / count)
+        correction = batch.global_size / count
+        self._update(None if samples is not None or (on_cpu and correction == 1) else correction)
         self.steps_done += 1
         note_samples(batch.size)
         return result
@@ -182,12 +195,10 @@ class TrainStep:
                 group["lr"] = group["initial_lr"] * factor
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _update(self, correction: torch.Tensor) -> None:
+    def _update(self, correction: torch.Tensor | None) -> None:
         _fill(self._parameters)
         self.precision.unscale(self.optimizer)
-        # Only a loss that counts other things than samples needs it. To ask is free on the CPU; elsewhere it would
-        # wait for the device, and multiplying by 1 is cheaper.
-        if self.comm.device.type != "cpu" or correction != 1:
+        if correction is not None:
             _multiply([p.grad for p in self._parameters if p.grad is not None], correction)
         if self._clip_norm is not None:
             clip(self._parameters, self._clip_norm)

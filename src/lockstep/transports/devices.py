@@ -107,7 +107,7 @@ def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str | No
     """The name of the backend for `device` beside the group's own, if there is one."""
     try:
         config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
-    except (RuntimeError, ValueError):  # not among c10d's groups yet, or no longer
+    except (RuntimeError, ValueError, TypeError):  # not among c10d's groups yet, or no longer
         return None
     name = config.get_device_backend_map().get(device.type)
     return None if name in (None, getattr(group, "backend", "shm")) else str(name)

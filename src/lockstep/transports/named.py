@@ -66,7 +66,7 @@ class NamedGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         try:
             config = dist.BackendConfig(dist.Backend(dist.get_backend_config(self)))
-        except (RuntimeError, ValueError):  # not among c10d's groups, or no longer
+        except (RuntimeError, ValueError, TypeError):  # not among c10d's groups, or no longer
             return [torch.device("cpu")]
         kinds = config.get_device_backend_map()
         return [torch.device(kind) for kind, name in kinds.items() if _is_here(kind, name, self.backend)]
