@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["folder", "remove", "restore", "sweep", "write_bytes", "write_json", "write_text"]
+__all__ = ["file", "folder", "remove", "restore", "sweep", "write_bytes", "write_json", "write_text"]
 
 # ".tmp-" is something unfinished or being removed; ".old-" is a whole folder that is being replaced.
 _NAME = re.compile(
@@ -35,13 +35,22 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: it could not be written; the old file, if there was one, is untouched and no temporary file stays.
     """
+    with file(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextlib.contextmanager
+def file(path: Path) -> Iterator[Path]:
+    """Write a file under a temporary name, which is not there yet; it gets its name as in `write_bytes`.
+
+    Raises:
+        OSError: as `write_bytes`.
+    """
     path = Path(path)
     temporary = _beside(path, "tmp")
     try:
-        with temporary.open("xb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        yield temporary
+        _sync(temporary)
         temporary.replace(path)
     except BaseException:
         _erase(temporary)

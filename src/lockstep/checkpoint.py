@@ -4,34 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import atomic, manifest
 from .errors import CheckpointError, ConfigError
 from .fingerprints import plain_names
-from .manifest import MANIFEST, MODEL, TENSORS, TREE
+from .manifest import MANIFEST, MODEL, PARTS, TENSORS, TREE
 from .packing import (
     Json,
+    Opened,
+    Piece,
+    StoredTensor,
+    TensorFile,
     Tree,
+    check_storable,
+    check_tensors,
+    dtype_of,
     from_json,
-    from_safetensors,
     is_storable_name,
     pack,
-    portable,
     to_json,
-    to_safetensors,
     unpack,
+    write_bytes,
+    write_tensors,
 )
 
-__all__ = ["Checkpoint", "CheckpointStore", "load_weights", "read", "save_weights", "verify"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointStore",
+    "check_pieces",
+    "load_weights",
+    "not_saved",
+    "offer",
+    "open_stored",
+    "read",
+    "read_tensors",
+    "save_weights",
+    "verify",
+]
 
 _NAME = re.compile(r"step-(\d{10}|[1-9]\d{10,17})")
 _FULL = "Free some space or raise the quota"
@@ -54,7 +75,8 @@ class Checkpoint:
         step: optimizer steps done when it was made.
         epoch: the epoch in which it was made.
         info: plain values about the run.
-        state: the state by part (``"model"``, ``"optimizer"``, …), each a tree of plain values and CPU tensors.
+        state: the state by part (``"model"``, ``"optimizer"``, …), each a tree of plain values and CPU tensors; from
+            `open_stored` of plain values and stored tensors.
     """
 
     path: Path
@@ -93,19 +115,63 @@ class CheckpointStore:
             CheckpointError: it could not be written; what was there before is untouched, and nothing is left over.
             ConfigError: `state` or `info` holds something that cannot be stored; names its place.
         """
-        files = _encode(state)
-        files[MANIFEST] = manifest.render(files, step=step, epoch=epoch, info=info)
-        path = self.folder / f"step-{step:010d}"
+        return self.prepare(state, step=step, epoch=epoch, info=info)()
+
+    def prepare(
+        self, state: Mapping[str, Tree], *, step: int, epoch: int, info: Mapping[str, Any], copy: bool = False
+    ) -> Callable[[], Path]:
+        """What writes one checkpoint as `save` does when it is called, once and at any time, in any thread.
+
+        Args:
+            state: as in `save`.
+            step: as in `save`.
+            epoch: as in `save`.
+            info: as in `save`.
+            copy: whether tensors are copied now, so that what is done to them later is not saved. If not, they are
+                read from where they are while the file is written, a block at a time.
+
+        Raises:
+            ConfigError: as `save`.
+        """
+        head = manifest.head(step=step, epoch=epoch, info=info)
+        tree, files = _encode(state)
+        if copy:
+            files = {name: {key: _copy(tensor) for key, tensor in held.items()} for name, held in files.items()}
+        needed = len(tree) + sum(tensor.nbytes for held in files.values() for tensor in held.values())
+
+        def write() -> Path:
+            with self.writing(step, needed) as folder:
+                entries = {name: write_tensors(folder / name, held) for name, held in files.items()}
+                entries[TREE] = write_bytes(folder / TREE, tree)
+                write_bytes(folder / MANIFEST, manifest.render(head, entries))
+            return self.path(step)
+
+        return write
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.folder / f"step-{step:010d}"
+
+    @contextlib.contextmanager
+    def writing(self, step: int, needed: int) -> Iterator[Path]:
+        """Fill a folder that becomes the checkpoint of `step` when the block has ended without error; older ones go.
+
+        Args:
+            step: whose checkpoint it is; another one of that step is replaced.
+            needed: bytes that it takes, for the error.
+
+        Raises:
+            CheckpointError: for an OSError, also of the block; what was there before is untouched.
+        """
+        path = self.path(step)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             atomic.sweep(self.folder)
             with atomic.folder(path) as temporary:
-                for name, data in files.items():
-                    (temporary / name).write_bytes(data)
+                yield temporary
         except OSError as error:
-            raise _not_saved(path, sum(map(len, files.values())), error) from error
+            raise not_saved(path, needed, error) from error
         self._prune(path)
-        return path
 
     def paths(self) -> list[Path]:
         """All checkpoints, good or damaged, oldest first by step; unfinished ones do not count.
@@ -155,9 +221,42 @@ def read(path: Path) -> Checkpoint:
     """
     path = Path(path)
     with _offering_another(path):
-        content = _manifest(path)
-        state = _decode(path, content["files"])
-        return Checkpoint(path, content["step"], content["epoch"], content["info"], state)
+        found = open_stored(path)
+        return replace(found, state=read_tensors(found.state))
+
+
+def open_stored(path: Path, share: int = 0, of: int = 1) -> Checkpoint:
+    """A checkpoint whose tensors stay in their files, each a `StoredTensor`, until something reads them.
+
+    Args:
+        path: where it is.
+        share: of the processes that open it on this machine, the number of this one: each checks the SHA-256 of some
+            of the files, all of them those of all, and each the size of every file.
+        of: how many these are.
+
+    Raises:
+        CheckpointError: as `read`, without the offer of another one.
+    """
+    path = Path(path)
+    content = _manifest(path)
+    _check_files(path, content["files"], share, of)
+    state = _stored_state(path, content["files"])
+    return Checkpoint(path, content["step"], content["epoch"], content["info"], state)
+
+
+def read_tensors(tree: Any) -> Any:
+    """A tree with every stored tensor in it read into memory.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    if isinstance(tree, StoredTensor):
+        return tree.read()
+    if isinstance(tree, dict):
+        return {key: read_tensors(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(read_tensors(value) for value in tree)
+    return tree
 
 
 def verify(path: Path) -> None:
@@ -179,12 +278,13 @@ def save_weights(state_dict: Mapping[str, Tensor], path: Path) -> None:
         ConfigError: an entry is no plain dense tensor, or of a type that safetensors does not store.
     """
     path = Path(path)
-    tensors = {name: portable(tensor, name) for name, tensor in plain_names(state_dict).items()}
-    data = to_safetensors("state_dict", tensors)
+    tensors = {name: check_storable(tensor, name) for name, tensor in plain_names(state_dict).items()}
+    check_tensors("state_dict", tensors)
     try:
-        atomic.write_bytes(path, data)
+        with atomic.file(path) as temporary:
+            write_tensors(temporary, tensors)
     except OSError as error:
-        raise _not_saved(path, len(data), error) from error
+        raise not_saved(path, sum(tensor.nbytes for tensor in tensors.values()), error) from error
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
@@ -195,22 +295,30 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     try:
-        return from_safetensors(path.read_bytes())
+        stored = TensorFile(path, path.name).tensors()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot read the weights: {error.strerror}") from error
+        raise CheckpointError(f"{path}: cannot read the weights: {error.strerror or error}") from error
     except ValueError as error:
         advice = "Give the model.safetensors of a run or of a checkpoint"
         raise CheckpointError(f"{path}: expected a safetensors file, got another ({error}). {advice}.") from error
+    return {name: tensor.read() for name, tensor in stored.items()}
 
 
-def _encode(state: Mapping[str, Tree]) -> dict[str, bytes]:
-    """The content of every file but the manifest."""
+def _encode(state: Mapping[str, Tree]) -> tuple[bytes, dict[str, dict[str, Tensor]]]:
+    """The content of the file of plain values, and the tensors for each of the other files."""
     value, tensors = pack(dict(state))
-    files: dict[str, bytes] = {}
+    files: dict[str, dict[str, Tensor]] = {}
     if keys := _flat_model(value):
-        files[MODEL] = to_safetensors("state", {name: tensors.pop(key) for name, key in keys.items()})
-        value["model"] = list(keys)  # safetensors sorts by name; this keeps the order
-    return {**files, TREE: to_json("state", value), TENSORS: to_safetensors("state", tensors)}
+        files[MODEL] = {name: tensors.pop(key) for name, key in keys.items()}
+        value["model"] = list(keys)  # the file has them in another order; this keeps it
+    files[TENSORS] = tensors
+    for held in files.values():
+        check_tensors("state", held)
+    return to_json("state", value), files
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def _flat_model(value: Json) -> dict[str, str]:
@@ -223,20 +331,71 @@ def _flat_model(value: Json) -> dict[str, str]:
     return {name: node["$tensor"] for name, node in model.items()}
 
 
-def _decode(path: Path, files: Mapping[str, Any]) -> dict[str, Any]:
-    def tensors(name: str) -> dict[str, Tensor]:
-        data = manifest.load(path, name, files[name])
-        return manifest.parsed(path, name, lambda: from_safetensors(data))
-
-    text, rest = manifest.load(path, TREE, files[TREE]), tensors(TENSORS)
+def _stored_state(path: Path, files: Mapping[str, Any]) -> dict[str, Any]:
+    text = manifest.load(path, TREE, files[TREE])
+    rest = _from_parts(path, files) if PARTS in files else _from_file(path, TENSORS)
     state = manifest.parsed(path, TREE, lambda: dict(unpack(from_json(text), rest)))
     if MODEL in files:
-        model = tensors(MODEL)
+        model = _from_file(path, MODEL)
         state["model"] = manifest.parsed(path, TREE, lambda: _in_order(model, state["model"]))
     return state
 
 
-def _in_order(model: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+def _from_file(path: Path, name: str) -> dict[str, StoredTensor]:
+    try:
+        return manifest.parsed(path, name, TensorFile(path / name, name).tensors)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {name}: cannot be read: {error.strerror or error}") from error
+
+
+def _from_parts(path: Path, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """The tensors that several workers have written together, as `PARTS` describes them."""
+    text = manifest.load(path, PARTS, files[PARTS])
+    opened: Opened = deque()
+    parts = {name: TensorFile(path / name, name, opened) for name in files if name not in (TREE, PARTS)}
+
+    def tensor(told: Json) -> StoredTensor:
+        shape = _counts(told["shape"])
+        pieces = tuple(
+            Piece(parts[file], str(name), _counts(offsets), _counts(sizes))
+            for file, name, offsets, sizes in told["pieces"]
+        )
+        check_pieces(shape, [(piece.offsets, piece.sizes) for piece in pieces])
+        return StoredTensor(dtype_of(told["dtype"]), shape, pieces)
+
+    return manifest.parsed(path, PARTS, lambda: {key: tensor(told) for key, told in dict(from_json(text)).items()})
+
+
+def _counts(numbers: Json) -> tuple[int, ...]:
+    if not isinstance(numbers, list) or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"expected whole numbers of at least 0, got {str(numbers)[:80]}")
+    return tuple(numbers)
+
+
+def check_pieces(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """See that boxes make up a tensor, each of its elements once: as slices of it along one dimension.
+
+    Args:
+        shape: of the tensor.
+        boxes: offsets and sizes of each.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not math.prod(shape):
+        return  # there is nothing to be read
+    cut = {d for offsets, sizes in boxes for d in range(len(shape)) if (offsets[d], sizes[d]) != (0, shape[d])}
+    place = min(cut, default=0)
+    end = 0
+    for offsets, sizes in sorted(boxes):
+        if len(offsets) != len(shape) or len(sizes) != len(shape) or (shape and offsets[place] != end):
+            raise ValueError(f"the pieces of a tensor of shape {list(shape)} do not follow each other")
+        end += sizes[place] if shape else 1
+    if len(cut) > 1 or end != (shape[place] if shape else 1):
+        raise ValueError(f"the pieces of a tensor of shape {list(shape)} are not all of it")
+
+
+def _in_order(model: dict[str, StoredTensor], names: list[str]) -> dict[str, StoredTensor]:
     if sorted(names) != sorted(model):
         raise ValueError(f"the names of the model differ from those in {MODEL}")
     return {name: model[name] for name in names}
@@ -250,8 +409,12 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _check(path: Path) -> None:
-    for name, entry in _manifest(path)["files"].items():
-        manifest.load(path, name, entry)
+    _check_files(path, _manifest(path)["files"])
+
+
+def _check_files(path: Path, files: Mapping[str, Any], share: int = 0, of: int = 1) -> None:
+    for number, name in enumerate(sorted(files)):
+        manifest.check(path, name, files[name], content=number % of == share)
 
 
 def _step(path: Path) -> int:
@@ -274,10 +437,11 @@ def _offering_another(path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. {_offer(path)}.") from error.__cause__
+        raise CheckpointError(f"{error}. {offer(path)}.") from error.__cause__
 
 
-def _offer(path: Path) -> str:
+def offer(path: Path) -> str:
+    """A sentence that names the newest good checkpoint beside one that cannot be used."""
     for folder in (path, path.parent):
         with contextlib.suppress(CheckpointError):
             others = [other for other in CheckpointStore(folder).paths() if other.name != path.name]
@@ -286,7 +450,7 @@ def _offer(path: Path) -> str:
     return "No good one is beside it: start afresh, or give another path"
 
 
-def _not_saved(path: Path, needed: int, error: OSError) -> CheckpointError:
+def not_saved(path: Path, needed: int, error: OSError) -> CheckpointError:
     """The error for a file or folder that could not be written; `needed` in bytes."""
     free = ""
     with contextlib.suppress(OSError):

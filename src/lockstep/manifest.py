@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import stat
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import CheckpointError, ConfigError
-from .packing import Json, from_json, pack, to_json, unpack
+from .packing import MAX_JSON, Entry, Json, from_json, pack, to_json, unpack
 
-__all__ = ["FORMAT", "MANIFEST", "MODEL", "TENSORS", "TREE", "VERSION", "load", "parsed", "read", "render"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "MODEL",
+    "PARTS",
+    "TENSORS",
+    "TREE",
+    "VERSION",
+    "check",
+    "head",
+    "load",
+    "parsed",
+    "part_name",
+    "read",
+    "render",
+]
 
-FORMAT, VERSION = "lockstep checkpoint", 1
-# No other names are ever opened, whatever a manifest says.
+FORMAT, VERSION = "lockstep checkpoint", 2
+# No other names are ever opened, whatever a manifest says: these, and those of `part_name`.
 MANIFEST, MODEL, TREE, TENSORS = "manifest.json", "model.safetensors", "state.json", "state.safetensors"
+PARTS = "parts.json"
+_PART = re.compile(r"part-\d{5,9}\.safetensors", re.ASCII)
+_CHUNK = 2**20  # bytes that are hashed at a time
 
 T = TypeVar("T")
 
 
-def render(files: Mapping[str, bytes], *, step: int, epoch: int, info: Mapping[str, Any]) -> bytes:
-    """The manifest of a checkpoint that consists of `files`.
+def part_name(rank: int) -> str:
+    """The file with what one worker has written of the tensors of a checkpoint."""
+    return f"part-{rank:05d}.safetensors"
+
+
+def head(*, step: int, epoch: int, info: Mapping[str, Any]) -> dict[str, Json]:
+    """What a manifest says beside its files.
 
     Raises:
         ConfigError: `step` or `epoch` is no whole number of at least 0, or `info` holds something that is no plain
@@ -32,10 +57,13 @@ def render(files: Mapping[str, bytes], *, step: int, epoch: int, info: Mapping[s
             raise ConfigError(name, "a whole number of at least 0", number)
     value, tensors = pack({"info": dict(info)})
     if tensors:
-        raise ConfigError("info", "plain values only", found="tensors", hint="Put tensors into the state.")
-    entries = {name: {"size": len(data), "sha256": _sha256(data)} for name, data in files.items()}
-    head = {"format": FORMAT, "version": VERSION, "step": step, "epoch": epoch}
-    return _seal({**head, "info": value["info"], "files": entries})
+        raise ConfigError("info", "plain values only", "tensors", "Put tensors into the state.")
+    return {"format": FORMAT, "version": VERSION, "step": step, "epoch": epoch, "info": value["info"]}
+
+
+def render(head: Mapping[str, Json], files: Mapping[str, Entry]) -> bytes:
+    """The manifest of a checkpoint that consists of `files`."""
+    return _seal({**head, "files": {name: asdict(entry) for name, entry in files.items()}})
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -66,26 +94,59 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def load(folder: Path, name: str, entry: Mapping[str, Any] | None = None) -> bytes:
-    """The file `name` of a checkpoint, of the size and with the checksum that its `entry` in the manifest says.
+    """The small file `name` of a checkpoint, of the size and with the checksum that its `entry` in the manifest says.
 
     Raises:
-        CheckpointError: it has not, or it cannot be read.
+        CheckpointError: it has not, or it cannot be read, or it is too large for what it is.
     """
+    size = _check_size(folder, name, entry)
+    if size > MAX_JSON:
+        raise _bad(folder, name, f"at most {MAX_JSON:,} bytes", f"{size:,}")
+    data = _reading(folder, name, (folder / name).read_bytes)
+    if entry is not None:
+        _check_sum(folder, name, entry, _sha256(data))
+    return data
+
+
+def check(folder: Path, name: str, entry: Mapping[str, Any], content: bool = True) -> None:
+    """See that a file of a checkpoint is as its `entry` in the manifest says; little of it is in memory at a time.
+
+    Args:
+        folder: the checkpoint.
+        name: the file.
+        entry: its size and sha256.
+        content: whether it is read, or only its size looked at.
+
+    Raises:
+        CheckpointError: it is not, or it cannot be read.
+    """
+    _check_size(folder, name, entry)
+    if content:
+        _check_sum(folder, name, entry, _reading(folder, name, lambda: _sha256_of(folder / name)))
+
+
+def _check_size(folder: Path, name: str, entry: Mapping[str, Any] | None) -> int:
     path = folder / name
+    status = _reading(folder, name, path.lstat)
+    if not stat.S_ISREG(status.st_mode):
+        raise _bad(folder, name, "a plain file", "a symbolic link" if path.is_symlink() else _kind(path))
+    if entry is not None and status.st_size != entry["size"]:
+        raise _bad(folder, name, f"{entry['size']:,} bytes", f"{status.st_size:,}")
+    return status.st_size
+
+
+def _check_sum(folder: Path, name: str, entry: Mapping[str, Any], checksum: str) -> None:
+    if checksum != entry["sha256"]:
+        raise _bad(folder, name, f"content with sha256 {entry['sha256'][:64]}", f"content with sha256 {checksum}")
+
+
+def _reading(folder: Path, name: str, read: Callable[[], T]) -> T:
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise _bad(folder, name, "a plain file", "a symbolic link" if path.is_symlink() else _kind(path))
-        if entry is not None and status.st_size != entry["size"]:
-            raise _bad(folder, name, f"{entry['size']:,} bytes", f"{status.st_size:,}")
-        data = path.read_bytes()
+        return read()
     except FileNotFoundError:
         raise _bad(folder, name, "a plain file", "nothing of that name") from None
     except OSError as error:
         raise CheckpointError(f"{folder}: {name}: cannot be read: {error.strerror}") from error
-    if entry is not None and (checksum := _sha256(data)) != entry["sha256"]:
-        raise _bad(folder, name, f"content with sha256 {entry['sha256'][:64]}", f"content with sha256 {checksum}")
-    return data
 
 
 def parsed(folder: Path, name: str, parse: Callable[[], T]) -> T:
@@ -117,11 +178,20 @@ def _check_fields(folder: Path, content: dict[str, Json]) -> None:
     step, epoch, files = content.get("step"), content.get("epoch"), content.get("files")
     if not _is_count(step) or not _is_count(epoch) or "info" not in content:
         raise _bad(folder, MANIFEST, "step, epoch and info", f"step {str(step)[:80]}, epoch {str(epoch)[:80]}")
-    if not isinstance(files, dict) or not {TREE, TENSORS} <= set(files) <= {MODEL, TREE, TENSORS}:
-        raise _bad(folder, MANIFEST, f"the files {TREE}, {TENSORS} and perhaps {MODEL}", str(files)[:200])
+    if not isinstance(files, dict) or not (_is_whole(set(files)) or _is_in_parts(set(files))):
+        expected = f"the files {TREE}, {TENSORS} and perhaps {MODEL}, or {TREE}, {PARTS} and parts"
+        raise _bad(folder, MANIFEST, expected, str(files)[:200])
     for entry in files.values():
         if not isinstance(entry, dict) or not _is_count(entry.get("size")) or not isinstance(entry.get("sha256"), str):
             raise _bad(folder, MANIFEST, "a size and a sha256 for each file", str(entry)[:200])
+
+
+def _is_whole(names: set[Any]) -> bool:
+    return {TREE, TENSORS} <= names <= {MODEL, TREE, TENSORS}
+
+
+def _is_in_parts(names: set[Any]) -> bool:
+    return {TREE, PARTS} <= names and all(_PART.fullmatch(str(name)) for name in names - {TREE, PARTS})
 
 
 def _bad(folder: Path, name: str, expected: str, got: str) -> CheckpointError:
@@ -140,3 +210,11 @@ def _is_count(number: object) -> bool:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _sha256_of(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_CHUNK)
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()

@@ -1,31 +1,48 @@
-"""A tree of plain values and tensors as JSON beside safetensors, and back."""
+"""A tree of plain values and tensors as JSON beside safetensors, and back, one tensor after the other."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
-import safetensors.torch
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError
 
 __all__ = [
     "MAX_DEPTH",
     "MAX_JSON",
+    "Entry",
     "Json",
+    "Opened",
+    "Piece",
+    "StoredTensor",
+    "TensorFile",
     "Tree",
+    "blocks",
+    "check_storable",
+    "check_tensors",
+    "code_of",
+    "copy_piece",
+    "dtype_of",
     "from_json",
-    "from_safetensors",
     "is_storable_name",
     "pack",
-    "portable",
     "to_json",
-    "to_safetensors",
     "unpack",
+    "write_bytes",
+    "write_tensors",
 ]
 
 # Written with Sequence and Mapping because they are covariant: a dict[str, Tensor] is a Tree to the type checker.
@@ -42,13 +59,34 @@ MAX_JSON = 64 * 1024**2
 _MAX_INT_BITS = 8192
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 _REAL = {
-    torch.bool,
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
 }
+# torch can write and read numbers of these as they are; safetensors has one kind of complex numbers, of 64 bits.
+_STORED = {**_REAL, "C64": torch.complex64}
+_CODES = {dtype: code for code, dtype in _STORED.items()}
+
+_BLOCK = 16 * 2**20
+"""Bytes of a tensor that are copied at a time, where it cannot be written from or read to its place directly."""
+
+_MOST_OPEN = 64
+"""Files of one checkpoint that are open at a time; a process may often have no more than 1024 of all kinds."""
 
 
-def pack(tree: Tree) -> tuple[Json, dict[str, Tensor]]:
+def pack(tree: Tree, spread: bool = False) -> tuple[Json, dict[str, Tensor]]:
     """Take a tree apart into a JSON value and the tensors that it refers to.
 
     A tree is None, a bool, int, float, str or tensor, or a list, tuple or dict of trees; keys are str or int.
@@ -56,18 +94,22 @@ def pack(tree: Tree) -> tuple[Json, dict[str, Tensor]]:
     dict comes back as a dict, whatever its subclass, and every parameter as a tensor without gradient. Tensors come
     back on the CPU; two that shared memory no longer do.
 
+    Args:
+        tree: the tree.
+        spread: whether tensors may be a DTensor, spread over workers.
+
     Returns:
-        the JSON value, and contiguous copies on the CPU of all tensors, of types that safetensors stores (a complex
-        one as its real view, with a last dimension of 2).
+        the JSON value, and all tensors without gradients, of types that safetensors stores (a complex one as its real
+        view, with a last dimension of 2). They are those of the tree, not copies.
 
     Raises:
         ConfigError: naming the place in the tree, for anything else that is found there.
     """
     tensors: dict[str, Tensor] = {}
-    return _pack(tree, (), tensors), tensors
+    return _pack(tree, (), tensors, spread), tensors
 
 
-def unpack(value: Json, tensors: Mapping[str, Tensor]) -> Any:
+def unpack(value: Json, tensors: Mapping[str, Tensor | StoredTensor]) -> Any:
     """The tree that `pack` took apart; nothing in `value` is ever executed or imported.
 
     Raises:
@@ -80,21 +122,28 @@ def unpack(value: Json, tensors: Mapping[str, Tensor]) -> Any:
     return tree
 
 
-def portable(tensor: object, where: str) -> Tensor:
-    """A contiguous copy of `tensor` on the CPU that shares its memory with no other.
+def check_storable(tensor: object, where: str, spread: bool = False) -> Tensor:
+    """`tensor` without its gradient.
+
+    Args:
+        tensor: what is to be stored.
+        where: its place, for the error.
+        spread: whether it may be a DTensor.
 
     Raises:
         ConfigError: naming `where`, if it is no plain dense tensor with values, or of a type that cannot be stored.
     """
     if not isinstance(tensor, Tensor):
-        raise ConfigError(where, "a tensor", found=f"an object of {_type_name(tensor)}")
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        raise ConfigError(where, "a tensor", f"an object of {_type_name(tensor)}")
+    found = tensor.detach()
+    plain = type(tensor) in (Tensor, nn.Parameter) or (spread and hasattr(found, "to_local"))
+    if not plain or tensor.layout is not torch.strided or tensor.is_meta:
         kind = f"a {tensor.layout} {type(tensor).__name__} on {tensor.device}"
         hint = "Turn it into one first: full_tensor() for a DTensor, to_dense() for a sparse tensor."
-        raise ConfigError(where, "a plain dense tensor", found=kind, hint=hint)
-    if tensor.dtype not in _REAL and tensor.dtype not in _COMPLEX.values():
-        raise ConfigError(where, "a tensor of a type that safetensors stores", found=f"a tensor of {tensor.dtype}")
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+        raise ConfigError(where, "a plain dense tensor", kind, hint)
+    if tensor.dtype not in _CODES and tensor.dtype not in _COMPLEX.values():
+        raise ConfigError(where, "a tensor of a type that safetensors stores", f"a tensor of {tensor.dtype}")
+    return found
 
 
 def to_json(argument: str, value: Json, indent: int | None = None) -> bytes:
@@ -126,52 +175,323 @@ def from_json(data: bytes) -> Json:
         raise ValueError("nested too deeply") from None
 
 
-def to_safetensors(argument: str, tensors: dict[str, Tensor]) -> bytes:
-    """The safetensors file of `portable` tensors.
-
-    Raises:
-        ConfigError: naming `argument`, for a name or a type that the installed safetensors does not store.
-    """
-    for name in tensors:
-        if not is_storable_name(name):
-            raise ConfigError(argument, "names that safetensors can store", name)
-    try:
-        # Other readers of the format ask for this note.
-        return safetensors.torch.save(tensors, metadata={"format": "pt"})
-    except (KeyError, ValueError, safetensors.SafetensorError):
-        types = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-        raise ConfigError(argument, "tensors of types that safetensors stores", found=types) from None
-
-
-def from_safetensors(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU, in memory of their own.
-
-    Raises:
-        ValueError: it is no safetensors file.
-    """
-    try:
-        return safetensors.torch.load(data)
-    # The library checks in several places, and raises as many kinds of errors, AssertionError among them.
-    except Exception as error:
-        raise ValueError(str(error) or type(error).__name__) from error
-
-
 def is_storable_name(name: str) -> bool:
     """Whether a tensor of this name can stand in a safetensors file."""
     # It writes names in UTF-8, which has no lone surrogates, and keeps one name for itself.
     return name != "__metadata__" and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def _pack(node: object, path: tuple[object, ...], tensors: dict[str, Tensor]) -> Json:
+# --- files of tensors ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of a file: its size in bytes and the SHA-256 of its content, in hexadecimal digits."""
+
+    size: int
+    sha256: str
+
+
+def write_bytes(path: Path, data: bytes) -> Entry:
+    """Write a new file.
+
+    Raises:
+        OSError: it could not be written; a part of it may be there.
+    """
+    with path.open("xb") as stream:
+        stream.write(data)
+    return Entry(len(data), hashlib.sha256(data).hexdigest())
+
+
+def check_tensors(argument: str, tensors: Mapping[str, Tensor]) -> None:
+    """See that a safetensors file can hold `tensors`, which are `check_storable`.
+
+    Raises:
+        ConfigError: naming `argument`, for a name or a type that safetensors does not store.
+    """
+    for name, tensor in tensors.items():
+        if not is_storable_name(name):
+            raise ConfigError(argument, "names that safetensors can store", repr(name))
+        if tensor.dtype not in _CODES:
+            raise ConfigError(argument, "tensors of types that safetensors stores", str(tensor.dtype))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], flush: bool = False) -> Entry:
+    """Write a new safetensors file, one tensor after the other, with its checksum on the way.
+
+    The same tensors always give the same bytes. Beside them no more than 16 MiB of memory are used, whatever their
+    size and wherever they are; one row of a tensor in an unusual order of dimensions may need more.
+
+    Args:
+        path: where there is no file yet.
+        tensors: plain dense ones on any device, see `check_tensors`.
+        flush: whether the content is flushed to the device.
+
+    Raises:
+        OSError: it could not be written; a part of it may be there.
+    """
+    # Wide types first, so that each tensor begins at a multiple of its width: other readers map files into memory.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as stream:
+        for data in _content(ordered):
+            digest.update(data)
+            stream.write(data)
+            size += len(data)
+        if flush:
+            stream.flush()
+            os.fsync(stream.fileno())
+    return Entry(size, digest.hexdigest())
+
+
+def _content(ordered: Sequence[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
+    header: dict[str, Json] = {"__metadata__": {"format": "pt"}}  # other readers of the format ask for this note
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        yield from _bytes_of(tensor)
+
+
+def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    direct = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if direct:
+        yield _raw(tensor)
+        return
+    for block in blocks(tensor.shape, tensor.element_size()):
+        part = tensor[block]
+        yield _raw(torch.empty(part.shape, dtype=part.dtype, device="cpu").copy_(part))
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def blocks(shape: Sequence[int], width: int, most: int = _BLOCK) -> Iterator[tuple[slice, ...]]:
+    """Cut a tensor into blocks of at most `most` bytes that follow each other in memory, in that order.
+
+    Args:
+        shape: of the tensor.
+        width: bytes of one element.
+        most: bytes of a block; a single element may be larger.
+    """
+    if not shape:
+        yield ()
+        return
+    row = width * math.prod(shape[1:])
+    if row <= most:
+        rows = max(1, most // max(1, row))
+        yield from ((slice(start, min(start + rows, shape[0])),) for start in range(0, shape[0], rows))
+        return
+    for index in range(shape[0]):
+        yield from ((slice(index, index + 1), *inner) for inner in blocks(shape[1:], width, most))
+
+
+def dtype_of(code: Json) -> torch.dtype:
+    """The type that safetensors calls `code`.
+
+    Raises:
+        ValueError: there is none, here at least.
+    """
+    if not isinstance(code, str) or code not in _STORED:
+        raise ValueError(f"a tensor of the unknown type {str(code)[:20]}")
+    return _STORED[code]
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """What safetensors calls a type that it stores."""
+    return _CODES[dtype]
+
+
+Opened: TypeAlias = deque["weakref.ref[TensorFile]"]
+"""Those of the files that are read together which are open, the oldest first."""
+
+
+class TensorFile:
+    """A safetensors file, opened when something is first asked for; nothing of it is read before it is needed.
+
+    It is read, not mapped into memory: what goes wrong with the device is then an error, and no signal that ends the
+    process.
+
+    Args:
+        path: where it is.
+        name: what errors call it.
+        together: of files that are read together; of many, only those opened last stay open.
+    """
+
+    def __init__(self, path: Path, name: str, together: Opened | None = None) -> None:
+        self.path, self.name = path, name
+        self._together: Opened = deque() if together is None else together
+        self._opened: Any = None
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors in it, in the order of their names.
+
+        Raises:
+            ValueError: it is no safetensors file, or has tensors of a type that torch has not.
+            OSError: it cannot be read.
+        """
+        return {name: self.tensor(name) for name in sorted(self._file().keys())}
+
+    def tensor(self, name: str) -> StoredTensor:
+        """One of them.
+
+        Raises:
+            ValueError, OSError: as `tensors`; also where there is none of this name.
+        """
+        with _as_value_error():
+            part = self._file().get_slice(name)
+            shape, code = tuple(part.get_shape()), part.get_dtype()
+        return StoredTensor(dtype_of(code), shape, (Piece(self, name, (0,) * len(shape), shape),))
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor, on the CPU, in memory of its own.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            with _as_value_error():
+                whole = not region or not all(part.stop > part.start for part in region)
+                if whole:  # of no dimension, or without elements
+                    found: Tensor = self._file().get_tensor(name)
+                    return found[region]
+                part: Tensor = self._file().get_slice(name)[region]
+                return part
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise CheckpointError(f"{self.path.parent}: {self.name}: cannot be read: {reason}") from error
+
+    def _file(self) -> Any:
+        if self._opened is None:
+            with self.path.open("rb"):  # its errors say what is wrong; those of the library do not always
+                pass
+            with _as_value_error():
+                self._opened = safe_open(self.path, "pt", backend="pread")
+            self._together.append(weakref.ref(self))  # a cycle would keep files open until it is collected
+            if len(self._together) > _MOST_OPEN and (oldest := self._together.popleft()()) is not None:
+                oldest._opened = None
+        return self._opened
+
+
+@contextlib.contextmanager
+def _as_value_error() -> Iterator[None]:
+    """Around calls of the library, which raises as many kinds of errors as it has checks."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, which is a tensor by itself in a file.
+
+    Attributes:
+        file: that file.
+        name: under which it is there.
+        offsets: where the box begins, in elements, for each dimension.
+        sizes: its extent, for each dimension.
+    """
+
+    file: TensorFile
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is in files.
+
+    Attributes:
+        stored_dtype: of the numbers in the files.
+        stored_shape: of the whole, as it is in the files.
+        pieces: which make it up.
+        is_complex: whether the files have the real view of a complex tensor, with a last dimension of 2.
+    """
+
+    stored_dtype: torch.dtype
+    stored_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    is_complex: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor that is read."""
+        return _COMPLEX[self.stored_dtype] if self.is_complex else self.stored_dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that is read."""
+        return self.stored_shape[:-1] if self.is_complex else self.stored_shape
+
+    def read(self) -> Tensor:
+        """The tensor, on the CPU.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.read_into(found)
+        return found
+
+    def read_into(self, target: Tensor) -> None:
+        """Read the whole into a plain tensor of the same shape, on any device and of any type; a block at a time.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        real = torch.view_as_real(target) if self.is_complex else target
+        for piece in self.pieces:
+            box = tuple(slice(start, start + size) for start, size in zip(piece.offsets, piece.sizes, strict=True))
+            copy_piece(real[box], piece, (0,) * len(box))
+
+    def as_complex(self) -> StoredTensor:
+        """The complex tensor that this is the real view of.
+
+        Raises:
+            ValueError: it is none.
+        """
+        _check_real_view(self.stored_dtype, self.stored_shape)
+        return replace(self, is_complex=True)
+
+
+def copy_piece(target: Tensor, piece: Piece, offsets: Sequence[int]) -> None:
+    """Read the part of a piece that begins at `offsets` in it, and is as large as `target`, into `target`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    for block in blocks(target.shape, target.element_size()):
+        filled = (*block, *(slice(0, size) for size in target.shape[len(block) :]))
+        region = tuple(
+            slice(begin + part.start, begin + part.stop) for begin, part in zip(offsets, filled, strict=True)
+        )
+        found = piece.file.read(piece.name, region)
+        if found.shape != target[block].shape:
+            what = f"the tensor {piece.name[:80]!r} is smaller than the state says"
+            raise CheckpointError(f"{piece.file.path.parent}: {piece.file.name}: its content makes no sense: {what}")
+        target[block].copy_(found)
+
+
+def _pack(node: object, path: tuple[object, ...], tensors: dict[str, Tensor], spread: bool) -> Json:
     if len(path) > MAX_DEPTH:
         raise ConfigError(_spell(path[:4]), f"at most {MAX_DEPTH} levels of nesting", found="deeper nesting")
     kind = type(node)
     if isinstance(node, Tensor):
-        return _pack_tensor(node, path, tensors)
+        return _pack_tensor(node, path, tensors, spread)
     if isinstance(node, dict):
-        return _pack_dict(node, path, tensors)
+        return _pack_dict(node, path, tensors, spread)
     if isinstance(node, (list, tuple)) and kind in (list, tuple):
-        items = [_pack(item, (*path, index), tensors) for index, item in enumerate(node)]
+        items = [_pack(item, (*path, index), tensors, spread) for index, item in enumerate(node)]
         return items if kind is list else {"$tuple": items}
     # Subclasses (numpy.float64, IntEnum, …) are refused, because they would come back as something else.
     if isinstance(node, float) and kind is float:
@@ -181,17 +501,17 @@ def _pack(node: object, path: tuple[object, ...], tensors: dict[str, Tensor]) ->
     raise _refused(path, node)
 
 
-def _pack_tensor(tensor: Tensor, path: tuple[object, ...], tensors: dict[str, Tensor]) -> Json:
-    copy, key = portable(tensor, _spell(path)), str(len(tensors))
-    tensors[key] = torch.view_as_real(copy) if copy.is_complex() else copy
-    return {"$complex" if copy.is_complex() else "$tensor": key}
+def _pack_tensor(tensor: Tensor, path: tuple[object, ...], tensors: dict[str, Tensor], spread: bool) -> Json:
+    found, key = check_storable(tensor, _spell(path), spread), str(len(tensors))
+    tensors[key] = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+    return {"$complex" if found.is_complex() else "$tensor": key}
 
 
-def _pack_dict(node: dict[Any, object], path: tuple[object, ...], tensors: dict[str, Tensor]) -> Json:
+def _pack_dict(node: dict[Any, object], path: tuple[object, ...], tensors: dict[str, Tensor], spread: bool) -> Json:
     for key in node:
         if type(key) is not str and not _fits(key):
-            raise ConfigError(_spell(path), "keys of type str or int", found=f"the key {key!r} of {_type_name(key)}")
-    items = [(key, _pack(value, (*path, key), tensors)) for key, value in node.items()]
+            raise ConfigError(_spell(path), "keys of type str or int", f"the key {key!r} of {_type_name(key)}")
+    items = [(key, _pack(value, (*path, key), tensors, spread)) for key, value in node.items()]
     if all(type(key) is str and not key.startswith("$") for key in node):
         return dict(items)
     return {"$items": [[key, value] for key, value in items]}
@@ -221,7 +541,7 @@ def _spell(path: tuple[object, ...]) -> str:
     return ".".join(map(str, path)) or "the tree"
 
 
-def _unpack(value: Json, path: tuple[object, ...], unused: dict[str, Tensor]) -> Any:
+def _unpack(value: Json, path: tuple[object, ...], unused: dict[str, Tensor | StoredTensor]) -> Any:
     if len(path) > MAX_DEPTH:
         raise ValueError(f"{_spell(path[:4])}: more than {MAX_DEPTH} levels of nesting")
     if isinstance(value, list):
@@ -235,7 +555,7 @@ def _unpack(value: Json, path: tuple[object, ...], unused: dict[str, Tensor]) ->
     raise ValueError(f"{_spell(path)}: {value!r} has no place in a packed tree")
 
 
-def _unpack_tagged(value: dict[Any, Json], path: tuple[object, ...], unused: dict[str, Tensor]) -> Any:
+def _unpack_tagged(value: dict[Any, Json], path: tuple[object, ...], unused: dict[str, Tensor | StoredTensor]) -> Any:
     (tag, content), *more = value.items()
     if not more and tag == "$float" and content in ("nan", "inf", "-inf"):
         return float(content)
@@ -248,7 +568,9 @@ def _unpack_tagged(value: dict[Any, Json], path: tuple[object, ...], unused: dic
     raise ValueError(f"{_spell(path)}: {str(value)[:80]} has no meaning in a packed tree")
 
 
-def _unpack_items(content: list[Json], path: tuple[object, ...], unused: dict[str, Tensor]) -> dict[str | int, Any]:
+def _unpack_items(
+    content: list[Json], path: tuple[object, ...], unused: dict[str, Tensor | StoredTensor]
+) -> dict[str | int, Any]:
     tree: dict[str | int, Any] = {}
     for pair in content:
         if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int) or pair[0] in tree:
@@ -257,12 +579,23 @@ def _unpack_items(content: list[Json], path: tuple[object, ...], unused: dict[st
     return tree
 
 
-def _unpack_tensor(tag: str, key: str, path: tuple[object, ...], unused: dict[str, Tensor]) -> Tensor:
+def _unpack_tensor(
+    tag: str, key: str, path: tuple[object, ...], unused: dict[str, Tensor | StoredTensor]
+) -> Tensor | StoredTensor:
     if key not in unused:
         raise ValueError(f"{_spell(path)}: tensor {key[:80]!r} is missing, or used twice")
     tensor = unused.pop(key)
     if tag == "$tensor":
         return tensor
-    if tensor.dtype not in _COMPLEX or tensor.shape[-1:] != (2,):
-        raise ValueError(f"{_spell(path)}: {tensor.dtype} of shape {tuple(tensor.shape)} is no complex tensor")
+    try:
+        if isinstance(tensor, StoredTensor):
+            return tensor.as_complex()
+        _check_real_view(tensor.dtype, tensor.shape)
+    except ValueError as error:
+        raise ValueError(f"{_spell(path)}: {error}") from None
     return torch.view_as_complex(tensor)
+
+
+def _check_real_view(dtype: torch.dtype, shape: Sequence[int]) -> None:
+    if dtype not in _COMPLEX or tuple(shape[-1:]) != (2,):
+        raise ValueError(f"{dtype} of shape {tuple(shape)} is no complex tensor")

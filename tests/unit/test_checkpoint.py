@@ -78,6 +78,20 @@ def test_the_same_state_gives_the_same_bytes(store: CheckpointStore, tmp_path: P
     assert snapshot(save(store, 1)) == snapshot(save(other, 1))
 
 
+@pytest.mark.parametrize("copy", [True, False])
+def test_what_is_prepared_is_written_later_and_does_not_follow_if_it_is_copied(
+    store: CheckpointStore, copy: bool
+) -> None:
+    model = {"w": torch.ones(3)}
+    write = store.prepare({"model": model, "rest": model["w"]}, step=7, epoch=2, info={}, copy=copy)
+    assert not store.folder.exists()
+    model["w"].fill_(5)
+    found = read(write())
+    assert (found.step, found.epoch) == (7, 2)
+    assert torch.equal(found.state["model"]["w"], torch.full((3,), 1.0 if copy else 5.0))
+    assert torch.equal(found.state["rest"], found.state["model"]["w"])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_of_a_gpu_come_back_on_the_cpu(store: CheckpointStore) -> None:
     path = store.save({"model": nn.Linear(2, 2).cuda().state_dict()}, step=0, epoch=0, info={})

@@ -163,8 +163,9 @@ def test_the_test_can_forge_a_manifest(store: CheckpointStore) -> None:
 
 def test_another_version_is_refused_with_the_one_that_is_read(store: CheckpointStore) -> None:
     path = save(store, 1)
-    forge(path, version=2, files="quite different")
-    assert_refused(path, "manifest.json: expected version 1", "got 2: use the Lockstep that wrote it")
+    for version in (1, 3):
+        forge(path, version=version, files="quite different")
+        assert_refused(path, "manifest.json: expected version 2", f"got {version}: use the Lockstep that wrote it")
 
 
 @pytest.mark.parametrize(
@@ -224,13 +225,13 @@ def test_a_manifest_must_say_size_and_checksum(store: CheckpointStore, entry: An
         b'{"content": []}',
         b'{"content": {}}',
         b"[" * 100_000,
-        b'{"content": {"format": "lockstep checkpoint", "version": 1, "step": 1e999}}',
-        b'{"content": {"format": "lockstep checkpoint", "version": 1, "step": NaN}}',
+        b'{"content": {"format": "lockstep checkpoint", "version": 2, "step": 1e999}}',
+        b'{"content": {"format": "lockstep checkpoint", "version": 2, "step": NaN}}',
         *(
-            b'{"content": {"format": "lockstep checkpoint", "version": 1, "step": %b%b}}' % (b"[" * deep, b"]" * deep)
+            b'{"content": {"format": "lockstep checkpoint", "version": 2, "step": %b%b}}' % (b"[" * deep, b"]" * deep)
             for deep in (100, 900, 1200, 5000)
         ),
-        b'{"content": {"format": "lockstep checkpoint", "version": 1, "step": ' + b"9" * 5000 + b"}}",
+        b'{"content": {"format": "lockstep checkpoint", "version": 2, "step": ' + b"9" * 5000 + b"}}",
         b"\xff\xfe\x00",
         pickle.dumps({"content": {}}),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep import atomic
+from lockstep import atomic, checkpoint
 from lockstep.checkpoint import CheckpointStore, load_weights, read, save_weights, verify
 from lockstep.errors import CheckpointError
 from support.checkpoints import FILES, holds, names, save, snapshot
@@ -155,11 +155,12 @@ def test_an_interrupt_leaves_the_older_checkpoints_good(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(path: Path, data: bytes) -> int:
+        assert list(path.parent.glob("*.safetensors"))
         raise KeyboardInterrupt
 
     save(store, 1)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "write_bytes", interrupt)
+        patch.setattr(checkpoint, "write_bytes", interrupt)
         save(store, 2)
     assert_only_good(store, [1])
 

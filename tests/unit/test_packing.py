@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
 import math
-from collections import OrderedDict, namedtuple
+import os
+import tempfile
+from collections import OrderedDict, deque, namedtuple
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
+from lockstep import packing
+from lockstep.checkpoint import read_tensors
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.packing import (
     MAX_DEPTH,
+    TensorFile,
+    blocks,
+    check_storable,
+    check_tensors,
     from_json,
-    from_safetensors,
     is_storable_name,
     pack,
-    portable,
     to_json,
-    to_safetensors,
     unpack,
+    write_tensors,
 )
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -35,7 +44,26 @@ COMPLEX = [torch.complex64, torch.complex128]
 
 def through_files(tree: Any) -> Any:
     value, tensors = pack(tree)
-    return unpack(from_json(to_json("state", value)), from_safetensors(to_safetensors("state", tensors)))
+    return read_tensors(unpack(from_json(to_json("state", value)), through_file(tensors, stored=True)))
+
+
+def through_file(tensors: dict[str, Tensor], stored: bool = False) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".safetensors", delete=False) as stream:
+        path = Path(stream.name)
+    path.unlink()
+    entry = write_tensors(path, tensors)
+    data = path.read_bytes()
+    assert (entry.size, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    found = TensorFile(path, path.name).tensors()
+    for tensor in found.values():
+        tensor.pieces[0].file._file()
+    path.unlink()  # what is open can still be read
+    return found if stored else read_tensors(found)
+
+
+def write(path: Path, data: bytes) -> TensorFile:
+    path.write_bytes(data)
+    return TensorFile(path, path.name)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -147,13 +175,6 @@ def test_views_come_back_as_tensors_of_their_own() -> None:
     assert same(found, tree)
     found["same"][0].fill_(-1)
     assert torch.equal(found["same"][1], base)
-
-
-def test_packed_tensors_do_not_follow_the_originals() -> None:
-    weight = torch.ones(3)
-    _, tensors = pack([weight])
-    weight.fill_(7)
-    assert torch.equal(tensors["0"], torch.ones(3))
 
 
 def test_parameters_and_ordered_dicts_come_back_plain() -> None:
@@ -327,18 +348,19 @@ def test_json_is_bounded_on_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_that_safetensors_cannot_store_are_named(name: str) -> None:
     assert not is_storable_name(name)
     with pytest.raises(ConfigError, match="state_dict: expected names"):
-        to_safetensors("state_dict", {name: torch.ones(1)})
+        check_tensors("state_dict", {name: torch.ones(1)})
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "größe", "__metadata", "a\x00b"])
 def test_all_other_names_can_be_stored(name: str) -> None:
     assert is_storable_name(name)
-    assert list(from_safetensors(to_safetensors("state_dict", {name: torch.ones(1)}))) == [name]
+    check_tensors("state_dict", {name: torch.ones(1)})
+    assert list(through_file({name: torch.ones(1)})) == [name]
 
 
 def test_types_that_safetensors_cannot_store_are_named() -> None:
     with pytest.raises(ConfigError, match=r"^state_dict: expected tensors of types .*, got torch\.complex128$"):
-        to_safetensors("state_dict", {"a": torch.ones(1, dtype=torch.complex128)})
+        check_tensors("state_dict", {"a": torch.ones(1, dtype=torch.complex128)})
 
 
 @pytest.mark.parametrize(
@@ -355,28 +377,89 @@ def test_types_that_safetensors_cannot_store_are_named() -> None:
     ],
     ids=lambda data: repr(data[8:24]),
 )
-def test_what_is_no_safetensors_file_is_a_value_error(data: bytes) -> None:
+def test_what_is_no_safetensors_file_is_a_value_error(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(ValueError):
-        from_safetensors(data)
+        write(tmp_path / "a", data).tensors()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packing")
 
 
 @given(st.integers(0, 10**6), st.integers(1, 255))
 @settings(deadline=None, max_examples=200)
-def test_a_changed_safetensors_file_raises_nothing_but_value_error(position: int, change: int) -> None:
-    data = bytearray(to_safetensors("state", {"a": torch.ones(2, 2), "b": torch.zeros(0)}))
+def test_a_changed_safetensors_file_raises_nothing_but_what_it_says(folder: Path, position: int, change: int) -> None:
+    (folder / "good").unlink(missing_ok=True)
+    write_tensors(folder / "good", {"a": torch.ones(2, 2), "b": torch.zeros(0)})
+    data = bytearray((folder / "good").read_bytes())
     data[position % len(data)] ^= change
     try:
-        found = from_safetensors(bytes(data))
-    except ValueError:
+        found = read_tensors(write(folder / "changed", bytes(data)).tensors())
+    except (ValueError, CheckpointError):
         return
     assert all(isinstance(tensor, Tensor) for tensor in found.values())
 
 
-def test_portable_makes_a_copy_on_the_cpu_whatever_the_default_device() -> None:
+def test_a_file_that_is_cut_off_while_it_is_open_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", {"a": torch.ones(100_000)})
+    stored = TensorFile(tmp_path / "a", "a").tensors()["a"]
+    os.truncate(tmp_path / "a", 5000)
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: a: cannot be read: "):
+        stored.read()
+
+
+@pytest.mark.parametrize("block", [1, 24, 10**6])
+def test_files_are_those_of_the_library_whatever_is_copied_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(blocks, "__defaults__", (block,))
+    image = torch.arange(2.0 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+    held = {
+        "channels last": image.to(memory_format=torch.channels_last),
+        "turned": image[0, 0].T,
+        "strided": image[:, ::2],
+        "half": image.half(),
+        "none": torch.zeros(2, 0, 3).transpose(0, 2),
+        "number": torch.tensor(3, dtype=torch.int64),
+        "mirrored": torch.complex(image, image).conj(),
+    }
+    write_tensors(tmp_path / "a", held, flush=True)
+    contents = {name: tensor.resolve_conj().contiguous() for name, tensor in held.items()}
+    assert same(dict(sorted(safetensors.torch.load_file(tmp_path / "a").items())), dict(sorted(contents.items())))
+    found = TensorFile(tmp_path / "a", "a").tensors()
+    assert same(read_tensors(found), dict(sorted(contents.items())))
+    target = torch.zeros(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    found["channels last"].read_into(target)
+    assert torch.equal(target, image.double())
+
+
+@given(st.lists(st.integers(0, 5), max_size=4), st.integers(1, 8), st.integers(1, 200))
+@settings(deadline=None, max_examples=200)
+def test_blocks_cover_a_tensor_in_the_order_of_memory(shape: list[int], width: int, most: int) -> None:
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    found = [tensor[block] for block in blocks(shape, width, most)]
+    assert all(block.is_contiguous() and (block.numel() * width <= most or block.numel() == 1) for block in found)
+    assert torch.equal(torch.cat([block.reshape(-1) for block in found] or [tensor.reshape(-1)]), tensor.reshape(-1))
+
+
+def test_of_many_files_few_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_MOST_OPEN", 3)
+    opened: packing.Opened = deque()
+    files = []
+    for number in range(9):
+        write_tensors(tmp_path / str(number), {"a": torch.tensor(number)})
+        files.append(TensorFile(tmp_path / str(number), str(number), opened))
+    for _ in range(2):
+        assert [int(file.tensors()["a"].read()) for file in files] == list(range(9))
+        assert sum(str(tmp_path) in str(path.resolve()) for path in Path("/proc/self/fd").iterdir()) == 3
+
+
+def test_a_tensor_is_taken_as_it_is_whatever_the_default_device() -> None:
     weight = nn.Parameter(torch.ones(2, 3)).T
     with torch.device("meta"):
-        copy = portable(weight.detach(), "weight")
+        found = check_storable(weight.detach(), "weight")
+        copy = through_file({"a": found})["a"]
+    assert found.data_ptr() == weight.data_ptr()
     assert copy.device.type == "cpu"
-    assert copy.is_contiguous()
-    assert copy.data_ptr() != weight.data_ptr()
     assert torch.equal(copy, weight)
