@@ -475,11 +475,16 @@ def copy_piece(target: Tensor, piece: Piece, offsets: Sequence[int]) -> None:
         region = tuple(
             slice(begin + part.start, begin + part.stop) for begin, part in zip(offsets, filled, strict=True)
         )
-        found = piece.file.read(piece.name, region)
-        if found.shape != target[block].shape:
-            what = f"the tensor {piece.name[:80]!r} is smaller than the state says"
-            raise CheckpointError(f"{piece.file.path.parent}: {piece.file.name}: its content makes no sense: {what}")
-        target[block].copy_(found)
+        _copy_region(target[block], piece, region)
+
+
+def _copy_region(target: Tensor, piece: Piece, region: tuple[slice, ...]) -> None:
+    # A function of its own, so that a block is gone before the next one is read.
+    found = piece.file.read(piece.name, region)
+    if found.shape != target.shape:
+        what = f"the tensor {piece.name[:80]!r} is smaller than the state says"
+        raise CheckpointError(f"{piece.file.path.parent}: {piece.file.name}: its content makes no sense: {what}")
+    target.copy_(found)
 
 
 def _pack(node: object, path: tuple[object, ...], tensors: dict[str, Tensor], spread: bool) -> Json:

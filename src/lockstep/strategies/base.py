@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..fingerprints import fingerprint
+from .whole import filled_model, filled_optimizer
 
 __all__ = ["Strategy"]
 
@@ -31,10 +32,12 @@ class Strategy:
         shards: into how many shards a step is cut; None where it is cut by the number of workers alone.
         in_step: whether a forward pass sends something, so that every worker has to make as many as the others, also
             one without samples.
+        in_parts: whether tensors are a DTensor, of which each worker writes and reads its part of a checkpoint.
     """
 
     shards: int | None = None
     in_step: bool = False
+    in_parts: bool = False
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -103,7 +106,7 @@ class Strategy:
         """Give every worker rank 0's buffers, also those that something else than a step has changed."""
 
     # --- the state, as one worker with one device would have it; all workers call these together ----------------
-    # Where a worker does not want what it gets, it may get nothing.
+    # Where a worker does not want what it gets, it may get nothing. What is loaded may be stored tensors.
 
     def model_state(self, model: nn.Module, wanted: bool = True) -> dict[str, Any]:
         """The model's state dict, of whole tensors."""
@@ -115,11 +118,11 @@ class Strategy:
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Take up what `model_state` has given, here or under another strategy; it has been found to fit."""
-        model.load_state_dict(state)
+        model.load_state_dict(filled_model(model, state, self.comm))
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take up what `optimizer_state` has given, here or under another strategy; it has been found to fit."""
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(filled_optimizer(optimizer, state, self.comm))
 
     def fingerprint(self, model: nn.Module, optimizer: Optimizer) -> str:
         """See `lockstep.fingerprint`; that of the whole tensors."""

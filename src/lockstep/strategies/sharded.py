@@ -22,7 +22,7 @@ from .consistency import broadcast_all, check_same_layout, check_same_tensors
 from .distributed import Distributed
 from .statistics import RunningStatistics
 from .units import check_model, check_units, normalising, units
-from .whole import as_parts, optimizer_parts, replace_parameters, whole
+from .whole import as_parts, filled_model, filled_optimizer, optimizer_parts, replace_parameters, whole
 
 __all__ = ["Sharded"]
 
@@ -49,7 +49,7 @@ class Sharded(Distributed):
 
     def __init__(self, comm: Communicator, unit_names: Sequence[str] | None = None) -> None:
         super().__init__(comm)
-        self.in_step = comm.size > 1
+        self.in_step = self.in_parts = comm.size > 1
         self._unit_names, self._precision = unit_names, "fp32"
         self._made_mesh: DeviceMesh | None = None
         self._old: dict[str, nn.Parameter] = {}  # those that the optimizer has until `adopt`
@@ -152,12 +152,12 @@ class Sharded(Distributed):
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Take up this worker's part of a whole state dict."""
-        like = model.state_dict()
-        model.load_state_dict({name: as_parts(value, like.get(name)) for name, value in state.items()})
+        like, filled = model.state_dict(), filled_model(model, state, self.comm)
+        model.load_state_dict({name: as_parts(value, like.get(name)) for name, value in filled.items()})
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take up this worker's part of a whole state dict."""
-        optimizer.load_state_dict(optimizer_parts(optimizer, state))
+        optimizer.load_state_dict(optimizer_parts(optimizer, filled_optimizer(optimizer, state, self.comm)))
 
     def fingerprint(self, model: nn.Module, optimizer: Optimizer) -> str:
         """That of the whole tensors."""

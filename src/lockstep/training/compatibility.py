@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..packing import StoredTensor
 from ..strategies.base import Strategy
 from ..strategies.conditions import differences
 from .hyperparameters import Group, check_same_parameters
@@ -80,4 +81,4 @@ def _check_same_model(saved: Any, model: nn.Module) -> None:
 
 
 def _shape(value: Any) -> str:
-    return f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
+    return f"of shape {list(value.shape)}" if isinstance(value, (torch.Tensor, StoredTensor)) else "no tensor"

@@ -91,6 +91,7 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
         seed=options.seed,
         out=options.out,
         keep=options.keep,
+        async_save=options.async_save,
         callbacks=callbacks,
         strategy=options.strategy,
         devices=options.device_list(),

@@ -52,6 +52,7 @@ class Loop:
             if self.stopping.agree()[0] is not None:  # too late to end it early, but not for what comes after it
                 self._interrupt()
         except DivergedError as error:
+            trainer.saver.end()
             last = trainer.saver.last_path
             where = f"The last checkpoint is {last}." if last else "There is no checkpoint yet."
             raise DivergedError(f"{error} {where}") from None
@@ -128,6 +129,7 @@ class Loop:
         trainer.check_losses()
         where = f"after step {trainer.step.steps_done} (epoch {trainer.epoch + 1} of {trainer.epochs})"
         path = None if trainer.out is None else trainer.save()
+        trainer.saver.wait()
         saved = "nothing was saved, as the run has no folder" if path is None else f"saved {path}"
         message = f"stopped by {number.name} {where}; {saved}"
         raise InterruptedRunError(message, number, None if path is None else str(path))

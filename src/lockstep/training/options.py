@@ -117,6 +117,9 @@ class TrainOptions:
         "1epoch", GROUPS[3], "how often to save, such as 2epochs or 500steps; 0: only when stopped", "INTERVAL"
     )
     keep: int = _option(3, GROUPS[3], "how many of the newest checkpoints stay", "N")
+    async_save: bool = _option(
+        False, GROUPS[3], "write checkpoints beside the training, from a copy of the state in memory"
+    )
     resume: str | None = _option(
         None,
         GROUPS[3],

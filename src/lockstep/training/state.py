@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint import read_tensors
 from .compatibility import check_fits
 from .hyperparameters import constructed, take_up
 from .position import Position
@@ -19,18 +20,18 @@ __all__ = ["load_state", "state_of"]
 _log = logging.getLogger(__name__)
 
 
-def state_of(trainer: Trainer, wanted: bool = True) -> dict[str, Any]:
-    """All that another process needs to go on from here, with any number of workers; called by every worker.
+def state_of(trainer: Trainer, whole: bool = True) -> dict[str, Any]:
+    """All that another process needs to go on from here, with any number of workers, but the state of callbacks.
 
     Args:
         trainer: whose state it is.
-        wanted: whether this worker uses what it gets; if not, model and optimizer may be left out.
+        whole: whether tensors that are spread over workers are gathered, for which every worker has to call this.
     """
     strategy, model, optimizer = trainer.step.strategy, trainer.model, trainer.optimizer
     added = constructed(model, optimizer)[len(trainer.hyperparameters) :]
     return {
-        "model": strategy.model_state(model, wanted),
-        "optimizer": strategy.optimizer_state(model, optimizer, wanted),
+        "model": strategy.model_state(model) if whole else model.state_dict(),
+        "optimizer": strategy.optimizer_state(model, optimizer) if whole else optimizer.state_dict(),
         "hyperparameters": [*trainer.hyperparameters, *added],
         "step": trainer.step.state_dict(),
         "loader": trainer.position.state_dict(),
@@ -41,10 +42,15 @@ def state_of(trainer: Trainer, wanted: bool = True) -> dict[str, Any]:
 
 
 def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Take up a saved state.
+    """Take up a saved state, but for that of callbacks.
+
+    Args:
+        trainer: what takes it up.
+        state: tensors of model and optimizer may be stored tensors; all workers call this together then.
 
     Raises:
-        CheckpointError: before anything is changed, when it is of another model or optimizer.
+        CheckpointError: before anything is changed, when it is of another model or optimizer; later, when a stored
+            tensor cannot be read.
     """
     strategy, model = trainer.step.strategy, trainer.model
     check_fits(state, model, trainer.hyperparameters)
@@ -53,7 +59,8 @@ def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     changes = take_up(load, state["optimizer"], state["hyperparameters"], trainer.hyperparameters)
     if changes and trainer.comm.rank == 0:
         _log.warning("the run goes on with other hyperparameters than before: %s", ", ".join(changes))
-    trainer.step.load_state_dict(state["step"])
-    trainer.history, trainer.position = list(state["history"]), Position(state["loader"])
-    trainer.totals.load_state_dict(state["totals"])
+    rest = read_tensors({part: state[part] for part in ("step", "history", "loader", "totals")})
+    trainer.step.load_state_dict(rest["step"])
+    trainer.history, trainer.position = list(rest["history"]), Position(rest["loader"])
+    trainer.totals.load_state_dict(rest["totals"])
     trainer.saver.last = None  # was of the state before

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, read_tensors
 from ..communicator import init
 from ..data.loader import Loader
 from ..errors import CheckpointError, ConfigError
@@ -32,7 +32,7 @@ from .loop import Loop
 from .losses import LossFn
 from .modes import TrainingModes
 from .position import Position, check_epochs
-from .saving import Saver
+from .saving import Saver, on_all
 from .settling import Unsettled, check_in_flight
 from .signals import StopSignals
 from .state import load_state, state_of
@@ -67,6 +67,8 @@ class Trainer:
         num_workers: processes that load data ahead, for each worker.
         in_flight: on an accelerator, so many steps may be queued before the host waits for the oldest of them; their
             losses come late, and in order. On the CPU a step has ended when the call for it returns.
+        async_save: checkpoints are written beside the training, from a copy of the state that `save` makes in memory,
+            one at a time; `fit` ends when the last of them is there.
         allow_different: with shards, go on from a checkpoint also under conditions that give other bits.
         step: precision, accumulate, clip_norm, schedule, forward, shards and threads, see `TrainStep`.
 
@@ -91,6 +93,7 @@ class Trainer:
         metrics: Mapping[str, Metric] | None = None,
         num_workers: int = 0,
         in_flight: int = IN_FLIGHT,
+        async_save: bool = False,
         allow_different: bool = False,
         **step: Unpack[StepOptions],
     ) -> None:
@@ -106,7 +109,8 @@ class Trainer:
         chosen = defaults(self.out is not None) if callbacks is None else callbacks
         self._callbacks = CallbackGroup(chosen, self.comm.rank)
         self.in_flight = check_in_flight(in_flight)
-        self.saver, self.modes, self.unsettled = Saver(self, keep), TrainingModes(model), self._none_queued()
+        self.saver, self.modes = Saver(self, keep, async_save), TrainingModes(model)
+        self.unsettled = self._none_queued()
         self.position, self.totals = Position(), EpochTotals(self.comm.device)
         self._begun = False
         self.made_folders: list[Path] = []  # those of `out` that were made for this run
@@ -127,9 +131,9 @@ class Trainer:
             epochs: 1 or more.
             validate: a data set, or a `Loader`, to evaluate on after each epoch.
             resume: a checkpoint to go on from, or the folder of a run, for the newest one in it, or "latest": the
-                newest in `out`, which is fine to have none. Model
-                and optimizer get its state; hyperparameters that the optimizer is constructed with otherwise than
-                then are as they are now, which is logged.
+                newest in `out`, which is fine to have none. Of these two the newest that is not damaged; what is
+                passed over is logged as an error. Model, optimizer and callbacks get its state; hyperparameters that
+                the optimizer is constructed with otherwise than then are as they are now, which is logged.
 
         Returns:
             The history: one row an epoch.
@@ -151,8 +155,10 @@ class Trainer:
                 self._loop = Loop(self, self._callbacks, signals)
                 try:
                     self._loop.run(loader, held_out)
+                    self.saver.wait()
                 finally:
                     self._loop = None
+                    self.saver.end()
         return self.history
 
     @contextmanager
@@ -252,15 +258,21 @@ class Trainer:
             self._loop.stopping.reason = self._loop.stopping.reason or reason
 
     def save(self) -> Path:
-        """Write a checkpoint of this step; called by every worker, written by rank 0.
+        """Write a checkpoint of this step; called by every worker.
+
+        Rank 0 writes it, or with strategy="sharded" every worker its part. With `async_save` this returns when the
+        state has been copied; `trainer.saver.wait()`, called by every worker, waits for the files.
 
         Raises:
-            CheckpointError: when it cannot be written, or the run has no folder.
+            CheckpointError: when it cannot be written, or the run has no folder; with `async_save` also when the one
+                before could not be.
+            ConfigError: when a callback's state cannot be stored; names the callback and the place in its state.
             DivergedError: rather than saving a model with a loss that is not finite.
         """
         self.check_losses()
         self.step.strategy.sync_buffers()
-        return self.saver.save(state_of(self, wanted=self.comm.rank == 0))
+        state = state_of(self, whole=False)
+        return self.saver.save(state, lambda: {"callbacks": self._callbacks.state_dict()})
 
     def resume(self, which: str | Path) -> None:
         """Take up a checkpoint, taken with any number of workers, from which `fit` will go on; see there."""
@@ -269,20 +281,24 @@ class Trainer:
             self._take_up(found)
 
     def _take_up(self, found: Checkpoint) -> None:
-        self.load_state_dict(found.state)
+        # Agreed on each time: workers read for themselves, and a strategy may make collectives in between.
+        on_all(self.comm, partial(self._callbacks.load_state_dict, read_tensors(found.state.get("callbacks", {}))))
+        on_all(self.comm, partial(load_state, self, found.state))
         self.saver.last = (found.step, found.path)
 
     def state_dict(self) -> dict[str, Any]:
         """All that another process needs to go on from here, with any number of workers; called by every worker."""
-        return state_of(self)
+        return {**state_of(self), "callbacks": self._callbacks.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a saved state.
 
         Raises:
-            CheckpointError: before anything is changed, when it is of another model or optimizer.
+            CheckpointError: before anything is changed, when it is of another model or optimizer; when a callback
+                cannot load its state.
         """
         load_state(self, state)
+        self._callbacks.load_state_dict(state.get("callbacks", {}))
 
 
 def _take_to(position: Position, loader: Loader, found: Checkpoint | None) -> None:

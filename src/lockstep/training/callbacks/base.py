@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..step import StepResult
@@ -23,6 +23,24 @@ class Callback:
     """
 
     every_rank: bool = False
+
+    # --- what a checkpoint keeps ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this callback needs to go on in another process: plain values and tensors, by name; nothing here.
+
+        Asked on rank 0 for each checkpoint. It is kept under the name of the class, for a second callback of that class
+        with ``-2`` after it, and so on in their order.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` has given; called on each rank on which it runs, before `on_start`.
+
+        An error in here is an error of the whole: the run does not go on from that checkpoint.
+        """
+
+    # --- the moments ----------------------------------------------------------------------------------------------
 
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step, after a checkpoint was loaded."""

@@ -55,5 +55,5 @@ class Checkpoints(Callback):
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
         """Save where the run ended well, unless that step has been saved, by this run or the one it goes on from."""
-        if self._count and error is None and trainer.saver.last_step != trainer.step.steps_done:
+        if self._count and error is None and trainer.saver.newest_step != trainer.step.steps_done:
             trainer.save()
