@@ -53,11 +53,11 @@ def config(run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("resume", "out", "checkpoint", "to"),
     [
-        ("latest", None, "runs/first/checkpoints/step-0000000008", "runs/first"),
-        ("runs/first", None, "runs/first/checkpoints/step-0000000008", "runs/first"),
-        ("runs/first", "runs/../runs/first", "runs/first/checkpoints/step-0000000008", "runs/../runs/first"),
-        ("runs/first", "second", "runs/first/checkpoints/step-0000000008", "second"),
-        ("latest", "second", "runs/first/checkpoints/step-0000000008", "second"),
+        ("latest", None, "runs/first", "runs/first"),
+        ("runs/first", None, "runs/first", "runs/first"),
+        ("runs/first", "runs/../runs/first", "runs/first", "runs/../runs/first"),
+        ("runs/first", "second", "runs/first", "second"),
+        ("latest", "second", "runs/first", "second"),
         ("runs/first/checkpoints/step-0000000008", None, "runs/first/checkpoints/step-0000000008", "runs/first"),
         ("runs/first/checkpoints/step-0000000004", "second", "runs/first/checkpoints/step-0000000004", "second"),
     ],
@@ -81,7 +81,7 @@ def test_flags_win_over_a_file_and_a_file_over_the_run(runs: Path, folder: Path)
     (folder / "a.yaml").write_text("lr: 0.3\nmomentum: 0.5\nresume: latest\nout: second\n")
     options = resolved("--config", "a.yaml", "--lr", "0.2")
     assert (options.lr, options.momentum, options.seed) == (0.2, 0.5, 3)
-    assert (options.resume, options.out) == ("runs/first/checkpoints/step-0000000008", "second")
+    assert (options.resume, options.out) == ("runs/first", "second")
 
 
 def test_a_checkpoint_without_a_run(runs: Path, folder: Path) -> None:
@@ -150,6 +150,20 @@ def test_going_on_is_as_if_it_had_never_stopped(runs: Path, folder: Path) -> Non
     results = [json.loads((folder / name / "result.json").read_text()) for name in ("parts", "straight")]
     assert results[0]["fingerprint"] == results[1]["fingerprint"]
     assert results[0]["epochs"] == 3
+
+
+@pytest.mark.parametrize("resume", ["latest", "runs/first"])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    runs: Path, folder: Path, caplog: pytest.LogCaptureFixture, resume: str
+) -> None:
+    older, newest = (Path(f"runs/first/checkpoints/step-000000000{step}") for step in (4, 8))
+    os.truncate(newest / "state.json", 50)
+    assert main(["train", "--resume", resume, "--epochs", "3"]) == 0
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert f"A CHECKPOINT CANNOT BE USED: {newest}: state.json: expected" in record.getMessage()
+    assert record.getMessage().endswith(f"Trying the one before it, {older}.")
+    assert read(newest).step == 8  # made again
+    assert json.loads((runs / "first/result.json").read_text())["epochs"] == 3
 
 
 def test_going_on_with_another_learning_rate_in_another_folder(

@@ -144,6 +144,16 @@ def test_divergence_at_once_leaves_nothing(folder: Path, capsys: pytest.CaptureF
     assert "the loss is nan at step 0 with learning rate 0.05" in capsys.readouterr().err
 
 
+@pytest.mark.leaks("matplotlib keeps its fonts open")
+def test_what_a_run_has_written_before_it_diverged_stays(folder: Path) -> None:
+    with (folder / "mine.py").open("a") as module:
+        module.write("import os\nclass Noted(nn.Linear):\n    def __init__(self): super().__init__(784, 10)\n")
+        module.write("    def forward(self, x):\n        if os.path.isdir('out'): open('out/notes', 'w').close()\n")
+        module.write("        return super().forward(x.flatten(1)) * (float('nan') if self.training else 1)\n")
+    assert run("--model", "mine:Noted", "--out", "out") == 1
+    assert {path.name for path in (folder / "out").iterdir()} == {"config.yaml", "notes"}
+
+
 def test_a_run_that_dies_at_once_leaves_nothing(folder: Path) -> None:
     with (folder / "mine.py").open("a") as module:
         module.write("class Dies(nn.Linear):\n    def __init__(self): super().__init__(784, 10)\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.checkpoint import verify
 from lockstep.errors import CheckpointError, ConfigError, DivergedError, InterruptedRunError
 from lockstep.training.callbacks import Callback, Checkpoints, CSVLog, Curve, EarlyStopping, TensorBoard
 from lockstep.training.step import StepResult
@@ -103,17 +105,61 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path: Path, options: dict[str
     assert said in str(caught.value)
 
 
+def damage(path: Path) -> None:
+    with (path / "model.safetensors").open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\x55")
+
+
 def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_offered(tmp_path: Path) -> None:
     fit(tmp_path, Checkpoints(), epochs=2)
     older, newest = sorted((tmp_path / "checkpoints").iterdir())
-    with (newest / "model.safetensors").open("r+b") as stream:
-        stream.seek(-1, os.SEEK_END)
-        stream.write(b"\x55")
+    damage(newest)
     with pytest.raises(CheckpointError) as caught:
-        fit(tmp_path, resume="latest")
-    assert str(newest) in str(caught.value)
-    assert str(older) in str(caught.value)
+        fit(tmp_path, resume=str(newest))
+    assert str(caught.value).startswith(f"{newest}: model.safetensors: expected content with sha256 ")
+    assert f"The newest good one is {older}" in str(caught.value)
     assert len(fit(tmp_path, resume=str(older))[1]) == 3
+
+
+def after_damage(out: Path, which: str) -> tuple[str, Any, list[str]]:
+    """(the result of a run that goes on after damage, what it has logged)."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("lockstep.training.saving").addHandler(handler)
+    try:
+        return *fit(out, Checkpoints(), resume=which), [record.getMessage() for record in records]
+    finally:
+        logging.getLogger("lockstep.training.saving").removeHandler(handler)
+
+
+@pytest.mark.parametrize("which", ["latest", "folder"])
+def test_damaged_checkpoints_are_passed_over_loudly_where_none_was_named(
+    pool: Pool, tmp_path: Path, which: str
+) -> None:
+    straight, _ = pool.run(fit, tmp_path, Checkpoints(), workers=2)
+    good, damaged, newest = sorted((tmp_path / "checkpoints").iterdir())
+    damage(newest)
+    (damaged / "manifest.json").unlink()
+    first, second = pool.run(after_damage, tmp_path, str(tmp_path) if which == "folder" else which, workers=2)
+    assert first[0] == second[0]
+    assert first[0] == straight[0]
+    assert first[1][0] == straight[1][0]  # the epoch that was not lost, down to its seconds
+    assert timeless(first[1]) == timeless(straight[1])
+    assert second[2] == []
+    assert [line.partition(": ")[0] for line in first[2]] == ["A CHECKPOINT CANNOT BE USED"] * 2
+    assert all(line.endswith(f" {path}.") for line, path in zip(first[2], (damaged, good), strict=True))
+    for path in (damaged, newest):
+        verify(path)  # made again
+
+
+def test_a_run_of_which_no_checkpoint_is_good_does_not_begin_anew(tmp_path: Path) -> None:
+    fit(tmp_path, Checkpoints(), epochs=1)
+    (newest,) = (tmp_path / "checkpoints").iterdir()
+    damage(newest)
+    with pytest.raises(CheckpointError, match=f"^{newest}: .*No good one is beside it"):
+        fit(tmp_path, resume="latest")
 
 
 def saving_fails(out: Path) -> str:

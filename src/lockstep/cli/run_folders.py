@@ -15,7 +15,10 @@ RUNS = Path("runs")
 
 
 def find_checkpoint(resume: str, out: str | None) -> tuple[Path, Path | None]:
-    """(the checkpoint that `resume` means, the folder of the run that it belongs to if there is one).
+    """(what to go on from, the folder of the run that it belongs to if there is one).
+
+    Where `resume` means a run, that is the run's folder: training takes the newest checkpoint in it that is not damaged,
+    which only reading them can tell.
 
     Args:
         resume: a run folder, a checkpoint, or "latest" for the latest run in ``runs/``.
@@ -31,7 +34,8 @@ def find_checkpoint(resume: str, out: str | None) -> tuple[Path, Path | None]:
                 "resume", "a checkpoint, a run folder, or latest", found=f"{resume} (there is no such folder)"
             )
         if (path / "checkpoints").is_dir() or (path / "config.yaml").exists():
-            return _newest(path), path
+            _check_any(path)
+            return path, path
         run = path.parent.parent if path.parent.name == "checkpoints" else None
         if run is not None and (out is None or _same(run, Path(out).expanduser())):
             from ..training.out_folder import check_newest
@@ -54,16 +58,12 @@ def _latest_run() -> Path:
     return max(set(runs), key=lambda run: max(path.stat().st_mtime for path in (run / "checkpoints").iterdir()))
 
 
-def _newest(run: Path) -> Path:
+def _check_any(run: Path) -> None:
     from ..checkpoint import CheckpointStore
 
-    newest = CheckpointStore(run / "checkpoints").latest()
-    if newest is None:
+    if CheckpointStore(run / "checkpoints").latest() is None:
         hint = "Start it again without --resume, and with another --out."
-        raise ConfigError(
-            "resume", f"a checkpoint in {run / 'checkpoints'}", found="an empty folder or none", hint=hint
-        )
-    return newest
+        raise ConfigError("resume", f"a checkpoint in {run / 'checkpoints'}", "an empty folder or none", hint)
 
 
 def choose_folder(out: str | None, run: Path | None, name: str) -> Path:

@@ -29,7 +29,7 @@ def run(options: TrainOptions) -> dict[str, Any]:
 
     Args:
         options: checked; `out` is the run folder, made when everything else has been found to be in order, and
-            `resume` a checkpoint to go on from, or None.
+            `resume` a checkpoint or the folder of a run to go on from, or None.
 
     Returns:
         What `result.json` holds.

@@ -40,17 +40,17 @@ class RunFolder(Callback):
         resolved = {"workers": str(trainer.comm.size), "device": trainer.comm.device.type}
         text = yaml.safe_dump({**self._options.as_dict(), **resolved}, sort_keys=False)
         try:
-            atomic.write_text(self._out / "config.yaml", _HEAD + text)
+            atomic.write_text(self._out / _CONFIG, _HEAD + text)
         except OSError as error:
             raise ConfigError("out", "a folder that can be written", found=f"{self._out} ({error.strerror})") from None
 
     @contextmanager
     def removed_for_nothing(self, trainer: Trainer) -> Iterator[None]:
-        """Remove the folders that were made for a run which fails before its first epoch or checkpoint is done."""
+        """Remove the folders that were made for a run which fails and leaves nothing but its configuration in them."""
         try:
             yield
         except BaseException:
-            if trainer.comm.rank == 0 and not self._holds_something(trainer):
+            if trainer.comm.rank == 0 and not self._holds_something():
                 if self._out in trainer.made_folders:
                     shutil.rmtree(self._out, ignore_errors=True)
                 for parent in reversed(trainer.made_folders):
@@ -58,10 +58,12 @@ class RunFolder(Callback):
                         parent.rmdir()
             raise
 
-    def _holds_something(self, trainer: Trainer) -> bool:
-        new_epochs = self._epochs_before is not None and len(trainer.history) > self._epochs_before
-        last = trainer.saver.last_path
-        return new_epochs or (last is not None and last.parent.parent == self._out)
+    def _holds_something(self) -> bool:
+        """Whether something is in the folder that nobody can make again from its configuration."""
+        try:
+            return any(path != self._out / _CONFIG and not path.is_dir() for path in self._out.rglob("*"))
+        except OSError:
+            return True
 
     def write_results(self, trainer: Trainer) -> dict[str, Any]:
         """Write the trained weights and `result.json`; returns what the latter holds. Called by every worker.
@@ -84,6 +86,7 @@ class RunFolder(Callback):
         return result
 
 
+_CONFIG = "config.yaml"
 _HEAD = """\
 # Every option of this run, as it was resolved. To make the run again, in a new folder:
 # lockstep train --config THIS_FILE

@@ -158,13 +158,13 @@ class Saver:
         self.wait()
         comm = self._trainer.comm
         found, first = comm.on_rank0(lambda: self._candidates(which)), cast(CheckpointError | None, None)
-        for path in found:
+        for number, path in enumerate(found, 1):
             try:
                 opened = on_all(comm, partial(open_stored, path, comm.local_rank, comm.local_size))
             except CheckpointError as error:
                 first = first or error
-                if path != found[-1] and comm.rank == 0:
-                    _log.error("A CHECKPOINT IS DAMAGED, and the one before it is taken: %s", error)
+                if number < len(found) and comm.rank == 0:
+                    _log.error("A CHECKPOINT CANNOT BE USED: %s. Trying the one before it, %s.", error, found[number])
                 continue
             on_all(comm, partial(self._check, opened))
             return opened
