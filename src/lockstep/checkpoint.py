@@ -355,13 +355,13 @@ def _from_parts(path: Path, files: Mapping[str, Any]) -> dict[str, StoredTensor]
     parts = {name: TensorFile(path / name, name, opened) for name in files if name not in (TREE, PARTS)}
 
     def tensor(told: Json) -> StoredTensor:
-        shape = _counts(told["shape"])
+        shape, dtype = _counts(told["shape"]), dtype_of(told["dtype"])
         pieces = tuple(
-            Piece(parts[file], str(name), _counts(offsets), _counts(sizes))
+            Piece(parts[file], str(name), _counts(offsets), _counts(sizes), dtype)
             for file, name, offsets, sizes in told["pieces"]
         )
         check_pieces(shape, [(piece.offsets, piece.sizes) for piece in pieces])
-        return StoredTensor(dtype_of(told["dtype"]), shape, pieces)
+        return StoredTensor(dtype, shape, pieces)
 
     return manifest.parsed(path, PARTS, lambda: {key: tensor(told) for key, told in dict(from_json(text)).items()})
 

@@ -347,13 +347,14 @@ class TensorFile:
         with _as_value_error():
             part = self._file().get_slice(name)
             shape, code = tuple(part.get_shape()), part.get_dtype()
-        return StoredTensor(dtype_of(code), shape, (Piece(self, name, (0,) * len(shape), shape),))
+        piece = Piece(self, name, (0,) * len(shape), shape, dtype_of(code))
+        return StoredTensor(piece.dtype, shape, (piece,))
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """A part of a tensor, on the CPU, in memory of its own.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: it cannot be read, or makes no sense.
         """
         try:
             with _as_value_error():
@@ -363,9 +364,16 @@ class TensorFile:
                     return found[region]
                 part: Tensor = self._file().get_slice(name)[region]
                 return part
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise CheckpointError(f"{self.path.parent}: {self.name}: cannot be read: {reason}") from error
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path.parent}: {self.name}: cannot be read: {error.strerror or error}"
+            ) from error
+        except ValueError as error:
+            raise self.senseless(error) from error
+
+    def senseless(self, what: object) -> CheckpointError:
+        """The error for content that is not what it should be."""
+        return CheckpointError(f"{self.path.parent}: {self.name}: its content makes no sense: {str(what)[:200]}")
 
     def _file(self) -> Any:
         if self._opened is None:
@@ -399,12 +407,14 @@ class Piece:
         name: under which it is there.
         offsets: where the box begins, in elements, for each dimension.
         sizes: its extent, for each dimension.
+        dtype: of its numbers.
     """
 
     file: TensorFile
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -481,9 +491,9 @@ def copy_piece(target: Tensor, piece: Piece, offsets: Sequence[int]) -> None:
 def _copy_region(target: Tensor, piece: Piece, region: tuple[slice, ...]) -> None:
     # A function of its own, so that a block is gone before the next one is read.
     found = piece.file.read(piece.name, region)
-    if found.shape != target.shape:
-        what = f"the tensor {piece.name[:80]!r} is smaller than the state says"
-        raise CheckpointError(f"{piece.file.path.parent}: {piece.file.name}: its content makes no sense: {what}")
+    if (found.shape, found.dtype) != (target.shape, piece.dtype):
+        got = f"{found.dtype} of shape {list(found.shape)} in {piece.name[:80]!r}"
+        raise piece.file.senseless(f"expected {piece.dtype} of shape {list(target.shape)}, got {got}")
     target.copy_(found)
 
 

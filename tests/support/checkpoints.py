@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 from lockstep.checkpoint import CheckpointStore, read
@@ -67,6 +68,40 @@ def plant(path: Path, name: str, data: bytes) -> None:
     content = json.loads(path.joinpath("manifest.json").read_bytes())["content"]
     content["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     seal(path, content)
+
+
+def in_parts(path: Path) -> Path:
+    """Make of a checkpoint one that two workers have written in parts, by the description of the format."""
+    content = json.loads(path.joinpath("manifest.json").read_bytes())["content"]
+    state = read(path).state
+    model, moment = state["model"], state["optimizer"]["state"][0]["exp_avg"]
+    tree = json.loads(path.joinpath("state.json").read_bytes())
+    tree["model"] = {"b.weight": {"$tensor": "0"}, "a.bias": {"$tensor": "1"}}
+    tree["optimizer"]["state"]["$items"][0][1]["exp_avg"] = {"$tensor": "2"}
+    half = len(moment) // 2
+    parts = [
+        {"0.0": model["b.weight"][:half], "1.0": model["a.bias"], "2.0": moment[:1]},
+        {"0.1": model["b.weight"][half:], "2.1": moment[1:]},
+    ]
+    names_of = ["part-00000.safetensors", "part-00001.safetensors"]
+    layout = {
+        "0": {"dtype": "BF16", "shape": [len(moment)], "pieces": []},
+        "1": {"dtype": "F32", "shape": [], "pieces": []},
+        "2": {"dtype": "F32", "shape": [len(moment)], "pieces": []},
+    }
+    for name, part in zip(names_of, parts, strict=True):
+        for key, tensor in part.items():
+            told: Any = layout[key[0]]
+            end = sum(sizes[0] for _, _, _, sizes in told["pieces"]) if told["shape"] else 0
+            told["pieces"].append([name, key, [end][: tensor.dim()], list(tensor.shape)])
+    for old in ("model.safetensors", "state.safetensors"):
+        path.joinpath(old).unlink()
+    seal(path, {**content, "files": {}})
+    plant(path, "state.json", json.dumps(tree).encode())
+    plant(path, "parts.json", json.dumps(layout).encode())
+    for name, part in zip(names_of, parts, strict=True):
+        plant(path, name, safetensors.torch.save({key: tensor.clone() for key, tensor in part.items()}))
+    return path
 
 
 @contextlib.contextmanager

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import rich.console
+import torch
 
 from lockstep import atomic
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.training.callbacks import Callback, CSVLog, Curve, EarlyStopping, Progress, TensorBoard
 from lockstep.training.callbacks.base import Row
 from lockstep.training.callbacks.group import CallbackGroup
@@ -161,6 +162,93 @@ def test_bad_options(options: dict[str, Any]) -> None:
 def test_what_is_no_callback_is_refused(given: Any, said: str, rank: int) -> None:
     with pytest.raises(ConfigError, match=f"callbacks: expected instances of Callback, {said}"):
         CallbackGroup([Progress(), given], rank)
+
+
+class Counting(Callback):
+    """Has state of every kind that can be kept."""
+
+    def __init__(self, count: Any = 0) -> None:
+        self.count, self.loaded = count, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "seen": torch.full((2,), 0.5), "by step": {3: (1, None)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.loaded = state["count"], True
+
+
+class CountingEverywhere(Counting):
+    every_rank = True
+
+
+class Strict(Callback):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("momentum")
+
+
+def test_callbacks_of_one_class_have_states_of_their_own() -> None:
+    saved = CallbackGroup([Counting(1), CSVLog(), CountingEverywhere(5), Counting(2)], 0).state_dict()
+    assert [(name, state["count"]) for name, state in saved.items()] == [
+        ("Counting", 1),
+        ("CountingEverywhere", 5),
+        ("Counting-2", 2),
+    ]
+    members = [Counting(), Counting(), CountingEverywhere(), CSVLog()]
+    CallbackGroup(members, 0).load_state_dict(saved)
+    assert [member.count for member in members[:3]] == [1, 2, 5]  # type: ignore[attr-defined]
+
+
+def test_a_rank_gives_and_takes_the_state_of_what_runs_on_it() -> None:
+    members = [Counting(7), CountingEverywhere(8)]
+    group = CallbackGroup(members, 1)
+    assert list(group.state_dict()) == ["CountingEverywhere"]
+    group.load_state_dict({"Counting": {"count": 1}, "CountingEverywhere": {"count": 2}})
+    assert [member.count for member in members] == [7, 2]
+
+
+def test_callbacks_without_state_take_no_place() -> None:
+    everyone = [Progress(), CSVLog(), Curve(), EarlyStopping(), Strict()]
+    group = CallbackGroup(everyone, 0)
+    assert group.state_dict() == {}
+    group.load_state_dict({})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_state_of_others_and_missing_state_are_a_line_of_rank_0(caplog: pytest.LogCaptureFixture, rank: int) -> None:
+    member = CountingEverywhere(3)
+    CallbackGroup([member, EarlyStopping()], rank).load_state_dict({"Vanished": {"a": 1}})
+    assert (member.count, member.loaded) == (3, False)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the checkpoint has no state of the callback CountingEverywhere, which begins anew",
+        "the checkpoint has state of a callback Vanished, which this run does not have",
+    ][: 0 if rank else 2]
+
+
+def test_state_that_a_callback_cannot_load_is_an_error_that_names_it() -> None:
+    with pytest.raises(CheckpointError, match=r"the callback Strict cannot load its state .*: KeyError: 'momentum'"):
+        CallbackGroup([Strict()], 0).load_state_dict({"Strict": {"momentum": 1}})
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (object(), r"callbacks\.Counting\.count: expected None, .*, got an object of type builtins\.object"),
+        ({"deep": [{1, 2}]}, r"callbacks\.Counting\.count\.deep\.0: expected .* builtins\.set"),
+    ],
+    ids=["object", "set"],
+)
+def test_state_that_cannot_be_stored_is_named_with_callback_and_key(count: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CallbackGroup([Counting(count)], 0).state_dict()
+
+
+def test_state_is_a_dict() -> None:
+    class Wrong(Callback):
+        def state_dict(self) -> Any:
+            return [1]
+
+    with pytest.raises(ConfigError, match=r"callbacks\.Wrong: expected a dict from state_dict\(\), got a list"):
+        CallbackGroup([Wrong()], 0).state_dict()
 
 
 # --- the display --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint import CheckpointStore, load_weights, read, verify
 from lockstep.errors import CheckpointError
-from support.checkpoints import FILES, changed, forge, holds, plant, save, snapshot
+from support.checkpoints import FILES, changed, forge, holds, in_parts, plant, save, snapshot
 
 
 @pytest.fixture
@@ -243,6 +243,60 @@ def test_what_is_no_manifest_is_refused(store: CheckpointStore, data: bytes) -> 
     assert_refused(path, "manifest.json: ")
 
 
+PART = "part-00000.safetensors"
+PIECES = [[PART, "0.0", [0], [2]], ["part-00001.safetensors", "0.1", [2], [2]]]
+
+
+def test_parts_are_read_as_they_are_described(store: CheckpointStore) -> None:
+    path = in_parts(save(store, 1))
+    verify(path)
+    assert holds(path, 1)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"pieces": PIECES[:1]},
+        {"pieces": PIECES[1:]},
+        {"pieces": [*PIECES, PIECES[1]]},
+        {"pieces": [PIECES[0], PIECES[0]]},
+        {"pieces": [[PART, "0.0", [0], [4]]]},
+        {"pieces": [[PART, "0.0", [-2], [2]], PIECES[1]]},
+        {"pieces": [[PART, "0.0", [0, 0], [2, 1]], PIECES[1]]},
+        {"pieces": [[PART, "0.0", [0], [2.0]], PIECES[1]]},
+        {"pieces": [[PART, "none", [0], [2]], PIECES[1]]},
+        {"pieces": [["../outside", "0.0", [0], [2]], PIECES[1]]},
+        {"pieces": [["state.json", "0.0", [0], [2]], PIECES[1]]},
+        {"pieces": [[["a"], "0.0", [0], [2]], PIECES[1]]},
+        {"pieces": [[PART]]},
+        {"pieces": 5},
+        {"shape": [2, 2]},
+        {"shape": [2**62, 2**62]},
+        {"shape": "4"},
+        {"dtype": "Q7"},
+        {"dtype": None},
+        None,
+    ],
+    ids=str,
+)
+def test_parts_with_the_right_checksum_must_make_sense(store: CheckpointStore, told: Any) -> None:
+    path = in_parts(save(store, 1))
+    layout = json.loads((path / "parts.json").read_bytes())
+    layout["0"] = told and {**layout["0"], **told}
+    plant(path, "parts.json", json.dumps(layout).encode())
+    verify(path)
+    with pytest.raises(CheckpointError, match=r"(parts\.json|part-00000\.safetensors): (its content|cannot be read)"):
+        read(path)
+
+
+def test_a_part_of_another_format_is_not_taken_for_it(store: CheckpointStore) -> None:
+    path = in_parts(save(store, 1))
+    part = safetensors.torch.load_file(path / PART)
+    plant(path, PART, safetensors.torch.save({**part, "0.0": part["0.0"].double()}))
+    with pytest.raises(CheckpointError, match=f"{PART}: its content makes no sense"):
+        read(path)
+
+
 class Bomb:
     """Leaves a file behind when it is unpickled."""
 
@@ -255,9 +309,9 @@ class Bomb:
 
 def test_pickles_are_never_loaded(store: CheckpointStore, tmp_path: Path) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
-    path = save(store, 1)
-    before = (path / "manifest.json").read_bytes()
-    for name in FILES[1:]:
+    kinds = {save(store, 1): FILES[1:], in_parts(save(store, 2)): ["state.json", "parts.json", PART]}
+    for path, name in [(path, name) for path, files in kinds.items() for name in files]:
+        before = (path / "manifest.json").read_bytes()
         with changed(path / name, bomb):
             plant(path, name, bomb)
             with pytest.raises(CheckpointError, match=f"{name}: its content makes no sense"):

@@ -66,6 +66,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("shards", 4, "shards"),
         ("threads", 2, "threads"),
         ("allow_different", True, "allow_different"),
+        ("async_save", True, "async_save"),
     ],
 )
 def test_options_of_the_trainer(made: Any, option: str, value: Any, argument: str) -> None:

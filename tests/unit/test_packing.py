@@ -405,7 +405,7 @@ def test_a_file_that_is_cut_off_while_it_is_open_is_an_error_and_no_signal(tmp_p
     write_tensors(tmp_path / "a", {"a": torch.ones(100_000)})
     stored = TensorFile(tmp_path / "a", "a").tensors()["a"]
     os.truncate(tmp_path / "a", 5000)
-    with pytest.raises(CheckpointError, match=f"^{tmp_path}: a: cannot be read: "):
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: a: (cannot be read|its content makes no sense): "):
         stored.read()
 
 

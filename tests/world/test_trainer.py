@@ -16,6 +16,7 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint import verify
 from lockstep.errors import CheckpointError, ConfigError, DivergedError, InterruptedRunError
+from lockstep.fingerprints import fingerprint
 from lockstep.training.callbacks import Callback, Checkpoints, CSVLog, Curve, EarlyStopping, TensorBoard
 from lockstep.training.step import StepResult
 from lockstep.training.trainer import Trainer
@@ -152,6 +153,93 @@ def test_damaged_checkpoints_are_passed_over_loudly_where_none_was_named(
     assert all(line.endswith(f" {path}.") for line, path in zip(first[2], (damaged, good), strict=True))
     for path in (damaged, newest):
         verify(path)  # made again
+
+
+class Plateau(Callback):
+    """Lowers the learning rate when the loss has not fallen for two epochs: it needs to remember."""
+
+    every_rank = True
+
+    def __init__(self) -> None:
+        self.best, self.waited, self.seen = float("inf"), 0, torch.zeros(2)
+
+    def on_epoch(self, trainer: Trainer, row: dict[str, float]) -> None:
+        self.seen[0] += 1
+        self.waited = 0 if row["test_accuracy"] > 1e9 else self.waited + 1
+        if self.waited == 2:
+            trainer.optimizer.param_groups[0]["lr"] *= 0.1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"waited": self.waited, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.waited, self.seen = state["waited"], state["seen"]
+
+
+def remembering(out: Path, epochs: int, **options: Any) -> tuple[str, float, float]:
+    plateau, resume = Plateau(), options.pop("resume", None)
+    trainer = make(out, [plateau, Checkpoints()], **options)
+    history = trainer.fit(images(), epochs, validate=images(31, seed=6), resume=resume)
+    found = trainer.step.strategy.fingerprint(trainer.model, trainer.optimizer)
+    return found, history[-1]["lr"], float(plateau.seen[0])
+
+
+@pytest.mark.parametrize("strategy", ["distributed", "sharded"])
+@pytest.mark.leaks("a device mesh outlives its job, and its group with it")
+def test_callbacks_go_on_with_what_they_remembered(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    straight, *_ = pool.run(remembering, tmp_path / "straight", 3, strategy=strategy, workers=2)
+    pool.run(remembering, tmp_path / "parts", 1, strategy=strategy, workers=2)
+    for found in pool.run(remembering, tmp_path / "parts", 3, strategy=strategy, resume="latest", workers=2):
+        assert found[1:] == straight[1:]
+        assert strategy == "sharded" or found[0] == straight[0]
+    assert straight[1] == pytest.approx(0.001)
+    assert straight[2] == 3
+
+
+def forgetful(out: Path, count: Any) -> str:
+    class Counting(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": count}
+
+    with pytest.raises(ConfigError) as caught:
+        fit(out, Counting(), Checkpoints(), epochs=1)
+    return str(caught.value)
+
+
+def test_state_of_a_callback_on_rank_0_that_cannot_be_saved_is_an_error_of_all(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(forgetful, tmp_path, object(), workers=2)
+    assert first == second
+    assert first.startswith("callbacks.Counting.count: expected ")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def in_background(out: Path) -> str:
+    """A run whose every checkpoint is written beside it, and which is interrupted."""
+    trainer = make(out, [At(7, send(signal.SIGTERM, 0)), Checkpoints("2steps")], async_save=True)
+    with pytest.raises(InterruptedRunError) as caught:
+        trainer.fit(images(), 3, validate=images(31, seed=6))
+    verify(Path(str(caught.value.checkpoint)))
+    return fingerprint(trainer.model, trainer.optimizer)
+
+
+def test_an_interrupted_run_that_saves_in_the_background_goes_on_as_any_other(pool: Pool, tmp_path: Path) -> None:
+    straight, _ = pool.run(fit, None, workers=2)
+    pool.run(in_background, tmp_path, workers=2)
+    first, _ = pool.run(fit, tmp_path, Checkpoints("2steps"), resume="latest", async_save=True, workers=2)
+    assert first[0] == straight[0]
+    assert timeless(first[1]) == timeless(straight[1])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-0000000015"
+
+
+def test_a_run_that_diverges_while_it_saves_names_the_checkpoint_it_has_then(tmp_path: Path) -> None:
+    def poison(trainer: Trainer) -> None:
+        with torch.no_grad():
+            next(trainer.model.parameters()).fill_(float("nan"))
+
+    with pytest.raises(DivergedError) as caught:
+        fit(tmp_path, At(3, poison), Checkpoints("3steps"), async_save=True)
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    assert f"The last checkpoint is {path}." in str(caught.value)
 
 
 def test_a_run_of_which_no_checkpoint_is_good_does_not_begin_anew(tmp_path: Path) -> None:

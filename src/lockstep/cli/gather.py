@@ -18,8 +18,8 @@ __all__ = ["as_flag", "as_typed", "resolve"]
 def resolve(arguments: argparse.Namespace) -> TrainOptions:
     """Defaults, under the options of the run that goes on, under the config file, under the flags.
 
-    `out` becomes the folder to write to, and `resume` the checkpoint, or the run, to go on from. `arguments.sources` says of
-    each option from a file which one that is.
+    `out` becomes the folder to write to, and `resume` the checkpoint, or the run, to go on from. `arguments.sources`
+    says of each option from a file which one that is.
 
     Raises:
         ConfigError: for what cannot be used.

@@ -17,8 +17,8 @@ RUNS = Path("runs")
 def find_checkpoint(resume: str, out: str | None) -> tuple[Path, Path | None]:
     """(what to go on from, the folder of the run that it belongs to if there is one).
 
-    Where `resume` means a run, that is the run's folder: training takes the newest checkpoint in it that is not damaged,
-    which only reading them can tell.
+    Where `resume` means a run, that is the run's folder: training takes the newest checkpoint in it that is not
+    damaged, which only reading them can tell.
 
     Args:
         resume: a run folder, a checkpoint, or "latest" for the latest run in ``runs/``.
