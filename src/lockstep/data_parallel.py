@@ -79,7 +79,8 @@ class DataParallel(nn.Module):
             kwargs: of the model.
 
         Raises:
-            ConfigError: for a batch that cannot be cut into parts.
+            ConfigError: for a batch that cannot be cut into parts; at the first one also for a loss that is no mean
+                over samples.
             ReplicaError: when a replica fails, with its device and the shapes it was given.
         """
         step: Any = self._engine.module
@@ -92,6 +93,8 @@ class DataParallel(nn.Module):
             found = self._engine.run(batch, {}, summed)
         else:
             found = map_tensors(lambda t: t.to(self.output_device), step(*scatter(batch, self.devices, self.dim)[0]))
+        if summed:
+            step.made.check()
         return found[0] / found[1] if summed else found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +119,23 @@ def _accept_plain_names(module: nn.Module, state: dict[str, Any], prefix: str, *
         state[new] = state.pop(name)
 
 
+class _Unchecked(list[LossSum]):
+    """The losses of all replicas that have not been checked yet; one list for all copies of a module."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unchecked:
+        return self
+
+    def check(self) -> None:
+        """See that they are means over samples, by what they have been called with.
+
+        Raises:
+            ConfigError: for the first that is not.
+        """
+        while self:
+            if (wrong := self.pop().parts.check()) is not None:
+                raise wrong.error()
+
+
 class _Forward(nn.Module):
     """What a replica does with its part of a batch.
 
@@ -129,6 +149,7 @@ class _Forward(nn.Module):
         super().__init__()
         self.model, self.loss, self.dim = model, loss, dim
         self._of_device: list[LossSum] = []  # made at the first pass, by each replica for its device
+        self.made = _Unchecked()
 
     def forward(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
         """The outputs, or with a target (sum of the loss, what it is a sum over)."""
@@ -138,5 +159,6 @@ class _Forward(nn.Module):
         tensors = [tensor for _, tensor in leaves((inputs, kwargs, target)) if tensor.dim()]
         if not self._of_device:
             self._of_device.append(LossSum(self.loss, tensors[0].device))
+            self.made.append(self._of_device[0])
         total, count = self._of_device[0](output, target, tensors[0].shape[self.dim])
         return total, torch.as_tensor(count, dtype=torch.float32, device=total.device)

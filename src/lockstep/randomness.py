@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from .shards import mix
 
-__all__ = ["draw_on", "drawn_so_far", "seed_shard", "seed_torch"]
+__all__ = ["draw_on", "drawn_so_far", "generators_kept", "seed_shard", "seed_torch"]
 
 _LOW = 0xFFFFFFFF
 
@@ -54,10 +56,11 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device | str = "c
         numpy.random.seed(key >> 32)
 
 
-def drawn_so_far() -> tuple[Any, ...]:
-    """The states of the global generators of torch (CPU), Python and NumPy."""
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+def drawn_so_far(device: torch.device | str = "cpu") -> tuple[Any, ...]:
+    """The states of the global generators of torch (CPU, and that of `device`), Python and NumPy."""
+    numpy, own = sys.modules.get("numpy"), _generator_of(torch.device(device))
+    drawn = None if numpy is None else numpy.random.get_state()
+    return torch.get_rng_state(), random.getstate(), drawn, own, None if own is None else own.get_state()
 
 
 def draw_on(states: tuple[Any, ...]) -> None:
@@ -66,3 +69,27 @@ def draw_on(states: tuple[Any, ...]) -> None:
     random.setstate(states[1])
     if states[2] is not None:
         sys.modules["numpy"].random.set_state(states[2])
+    if states[3] is not None:
+        states[3].set_state(states[4])
+
+
+@contextmanager
+def generators_kept(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Leave the global generators, also that of `device`, as they are now, whatever is drawn inside."""
+    states = drawn_so_far(device)
+    try:
+        yield
+    finally:
+        draw_on(states)
+
+
+def _generator_of(device: torch.device) -> torch.Generator | None:
+    """The global generator of an accelerator."""
+    if device.type in ("cpu", "meta"):
+        return None
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    module = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", ())
+    index = module.current_device() if device.index is None else device.index
+    return generators[index] if index < len(generators) else None

@@ -559,3 +559,16 @@ def test_it_can_be_copied_and_saved_whole() -> None:
             other.module[0].weight.zero_()
         torch.testing.assert_close(other(images), other.module(images))
         torch.testing.assert_close(parallel(images), expected)
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_a_loss_that_is_no_mean_over_samples_is_refused_at_the_first_batch(devices: list[str]) -> None:
+    def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+    torch.manual_seed(0)
+    refused = DataParallel(nn.Linear(3, 4), devices, loss=contrastive)
+    with pytest.raises(ConfigError, match=r"loss_fn: .* contrastive, which gives"):
+        refused(torch.randn(8, 3), target=torch.randn(8, 4))
+    fine = DataParallel(nn.Linear(3, 4), devices, loss=lambda output, target: (output - target).square().mean())
+    assert fine(torch.randn(8, 3), target=torch.randn(8, 4)).isfinite()

@@ -77,11 +77,12 @@ def test_an_evaluation_of_labels_in_every_place() -> None:
 def test_metrics_are_means_over_samples_or_what_they_count() -> None:
     x = torch.arange(10.0)[:, None]
     metrics: dict[str, Any] = {
-        "by sample": lambda output, target: output.sum(),
+        "mean": lambda output, target: output.mean(),
+        "by sample": lambda output, target: output,
         "by count": lambda output, target: (output.sum(), (target > 3).sum()),
     }
     measured = evaluate(nn.Identity(), loader(x, x), nn.MSELoss(), metrics)
-    assert measured == pytest.approx({"loss": 0.0, "by sample": 4.5, "by count": 7.5})
+    assert measured == pytest.approx({"loss": 0.0, "mean": 4.5, "by sample": 4.5, "by count": 7.5})
 
 
 def test_a_metric_may_not_take_the_name_of_the_loss() -> None:
@@ -103,6 +104,14 @@ def test_accuracy_is_the_default_of_classification() -> None:
     for loss_fn in (nn.CrossEntropyLoss(), nn.NLLLoss(), nn.functional.cross_entropy):
         assert list(default_metrics(loss_fn)) == ["accuracy"]
     assert default_metrics(nn.MSELoss()) == {}
+
+
+def test_a_sum_as_a_metric_is_refused_by_its_name() -> None:
+    x = torch.arange(10.0)[:, None]
+    with pytest.raises(
+        ConfigError, match=r"metrics: .* total, which gives 16 for 4 samples of rank 0 and 8 as the mean"
+    ):
+        evaluate(nn.Identity(), loader(x, x), nn.MSELoss(), {"total": lambda output, target: output.sum()})
 
 
 @pytest.mark.parametrize("metrics", [{"x": 1}, [1]])

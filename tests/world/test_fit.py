@@ -246,3 +246,78 @@ def test_the_loss_of_an_epoch_is_the_mean_over_what_the_loss_counts(pool: Pool) 
     for workers in (1, 2):
         for trained, evaluated in pool.run(run, workers=workers):
             assert trained == pytest.approx(evaluated, rel=1e-5)
+
+
+# --- what is no mean over samples ---------------------------------------------------------------------------
+
+
+def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate": 3},
+        {"shards": 4},
+        pytest.param(
+            {"strategy": "sharded"}, marks=pytest.mark.leaks("a device mesh outlives its job, and its group with it")
+        ),
+        {"strategy": "replicas", "devices": ["cpu", "cpu"]},
+    ],
+)
+def test_a_loss_that_is_no_mean_over_samples_is_refused_before_the_first_update(
+    pool: Pool, options: dict[str, Any]
+) -> None:
+    def refused() -> int:
+        trainer = make(None, [], loss_fn=summed, **options)
+        said = r"loss_fn: expected a mean over samples, .*\(sum, count\), got summed, which .* samples of rank 0 "
+        with pytest.raises(ConfigError, match=said):
+            trainer.fit(images(), 1)
+        assert trainer.optimizer.state == {}
+        return trainer.step.steps_done
+
+    assert pool.run(refused, workers=2) == [0, 0]
+
+
+def test_one_rank_alone_that_finds_it_ends_all(pool: Pool) -> None:
+    def refused() -> str:
+        def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            weights = torch.arange(1.0, 5.0) if trainer.comm.rank else None
+            return nn.functional.cross_entropy(output, target, weights)
+
+        trainer = make(None, [], loss_fn=weighted, dropout=0.0)
+        with pytest.raises(ConfigError) as caught:
+            trainer.fit(images(), 1)
+        return str(caught.value)
+
+    messages = pool.run(refused, workers=2)
+    assert messages[0] == messages[1]
+    assert "weighted, which gives" in messages[0]
+    assert " for 8 samples of rank 1 " in messages[0]
+
+
+def test_a_metric_follows_the_rule_of_losses(pool: Pool) -> None:
+    def measured() -> tuple[dict[str, float], str]:
+        def right(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return output.argmax(1) == target
+
+        metrics = {
+            "mean": lambda o, t: right(o, t).float().mean(),
+            "each": right,
+            "counted": lambda o, t: (right(o, t).sum(), len(t)),
+        }
+        found = make(None, [], metrics=metrics).evaluate(images())
+        with pytest.raises(ConfigError) as caught:
+            make(None, [], metrics={"hits": lambda o, t: right(o, t).float().sum()}).evaluate(images())
+        return found, str(caught.value)
+
+    for workers in (1, 2):
+        for found, refused in pool.run(measured, workers=workers):
+            assert found["mean"] == pytest.approx(found["counted"])
+            assert found["each"] == pytest.approx(found["counted"])
+            assert 0 < found["mean"] < 1
+            assert refused.startswith(
+                "metrics: expected a mean over samples, one value for each sample, or (sum, count), got hits"
+            )

@@ -312,3 +312,12 @@ def test_what_cannot_be_used(pool: Pool) -> None:
 def test_workers_with_other_models(pool: Pool) -> None:
     with pytest.raises(RanksFailedError, match="the workers' models differ"):
         pool.run(lambda: lockstep.pipeline(nn.Sequential(nn.Linear(2, 2 + lockstep.init().rank), nn.Tanh())), workers=2)
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_refused_on_every_worker(pool: Pool) -> None:
+    def refused() -> None:
+        pipe = lockstep.pipeline(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4)), microbatches=2)
+        with pytest.raises(ConfigError, match=f"which gives .* for 4 samples of rank {lockstep.init().size - 1} "):
+            pipe.step(torch.randn(8, 2), torch.randn(8, 4), lambda output, target: (output - target).square().sum())
+
+    pool.run(refused, workers=2)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..communicator import Communicator
 from ..errors import ConfigError, DataError
 from ..training.losses import LossFn, LossSum
+from ..training.sums import raise_together
 from .schedules import make_schedule
 from .stage import pass_on, try_out
 from .whole import from_one, gathered, merge_optimizers, own_part, part_of_optimizer
@@ -58,6 +59,7 @@ class Pipeline:
         self.module, self.comm = module, comm
         self._names, self._order, self._microbatches, self._size = list(names), schedule, microbatches, size
         self._loss: LossSum | None = None
+        self._loss_checked = False  # whether it has been found to be a mean over samples
         self._batch, self._counts = 0, [torch.zeros(())]
         self._schedule: tuple[Any, Any] = (None, None)
 
@@ -92,14 +94,20 @@ class Pipeline:
             0-dim tensor on the device, the same on every worker.
 
         Raises:
-            ConfigError: for a batch that cannot be cut into the micro-batches, or another number of targets.
+            ConfigError: for a batch that cannot be cut into the micro-batches, another number of targets, or at the
+                first step a loss that is no mean over samples.
             DataError: when the loss counts nothing in the whole batch.
         """
         parts = self._check(batch, target)
         for p in self.parameters():
             p.grad = None
         self._loss, self._batch, self._counts = LossSum(loss_fn, self.comm.device), len(batch), []
+        if self._loss_checked:
+            self._loss.parts.close()
         losses = self._passes(batch.to(self.comm.device), target.to(self.comm.device), parts)
+        if not self._loss_checked:
+            raise_together(self._loss.parts.check(), self.comm)
+            self._loss_checked = True
         totals = torch.zeros(2, device=self.comm.device, dtype=_wide(self.comm.device))
         if self.comm.rank == self.comm.size - 1:
             totals[0] = torch.stack([loss.detach() for loss in losses]).sum() * len(batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,17 @@ from ..strategies.base import Strategy
 from ..strategies.sync_batchnorm import taking_part_without_samples
 from .formats import IN_FLIGHT
 from .losses import Computation, Forward, LossFn, LossSum, classification, default_forward
+from .modes import evaluating
 from .precision import Precision
 from .settling import Pace, check_in_flight
+from .sums import NotAMean, SampleSum, raise_together
 
-__all__ = ["Metric", "accuracy", "check_metrics", "default_metrics", "evaluate"]
+__all__ = ["Measures", "Metric", "accuracy", "check_metrics", "default_metrics", "evaluate"]
 
 Metric = Callable[[Any, Any], Any]
-"""(output, target) of some samples → the sum of the metric over these samples, a 0-dim tensor; or (sum, count) where
-its mean is over something else, such as labels or pixels."""
+"""(output, target) of some samples → the mean over them (a 0-dim floating tensor or a float), or one value for each of
+them (shape (n,)), or (sum, count) where the mean is over something else, such as labels or pixels: the rule for losses.
+The first batch of the first evaluation shows whether a mean is one, see `lockstep.training.sums`."""
 
 
 def accuracy(
@@ -69,28 +71,15 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
     """
     if not isinstance(metrics, Mapping):
         raise ConfigError(
-            "metrics", "a mapping of names to functions (output, target) -> sum", found=type(metrics).__name__
+            "metrics", "a mapping of names to functions (output, target) -> value", type(metrics).__name__
         )
     if "loss" in metrics:
         raise ConfigError("metrics", "names other than that of the loss itself", found="'loss'")
     for name, metric in metrics.items():
         if not callable(metric):
-            raise ConfigError("metrics", f"a function (output, target) -> sum as {name!r}", metric)
+            raise ConfigError("metrics", f"a function (output, target) -> value as {name!r}", repr(metric))
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every layer in evaluation mode, and afterwards each back into the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     loader: Loader,
@@ -118,50 +107,78 @@ def evaluate(
         {"loss": …, and each metric's name: …}
 
     Raises:
-        ConfigError: for a metric named "loss" or one that cannot be called, or outputs that do not fit the labels.
+        ConfigError: for a metric named "loss" or one that cannot be called, outputs that do not fit the labels, or a
+            loss or metric that returns what is no mean over samples.
         DataError: when the loss or a metric counts nothing in the whole data set.
     """
     metrics = default_metrics(loss_fn) if metrics is None else metrics
-    check_metrics(metrics)
-    device, strategy = loader.comm.device, strategy or Strategy(loader.comm)
-    precision = precision or Precision("fp32", device)
-    sums = _Sums(model, LossSum(loss_fn, device), metrics, forward)
-    measured = strategy.spread(sums)
-    # by part of each batch; by row the loss and the metrics; what they add up to, and what that is a sum over
-    totals = torch.zeros(loader.shards or 1, 1 + len(metrics), 2, device=device, dtype=_wide(device))
-    pace = Pace(device, check_in_flight(in_flight))
-    with evaluating(model):
-        for part, data, size in _parts(loader):
-            with precision.autocast():
-                if size:
-                    totals[part] += measured(data, size)
-                elif strategy.in_step:
-                    with taking_part_without_samples(model, data) as stand_in:
-                        measured(stand_in, 1)
-            pace.keep()
-    # A shard's rows are zero but on one worker, so that this sum is exact; the next one has one order on all.
-    return _means(["loss", *metrics], loader.comm.allreduce(totals).sum(0).tolist())
+    measures = Measures(model, loss_fn, metrics, loader.comm.device, forward)
+    return measures.over(loader, precision, strategy, in_flight)
 
 
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
+class Measures(Computation):
+    """A loss and metrics of a model: (data, samples) → by row what each adds up to, and what that is a sum over.
 
+    Args:
+        model: see `evaluate`, as all others.
+        loss_fn: in the first row.
+        metrics: in the others.
+        device: where the outputs are.
+        forward: of the model.
 
-class _Sums(Computation):
-    """(data, samples) → by row the loss and the metrics: what they add up to, and what that is a sum over."""
+    Raises:
+        ConfigError: for a metric named "loss", or functions that cannot be called.
+    """
 
     def __init__(
-        self, model: nn.Module, loss: LossSum, metrics: Mapping[str, Metric], forward: Forward | None = None
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        metrics: Mapping[str, Metric],
+        device: torch.device,
+        forward: Forward | None = None,
     ) -> None:
         super().__init__(model)
-        self._loss, self._metrics, self._forward = loss, metrics, forward or default_forward
+        check_metrics(metrics)
+        self._loss, self._forward = LossSum(loss_fn, device), forward or default_forward
+        self._metrics = {name: SampleSum("metrics", metric, name) for name, metric in metrics.items()}
+
+    @torch.no_grad()
+    def over(
+        self, loader: Loader, precision: Precision | None, strategy: Strategy | None, in_flight: int
+    ) -> dict[str, float]:
+        """What `evaluate` returns."""
+        comm, device = loader.comm, loader.comm.device
+        strategy, precision = strategy or Strategy(comm), precision or Precision("fp32", device)
+        measured = strategy.spread(self)
+        # by part of each batch; by row the loss and the metrics; what they add up to, and what that is a sum over
+        totals = torch.zeros(loader.shards or 1, 1 + len(self._metrics), 2, device=device, dtype=_wide(device))
+        pace, wrong = Pace(device, check_in_flight(in_flight)), None
+        with evaluating(self.model):
+            for part, data, size in _parts(loader):
+                with precision.autocast():
+                    if size:
+                        totals[part] += measured(data, size)
+                    elif strategy.in_step:
+                        with taking_part_without_samples(self.model, data) as stand_in:
+                            measured(stand_in, 1)
+                wrong = wrong or self._check(precision)
+                pace.keep()
+        raise_together(wrong, comm)
+        # A shard's rows are zero but on one worker, so that this sum is exact; the next one has one order on all.
+        return _means(["loss", *self._metrics], comm.allreduce(totals).sum(0).tolist())
+
+    def _check(self, precision: Precision) -> NotAMean | None:
+        """What is wrong with the functions that are open, by the first part that they were called with."""
+        found = [self._loss.parts.check(precision.autocast)]
+        found += [metric.check(precision.autocast, gradients=False) for metric in self._metrics.values()]
+        return next((each for each in found if each is not None), None)
 
     def on(self, model: nn.Module, data: Any, size: int) -> torch.Tensor:
+        """See `Computation`."""
         output, target = self._forward(model, data)
         rows: list[tuple[Any, Any]] = [self._loss(output, target, size)]
-        for metric in self._metrics.values():
-            value = metric(output, target)
-            rows.append(value if isinstance(value, tuple) else (value, size))
+        rows += [metric(output, target, size) for metric in self._metrics.values()]
         first = rows[0][0]
         device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
         totals = torch.zeros(len(rows), 2, device=device, dtype=_wide(device))
@@ -169,6 +186,10 @@ class _Sums(Computation):
             row[0] += value
             row[1] += count
         return totals
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _parts(loader: Loader) -> Iterator[tuple[int, Any, int]]:

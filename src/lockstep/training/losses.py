@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from ..data.nested import map_tensors
 from ..errors import ConfigError
 from ..strategies.reaching import reach
 from ..strategies.sync_batchnorm import SyncBatchNorm, taking_part_without_samples
+from .modes import evaluating
+from .sums import Call, Difference, Halves, NotAMean, Passes, SampleSum, described, device_of, guarded, rows_of
 
 __all__ = ["Computation", "Forward", "LossFn", "LossModule", "LossSum", "default_forward"]
 
@@ -22,7 +25,7 @@ LossFn = Callable[[Any, Any], Any]
 """(output, target) → the mean over the samples (a scalar), or the samples' losses (shape (n,)), or (sum, count) where
 the mean is over something else, e.g. tokens. `nn.CrossEntropyLoss` and `nn.NLLLoss` are known, and so are their
 functions with keywords bound by `functools.partial`: labels that they ignore do not count, and class weights do as they
-do in torch."""
+do in torch. Of others the first batch shows whether they are what they seem, see `lockstep.training.sums`."""
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """(model, data) → (output, target)."""
@@ -52,27 +55,24 @@ class LossSum:
 
     Attributes:
         counts_samples: whether the last loss is known, without a look at the device, to be a sum over samples.
+        parts: the loss function where it is none that is known; it is open until it has been checked.
 
     Raises:
-        ConfigError: when `loss_fn` cannot be called, or returns a bare sum.
+        ConfigError: when `loss_fn` cannot be called, or returns a bare sum by its own saying.
     """
 
     def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
         if not callable(loss_fn):
             raise ConfigError("loss_fn", "a function (output, target) -> loss, or a module", loss_fn)
+        _refuse_bare_sum(loss_fn)
         self._of_classes = classification(loss_fn)
         loss_fn = self._of_classes or loss_fn
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(device)
-            if getattr(loss_fn, "reduction", None) == "sum":
-                raise ConfigError(
-                    "loss_fn",
-                    "a mean over samples, or (sum, count)",
-                    found=f"{type(loss_fn).__name__} with reduction='sum'",
-                    hint="A sum alone does not say what it is a sum over.",
-                )
-        self._loss_fn = loss_fn
         self._summing = _summing(self._of_classes)
+        self.parts = SampleSum("loss_fn", loss_fn)
+        if self._summing is not None:
+            self.parts.close()
         self._checked = False
         self.counts_samples = False
 
@@ -96,9 +96,9 @@ class LossSum:
 
     def _sum(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
         if self._summing is None:
-            value = self._loss_fn(output, target)
-            self.counts_samples = isinstance(value, torch.Tensor)
-            return as_sum(value, size)
+            summed = self.parts(output, target, size)
+            self.counts_samples = self.parts.counts_samples
+            return summed
         return self._summing(output, target), _counted(self._summing, output, target)
 
 
@@ -112,6 +112,18 @@ def classification(loss_fn: LossFn) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
     module = nn.CrossEntropyLoss if fn is F.cross_entropy else nn.NLLLoss if fn is F.nll_loss else None
     # With output or target bound it is no loss of these two.
     return None if module is None or keywords.keys() & {"input", "target"} else module(**keywords)
+
+
+def _refuse_bare_sum(loss_fn: LossFn) -> None:
+    """Refuse what says itself that it is a sum: a loss of torch, or a function of torch with that keyword bound."""
+    fn, reduction = loss_fn, getattr(loss_fn, "reduction", None) if isinstance(loss_fn, nn.Module) else None
+    while isinstance(fn, partial):
+        reduction, fn = reduction or fn.keywords.get("reduction"), fn.func
+    torchs = isinstance(fn, nn.Module) or getattr(fn, "__module__", None) == F.__name__
+    if reduction == "sum" and torchs:
+        got = described(loss_fn) + (" with reduction='sum'" if isinstance(loss_fn, nn.Module) else "")
+        hint = "A sum alone does not say what it is a sum over."
+        raise ConfigError("loss_fn", "a mean over samples, or (sum, count)", got, hint)
 
 
 def _summing(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss | None) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
@@ -190,6 +202,7 @@ class LossModule(Computation):
         super().__init__(model)
         self._loss = loss
         self._forward = forward or default_forward
+        self._first: tuple[nn.Module, Any, int] | None = None  # what was computed while the loss was open
         # Layers that talk to other workers in their passes must run on every worker, also on one without samples.
         self._talks = in_step or any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in model.modules())
 
@@ -203,12 +216,42 @@ class LossModule(Computation):
         try:
             if size == 0:
                 return self._nothing(model, data), 0
+            if self._loss.parts.open and (self._first is None or self._first[2] < 2):
+                self._first = model, data, size
             output, target = self._forward(model, data)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 raise _too_few(error, size) from None
             raise
         return self._loss(output, target, size)
+
+    def check(self, passes: Passes) -> NotAMean | None:
+        """After the first step's passes: what is wrong with the loss, see `SampleSum.check`; None for nothing.
+
+        Where the model has computed the loss itself, the model is what is called with halves, in evaluation mode.
+        """
+        first, self._first = self._first, None
+        found = self._loss.parts.check(passes)
+        if found is None and first is not None and self._loss.parts.opaque and not self._talks:
+            found = self._check_model(*first, passes)
+        return found
+
+    def _check_model(self, model: nn.Module, data: Any, size: int, passes: Passes) -> NotAMean | None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+
+        def computed(data: Any, _: Any) -> Any:
+            return self._loss.parts.fn(*self._forward(model, data))
+
+        def compare() -> Difference | None:
+            call = Call(data, data, size)
+            if (rows := rows_of(call)) is None:
+                return None
+            # A compiled program would be compiled anew for halves. The last parameter's gradient needs the least work.
+            with evaluating(model), _buffers_kept(model), torch.compiler.set_stance("force_eager"), passes():
+                return Halves(computed, call, rows, trained[-1:]).differing(bool(trained))
+
+        found = guarded(compare, device_of(data))
+        return found and NotAMean("loss_fn", described(self._loss.parts.fn), size, *found)
 
     def _nothing(self, model: nn.Module, data: Any) -> torch.Tensor:
         """Zero, with a way to every parameter: what a worker without samples has to add."""
@@ -224,25 +267,20 @@ class LossModule(Computation):
         return reach(torch.stack(parts).sum(), parameters)
 
 
-def as_sum(value: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
-    """What a loss function returned for `size` samples, as (sum, count).
-
-    Raises:
-        ConfigError: when it is none of the forms of `LossFn`.
-    """
-    if isinstance(value, (tuple, list)) and len(value) == 2:
-        return value[0], value[1]
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        return value * size, size
-    if isinstance(value, torch.Tensor) and value.numel() == size:
-        return value.sum(), size
-    shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-    raise ConfigError(
-        "loss_fn",
-        f"a scalar mean, {size} losses (one for each sample), or (sum, count)",
-        found=f"{shape}",
-        hint="Where the mean is over tokens or pixels, return their sum and their count.",
-    )
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Leave the model's buffers as they are now, whatever passes inside change."""
+    kept = [
+        (m, name, b, b._version, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, version, values in kept:
+            module._buffers[name] = buffer
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(values)
 
 
 def _too_few(error: ValueError, size: int) -> ConfigError:

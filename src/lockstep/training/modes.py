@@ -1,10 +1,13 @@
-"""Training mode for the layers of a model, except for those that the user keeps frozen in evaluation mode."""
+"""The modes of a model's layers: training, but for those that are frozen, and evaluation for a while."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
-__all__ = ["TrainingModes"]
+__all__ = ["TrainingModes", "evaluating"]
 
 
 class TrainingModes:
@@ -26,3 +29,15 @@ class TrainingModes:
         self._model.train()
         for layer in self._frozen:
             layer.training = False
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every layer in evaluation mode, and afterwards each back into the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

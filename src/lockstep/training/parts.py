@@ -13,8 +13,8 @@ from torch import nn
 from ..data import DATA
 from ..errors import ConfigError, LockstepError
 from ..models import MODELS, build
-from .evaluate import evaluating
 from .losses import check_fit
+from .modes import evaluating
 from .options import TrainOptions
 
 __all__ = ["build_model", "load_data"]

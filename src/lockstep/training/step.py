@@ -20,6 +20,7 @@ from .losses import Forward, LossFn, LossModule, LossSum
 from .passes import make_passes
 from .precision import Precision, clip
 from .schedules import Schedule
+from .sums import raise_together
 
 __all__ = ["StepResult", "TrainStep"]
 
@@ -126,7 +127,7 @@ class TrainStep:
         self.strategy.check(optimizer, precision)
         self._prepare()
         loss = LossSum(loss_fn, self.comm.device)
-        self._loss = LossModule(model, loss, forward, in_step=self.strategy.in_step)
+        self._loss, self._loss_checked = LossModule(model, loss, forward, in_step=self.strategy.in_step), False
         self._module = self.strategy.wrap(self._loss)
         self._passes = make_passes(self.strategy, seed, accumulate)
         self._trained = [p.requires_grad for p in self._every]
@@ -149,7 +150,8 @@ class TrainStep:
             DivergedError: on the CPU, before anything is updated, when the loss is not finite. On other devices
                 this would wait for the device at every step; call `StepResult.check` when it suits.
             DataError: likewise, when the loss counts nothing in the whole global batch.
-            ConfigError: when output, labels and loss do not fit, or a batch norm gets a single value.
+            ConfigError: when output, labels and loss do not fit, or a batch norm gets a single value; at the first step
+                also when the loss returns what is no mean over samples, on every worker, before anything is updated.
         """
         with self.strategy.determined():
             return self._run(batch, stop)
@@ -157,6 +159,9 @@ class TrainStep:
     def _run(self, batch: Batch, stop: bool) -> StepResult:
         lr = self._begin()
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, stop)
+        if not self._loss_checked:
+            raise_together(self._loss.check(self.precision.autocast), self.comm)
+            self._loss_checked = True
         loss_sum, count, stops = totals.unbind()
         on_cpu = self.comm.device.type == "cpu"
         # To ask whether the loss counts other things than samples is free on the CPU; elsewhere it would wait for the

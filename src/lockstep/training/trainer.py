@@ -25,7 +25,7 @@ from .callbacks.base import Callback, Row
 from .callbacks.group import CallbackGroup
 from .compatibility import conditions_of
 from .epoch import EpochTotals
-from .evaluate import Metric, default_metrics, evaluate
+from .evaluate import Measures, Metric, default_metrics
 from .formats import IN_FLIGHT
 from .hyperparameters import constructed
 from .loop import Loop
@@ -104,7 +104,8 @@ class Trainer:
         self.out = None if out is None else Path(out)
         made = make_strategy(strategy, self.comm, global_batch, devices)
         self.step = TrainStep(model, optimizer, loss_fn, strategy=made, seed=seed, **step)
-        self._forward, self.allow_different = step.get("forward"), allow_different
+        self._measures = Measures(model, loss_fn, self.metrics, self.comm.device, step.get("forward"))
+        self.allow_different = allow_different
         self.hyperparameters = constructed(model, optimizer)
         chosen = defaults(self.out is not None) if callbacks is None else callbacks
         self._callbacks = CallbackGroup(chosen, self.comm.rank)
@@ -221,22 +222,14 @@ class Trainer:
         """Loss and metrics over a data set or `Loader`, every sample once, the same on every worker.
 
         Raises:
-            ConfigError: for the very `Loader` that training is taking batches from.
+            ConfigError: for the very `Loader` that training is taking batches from, or a metric that returns what is
+                no mean over samples.
             InterruptedRunError: after a signal while `fit` runs, naming the checkpoint.
         """
         self.step.strategy.sync_buffers()
         with self._opened(dataset, shuffle=False) as opened, self.step.strategy.determined():
             loader = opened if self._loop is None else self._loop.stoppable(opened)
-            return evaluate(
-                self.model,
-                loader,
-                self.loss_fn,
-                self.metrics,
-                precision=self.step.precision,
-                forward=self._forward,
-                strategy=self.step.strategy,
-                in_flight=self.in_flight,
-            )
+            return self._measures.over(loader, self.step.precision, self.step.strategy, self.in_flight)
 
     def loader(self, dataset: Any, shuffle: bool = True) -> Loader:
         """A loader of this run's global batches over `dataset`; a `Loader` is returned as it is."""
