@@ -1,10 +1,11 @@
-"""One short text that tells whether two trained models are bit for bit the same."""
+"""Texts and numbers that tell whether two trained models, or two batches, are bit for bit the same."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from .errors import ConfigError
 
-__all__ = ["fingerprint", "fingerprint_of", "plain_names"]
+__all__ = ["checksum", "checksum_of", "fingerprint", "fingerprint_of", "plain_names"]
 
 T = TypeVar("T")
 
@@ -50,6 +51,41 @@ def fingerprint_of(entries: Mapping[str, Any], optimizer: Mapping[str, Any] | No
     if optimizer is not None:
         _feed(digest, optimizer["state"], "optimizer")
     return digest.hexdigest()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number; times it, bits of low places come into all higher ones
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A 64-bit sum over the bits of a dense tensor, which sees rows change places; computed where the tensor is.
+
+    Nothing waits for the device. It is made to find faults, not to resist who looks for another tensor with the same.
+
+    Returns:
+        0-dim tensor of int64.
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg()
+    dense = torch.view_as_real(dense) if dense.is_complex() else dense
+    rows = dense.shape[0] if dense.dim() else 1
+    flat = dense.contiguous().reshape(rows, -1) if dense.numel() else dense.new_zeros(1, 1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    if bits.shape[1] * bits.element_size() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
+        bits = bits.view(torch.int64)  # ten times as fast as to widen each
+    places = torch.arange(1, len(bits) + 1, device=bits.device) * _ODD
+    return (bits.sum(1, dtype=torch.int64) * (places | 1)).sum()
+
+
+def checksum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """One 62-bit number for several tensors on one device, in order, with their shapes and dtypes.
+
+    Returns:
+        0-dim tensor of int64, at least 0.
+    """
+    kinds = zlib.crc32(repr([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]).encode())
+    sums = [checksum(tensor) * (2 * number + 1) for number, tensor in enumerate(tensors)]
+    total: Tensor = sum(sums[1:], sums[0] + kinds) if sums else torch.tensor(kinds)
+    return total & ((1 << 62) - 1)
 
 
 def plain_names(state_dict: Mapping[str, T]) -> dict[str, T]:

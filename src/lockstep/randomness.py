@@ -12,7 +12,7 @@ import torch
 
 from .shards import mix
 
-__all__ = ["draw_on", "drawn_so_far", "generators_kept", "seed_shard", "seed_torch"]
+__all__ = ["draw_on", "drawn_so_far", "generators_kept", "seed_shard", "seed_torch", "times_seeded"]
 
 _LOW = 0xFFFFFFFF
 
@@ -35,11 +35,21 @@ def seed_torch(key: int, device: torch.device) -> None:
         torch.mps.manual_seed(key)
 
 
+_seeded = 0
+
+
+def times_seeded() -> int:
+    """How often `seed_shard` has been called in this process."""
+    return _seeded
+
+
 def seed_shard(seed: int, step: int, shard: int, device: torch.device | str = "cpu") -> None:
     """Seed the global generators of torch, Python and NumPy for the passes of one shard of one step.
 
     Called before a shard's forward pass, it makes dropout and other random operations of the model the same wherever
-    the shard is computed. It holds no state: a run that goes on from a checkpoint draws what it would have drawn.
+    the shard is computed. It holds no state: a run that goes on from a checkpoint draws what it would have drawn. At
+    the end of a loop over an `OrderedReducer` the generators are as they were at its beginning, for whoever else draws
+    from them, such as a `DataLoader` that shuffles.
 
     Args:
         seed: of the run.
@@ -47,6 +57,8 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device | str = "c
         shard: the number of the shard, from 0.
         device: where the model is; its generator is seeded beside the CPU's.
     """
+    global _seeded
+    _seeded += 1
     key = mix((seed, _SHARD, step, shard))
     seed_torch(key & _LOW, torch.device(device))
     random.seed(key)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, MismatchError
 from lockstep.reductions import ordered
 from support.hosts import pretending
 from support.pool import Pool
@@ -259,3 +264,109 @@ def test_memory_that_is_kept_for_the_next_step_does_not_grow(pool: Pool) -> None
 
     for workers in (1, 3):
         assert all(1 <= sets <= 6 for sets in pool.run(kept, workers=workers))  # log2(32) + 1
+
+
+# --- the recipe of the documentation ------------------------------------------------------------------------
+
+RECIPE = Path(__file__).parents[2] / "docs/invariance.md"
+
+
+def recipe(epochs: int = 3, seeds: bool = True) -> tuple[list[int], float]:
+    """(the first label of every batch, the sum of the weights) of the documents' loop, beside a loader that shuffles."""
+    (code,) = (
+        text for text in re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL) if "OrderedReducer(" in text
+    )
+    if not seeds:
+        code = code.replace("lockstep.seed_shard(seed, step, shard)", "pass")
+    comm = lockstep.init("cpu")
+    torch.manual_seed(3)
+    data = TensorDataset(torch.randn(48, 5), torch.arange(48))
+    model = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.3), nn.Linear(16, 48))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    shuffled = torch.utils.data.DataLoader(data, batch_size=20, shuffle=True)
+    seen: list[int] = []
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for _ in range(epochs):
+            for inputs, labels in shuffled:
+                seen.append(int(labels[0]))
+                yield inputs, labels
+
+    given = {"lockstep": lockstep, "F": nn.functional, "model": model, "optimizer": optimizer, "seed": 1}
+    exec(code, {**given, "global_batches": batches()})
+    torch.rand(comm.rank + 1)  # leaves no trace in the next run
+    return seen, float(sum(p.detach().double().sum() for p in model.parameters()))
+
+
+def test_the_recipe_of_the_documents_beside_a_loader_that_shuffles(pool: Pool) -> None:
+    expected = pool.run(recipe, workers=1)
+    assert len(set(expected[0][0])) > 3  # other orders in other epochs
+    for workers in (2, 3):
+        assert pool.run(recipe, workers=workers) == expected * workers
+
+
+def test_without_seeds_the_workers_come_to_other_batches_which_is_an_error(pool: Pool) -> None:
+    def refused() -> None:
+        with pytest.raises(MismatchError, match=r"those of rank 0 \(20 samples\) and rank 1 \(20\) differ, at step 3 "):
+            recipe(seeds=False)
+
+    pool.run(refused, workers=3)
+
+
+def test_without_seeds_the_next_step_draws_other_numbers() -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    reducer = lockstep.OrderedReducer([parameter], shards=1, comm=lockstep.init("cpu"))
+    masks = []
+    for _ in range(2):
+        for _ in reducer:
+            nn.functional.dropout(parameter).sum().backward()
+        masks.append(parameter.grad)
+    assert not torch.equal(masks[0], masks[1])
+
+
+@pytest.mark.parametrize("left_early", [False, True])
+def test_generators_are_given_back(left_early: bool) -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    reducer = lockstep.OrderedReducer([parameter], shards=2, comm=lockstep.init("cpu"))
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
+    for shard in reducer:
+        lockstep.seed_shard(0, 0, shard)
+        parameter.sum().backward()
+        if left_early:
+            break
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert numpy.random.get_state()[1].tolist() == before[2]  # type: ignore[index]
+
+
+def test_batches_in_another_order_of_another_number_or_not_given_at_all(pool: Pool) -> None:
+    def run(kind: str) -> str:
+        parameter = nn.Parameter(torch.ones(1))
+        reducer = lockstep.OrderedReducer([parameter], shards=2)
+        x, rank = torch.arange(12.0).view(6, 2), reducer.comm.rank
+        batches: dict[str, Any] = {
+            "order": x.flip(0) if rank else x,
+            "number": 5 + rank,
+            "same": {"x": x},
+            "none": None,
+        }
+        try:
+            for shard in reducer:
+                if kind != "none" or rank:
+                    reducer.part(x if kind == "none" else batches[kind], shard)
+                parameter.sum().backward()
+        except MismatchError as error:
+            return str(error)
+        return ""
+
+    for kind, said in (("order", "rank 0 (6 samples) and rank 1 (6)"), ("number", "rank 0 (5 samples) and rank 1 (6)")):
+        assert all(said in text for text in pool.run(run, kind, workers=2))
+    for kind in ("same", "none"):
+        assert pool.run(run, kind, workers=2) == ["", ""]
+
+
+@pytest.mark.parametrize("batch", [(torch.ones(3), torch.ones(4)), "text", torch.ones(())])
+def test_a_batch_whose_samples_cannot_be_counted(batch: Any) -> None:
+    reducer = lockstep.OrderedReducer([], shards=2, comm=lockstep.init("cpu"))
+    with pytest.raises(ConfigError, match="batch: expected a global batch whose tensors have all their samples"):
+        reducer.part(batch, 0)

@@ -87,7 +87,7 @@ class Invariant(Strategy):
             self.conditions.check_same(self.comm)
         layers = [layer for layer in model.modules() if not getattr(layer, "same_bits", False)]
         self._unchanging = [p for layer in layers for p in layer.parameters(recurse=False)]
-        reducer = OrderedReducer(model.parameters(), self.shards, self.comm)
+        reducer = OrderedReducer(model.parameters(), self.shards, self.comm, bare=True)
         self._made = reducer, ShardBuffers(model, self.comm.device), MovingBuffers(model, self.comm, at_once=True)
 
     def wrap(self, module: nn.Module) -> nn.Module:
