@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .errors import ConfigError
 
-__all__ = ["checksum", "checksum_of", "fingerprint", "fingerprint_of", "plain_names"]
+__all__ = ["checksum", "checksum_of", "fingerprint", "fingerprint_of", "mixed", "plain_names"]
 
 T = TypeVar("T")
 
@@ -55,10 +55,11 @@ def fingerprint_of(entries: Mapping[str, Any], optimizer: Mapping[str, Any] | No
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number; times it, bits of low places come into all higher ones
+_AT_ONCE = 1 << 22  # numbers, so that what is in between takes little beside a model
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A 64-bit sum over the bits of a dense tensor, which sees rows change places; computed where the tensor is.
+    """A 64-bit sum over the bits and places of a dense tensor's values; computed where the tensor is.
 
     Nothing waits for the device. It is made to find faults, not to resist who looks for another tensor with the same.
 
@@ -66,14 +67,21 @@ def checksum(tensor: Tensor) -> Tensor:
         0-dim tensor of int64.
     """
     dense = tensor.detach().resolve_conj().resolve_neg()
-    dense = torch.view_as_real(dense) if dense.is_complex() else dense
-    rows = dense.shape[0] if dense.dim() else 1
-    flat = dense.contiguous().reshape(rows, -1) if dense.numel() else dense.new_zeros(1, 1)
+    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).contiguous().reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])
-    if bits.shape[1] * bits.element_size() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
+    if bits.numel() * bits.element_size() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
         bits = bits.view(torch.int64)  # ten times as fast as to widen each
-    places = torch.arange(1, len(bits) + 1, device=bits.device) * _ODD
-    return (bits.sum(1, dtype=torch.int64) * (places | 1)).sum()
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for number, part in enumerate(torch.split(bits, _AT_ONCE)):
+        places = torch.arange(len(part), device=part.device) + number * _AT_ONCE
+        total = total + mixed(part, places).sum()
+    return total
+
+
+def mixed(bits: Tensor, places: Tensor) -> Tensor:
+    """Numbers made of whole numbers and their places, of which each bit makes a difference for many others."""
+    wide = bits.to(torch.int64)
+    return (wide ^ (wide >> 32)) * ((places * _ODD) | 1)
 
 
 def checksum_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -83,9 +91,11 @@ def checksum_of(tensors: Sequence[Tensor]) -> Tensor:
         0-dim tensor of int64, at least 0.
     """
     kinds = zlib.crc32(repr([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]).encode())
-    sums = [checksum(tensor) * (2 * number + 1) for number, tensor in enumerate(tensors)]
-    total: Tensor = sum(sums[1:], sums[0] + kinds) if sums else torch.tensor(kinds)
-    return total & ((1 << 62) - 1)
+    if not tensors:
+        return torch.tensor(kinds)
+    sums = torch.stack([checksum(tensor) for tensor in tensors])
+    total = mixed(sums, torch.arange(len(sums), device=sums.device)).sum() + kinds
+    return (total ^ (total >> 31)) & ((1 << 62) - 1)
 
 
 def plain_names(state_dict: Mapping[str, T]) -> dict[str, T]:

@@ -272,7 +272,7 @@ RECIPE = Path(__file__).parents[2] / "docs/invariance.md"
 
 
 def recipe(epochs: int = 3, seeds: bool = True) -> tuple[list[int], float]:
-    """(the first label of every batch, the sum of the weights) of the documents' loop, beside a loader that shuffles."""
+    """(the first label of every batch, the sum of the weights) of the loop in the docs, beside a shuffling loader."""
     (code,) = (
         text for text in re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL) if "OrderedReducer(" in text
     )

@@ -314,8 +314,8 @@ class _Batches:
         raise MismatchError(
             f"the workers take their shards from different global batches: those of {who} differ, {when}. Every worker "
             "goes through the same global batches: seed alike on every rank before a DataLoader that shuffles is made, "
-            "call lockstep.seed_shard before each shard's forward pass, and draw no other numbers on some ranks only; or "
-            "give the DataLoader a generator of its own."
+            "call lockstep.seed_shard before each shard's forward pass, and draw no other numbers on some ranks only; "
+            "or give the DataLoader a generator of its own."
         )
 
 

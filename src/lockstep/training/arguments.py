@@ -33,6 +33,7 @@ class StepOptions(TypedDict, total=False):
     forward: Forward | None
     shards: int | None
     threads: int | None
+    replica_check: int
 
 
 def check_step(model: Any, optimizer: Any, accumulate: Any, clip_norm: Any, schedule: Any) -> None:

@@ -100,6 +100,7 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
         allow_different=options.allow_different,
         shards=options.shards,
         threads=options.threads,
+        replica_check=options.replica_check,
         precision=options.precision,
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,

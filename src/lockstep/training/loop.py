@@ -92,6 +92,7 @@ class Loop:
             "samples_per_second": trainer.totals.samples_per_second,
         }
         trainer.check_losses()
+        trainer.step.check_replicas()
         if held_out is not None:
             measured = trainer.evaluate(held_out)
             row |= {f"test_{name}": value for name, value in measured.items()}

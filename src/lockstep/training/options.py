@@ -12,7 +12,7 @@ from ..models import MODELS
 from ..registry import Registry
 from ..shard_count import DEFAULT_SHARDS, shard_count
 from ..strategies import STRATEGIES
-from .formats import IN_FLIGHT, PRECISIONS
+from .formats import IN_FLIGHT, PRECISIONS, REPLICA_CHECK
 from .schedules import SCHEDULES
 
 __all__ = ["GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_text"]
@@ -105,6 +105,13 @@ class TrainOptions:
     in_flight: int = _option(
         IN_FLIGHT, GROUPS[2], "on a GPU: steps that may be queued before the program waits for the oldest", "N"
     )
+    replica_check: int = _option(
+        REPLICA_CHECK,
+        GROUPS[2],
+        "steps between two looks at whether some weights are the same on all workers; all are compared at checkpoints "
+        "and ends of epochs, hyperparameters at every step; 0: nothing is compared",
+        "N",
+    )
 
     epochs: int = _option(10, GROUPS[3], "passes over the training data, counted from the beginning of the run", "N")
     schedule: str = _option("cosine", GROUPS[3], "course of the learning rate", choices=SCHEDULES)
@@ -146,7 +153,8 @@ class TrainOptions:
             _whole("workers", self.workers, 1)
         for name in ("global_batch", "accumulate", "epochs", "keep", "in_flight"):
             _whole(name, getattr(self, name), 1)
-        _whole("loader_workers", self.loader_workers, 0)
+        for name in ("loader_workers", "replica_check"):
+            _whole(name, getattr(self, name), 0)
         _whole("seed", self.seed, 0, 2**63 - 1)  # torch takes 64 bits
         for name in ("base_batch", "shards", "threads"):
             if getattr(self, name) is not None:

@@ -19,7 +19,9 @@ __all__ = ["Passes", "make_passes"]
 class Passes(Protocol):
     """What makes a step's passes."""
 
-    def run(self, loss: Any, precision: Precision, batch: Batch, step: int, stop: bool) -> torch.Tensor:
+    def run(
+        self, loss: Any, precision: Precision, batch: Batch, step: int, stop: bool, marks: torch.Tensor
+    ) -> torch.Tensor:
         """Make them; gradients are then the sums over the global batch, divided by its samples.
 
         Args:
@@ -28,9 +30,11 @@ class Passes(Protocol):
             batch: this worker's part of the global batch.
             step: its number.
             stop: whether this worker wants to stop.
+            marks: numbers that are summed over the workers too, 1-d.
 
         Returns:
-            (sum of the loss, what it is a sum over, workers that want to stop) over the global batch: shape (3,).
+            (sum of the loss, what it is a sum over, workers that want to stop, sums of marks) over the global batch:
+            1-d.
         """
 
 
@@ -50,10 +54,11 @@ class WholePasses:
     def __init__(self, strategy: Strategy, accumulate: int) -> None:
         self._strategy, self._accumulate = strategy, accumulate
 
-    def run(self, loss: Any, precision: Precision, batch: Batch, step: int, stop: bool) -> torch.Tensor:
+    def run(
+        self, loss: Any, precision: Precision, batch: Batch, step: int, stop: bool, marks: torch.Tensor
+    ) -> torch.Tensor:
         """See `Passes`."""
-        strategy, device = self._strategy, self._strategy.comm.device
-        totals = torch.zeros(3, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+        strategy, totals = self._strategy, torch.nn.functional.pad(marks, (3, 0))
         if stop:
             totals[2] = 1
         # The reduction averages over workers: times their number it is the sum that the mean over samples needs.

@@ -108,13 +108,17 @@ class Unsettled:
 
     def add(self, result: StepResult) -> None:
         """A step has been queued."""
-        self._waiting.append(_Queued(result, OnHost(torch.stack([result.loss, result.stop]))))
+        numbers = torch.stack([result.loss, result.stop])
+        if result.marks is not None:
+            numbers = torch.cat([numbers, result.marks])
+        self._waiting.append(_Queued(result, OnHost(numbers)))
 
     def settle(self) -> bool:
         """Look at all but the youngest steps; whether a worker wanted to stop.
 
         Raises:
             DivergedError: for a loss that is not finite, naming the step; see `StepResult.check`.
+            MismatchError: on every worker, where they had other hyperparameters or weights; see there.
         """
         stop = False
         while len(self._waiting) > self._lag:
@@ -136,7 +140,9 @@ class Unsettled:
             self.check()
 
     def _look(self, queued: _Queued) -> bool:
-        loss, stop = queued.on_host.read()
+        loss, stop, *marks = queued.on_host.read()
+        if queued.result.replicas is not None:
+            queued.result.replicas.settle(queued.result.step, marks)
         if loss - loss != 0:  # NaN or infinite
             self._failed = True
             queued.result.check()

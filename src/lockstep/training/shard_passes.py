@@ -23,9 +23,6 @@ __all__ = ["ShardPasses"]
 # Bytes at which torch's own allocations begin on the CPU; libraries choose kernels by how their input lies in memory.
 _ALIGN = 64
 
-# Of a shard: the sum of its loss, what that is a sum over, a wish to stop, and buffers that have begun to move.
-_OWN = 4
-
 Parts = list[tuple[Any, int]]
 """(data, samples) of each of this worker's shards."""
 
@@ -41,7 +38,9 @@ class ShardPasses:
     def __init__(self, strategy: Invariant, seed: int) -> None:
         self._strategy, self._seed = strategy, seed
 
-    def run(self, loss: LossModule, precision: Precision, batch: Batch, step: int, stop: bool) -> torch.Tensor:
+    def run(
+        self, loss: LossModule, precision: Precision, batch: Batch, step: int, stop: bool, marks: torch.Tensor
+    ) -> torch.Tensor:
         """Make the passes; gradients are then the sums over the global batch, divided by its samples.
 
         Args:
@@ -50,9 +49,11 @@ class ShardPasses:
             batch: this worker's part of the global batch.
             step: its number.
             stop: whether this worker wants to stop.
+            marks: numbers that are summed over the workers too, 1-d.
 
         Returns:
-            (sum of the loss, what it is a sum over, workers that want to stop) over the global batch: shape (3,).
+            (sum of the loss, what it is a sum over, workers that want to stop, sums of marks) over the global batch:
+            1-d.
 
         Raises:
             ConfigError: for a batch that is cut otherwise.
@@ -61,17 +62,25 @@ class ShardPasses:
         parts = self._parts(batch)
         strategy.begin()
         if strategy.meeting_layers:
-            self._together(loss, precision, parts, batch.global_size, step, stop)
+            self._together(loss, precision, parts, batch.global_size, step, stop, marks)
         else:
-            self._one_by_one(loss, precision, parts, batch.global_size, step, stop)
+            self._one_by_one(loss, precision, parts, batch.global_size, step, stop, marks)
         # Whoever draws numbers between steps draws the same on every worker.
         seed_shard(self._seed, step, strategy.shards, strategy.comm.device)
         assert reducer.sums is not None
-        strategy.end(reducer.sums[_OWN:], batch.global_size, reducer.sums[3])
-        return reducer.sums[:3]
+        own = 3 + len(marks)
+        strategy.end(reducer.sums[own + 1 :], batch.global_size, reducer.sums[own])
+        return reducer.sums[:own]
 
     def _one_by_one(
-        self, loss: LossModule, precision: Precision, parts: Parts, global_size: int, step: int, stop: bool
+        self,
+        loss: LossModule,
+        precision: Precision,
+        parts: Parts,
+        global_size: int,
+        step: int,
+        stop: bool,
+        marks: torch.Tensor,
     ) -> None:
         strategy, device = self._strategy, self._strategy.comm.device
         reducer, buffers = strategy.reducer, strategy.buffers
@@ -79,16 +88,23 @@ class ShardPasses:
             if shard > reducer.here.start:
                 buffers.restore()
             seed_shard(self._seed, step, shard, device)
-            own = buffers.nothing.new_zeros(_OWN)
+            own = _own(marks)
             scaled = self._forward(loss, precision, (data, size), global_size, own) if size else None
             if shard == reducer.here[-1]:
-                own[2], own[3] = float(stop), float(strategy.news())
+                self._add(own, stop, marks)
             reducer.add(torch.cat([own, buffers.numbers(size, shard == 0)]))
             if scaled is not None:
                 precision.backward(scaled)
 
     def _together(
-        self, loss: LossModule, precision: Precision, parts: Parts, global_size: int, step: int, stop: bool
+        self,
+        loss: LossModule,
+        precision: Precision,
+        parts: Parts,
+        global_size: int,
+        step: int,
+        stop: bool,
+        marks: torch.Tensor,
     ) -> None:
         """All shards at once, which wait for each other where a layer looks at all of them; then they are summed."""
         strategy, comm = self._strategy, self._strategy.comm
@@ -98,7 +114,7 @@ class ShardPasses:
 
         def passes(shard: int) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
             seed_shard(self._seed, step, shard, comm.device)
-            own = buffers.nothing.new_zeros(_OWN)
+            own = _own(marks)
             part = parts[shard - reducer.here.start]
             scaled = self._forward(loss, precision, part, global_size, own)
             numbers = torch.cat([own, buffers.numbers(part[1], shard == 0)])
@@ -117,11 +133,16 @@ class ShardPasses:
         for shard in reducer:
             numbers, gradients = found.get(shard, nothing)
             if shard == reducer.here[-1]:
-                numbers[2], numbers[3] = float(stop), float(strategy.news())
+                self._add(numbers, stop, marks)
             reducer.add(numbers.clone())
             for p, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
                     p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+
+    def _add(self, own: torch.Tensor, stop: bool, marks: torch.Tensor) -> None:
+        """Put into its last shard's numbers what a worker has to say once."""
+        own[2], own[3 + len(marks)] = float(stop), float(self._strategy.news())
+        own[3 : 3 + len(marks)] = marks
 
     def _check_together(self, precision: Precision, global_size: int) -> None:
         shards, size = self._strategy.shards, self._strategy.comm.size
@@ -156,6 +177,11 @@ class ShardPasses:
         sizes = [cut.stop - cut.start for cut in cuts]
         data = batch.data if batch.shards else [narrow(batch.data, cut.start, cut.stop) for cut in cuts]
         return [(map_tensors(_aligned, part), size) for part, size in zip(data, sizes, strict=True)]
+
+
+def _own(marks: torch.Tensor) -> torch.Tensor:
+    """Of a shard: the sum of its loss, what that is a sum over, a wish to stop, marks, buffers that begin to move."""
+    return marks.new_zeros(4 + len(marks))
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,11 @@ from ..recorder import note_samples
 from ..shards import mix
 from ..strategies.base import Strategy
 from .arguments import check_step, choose, learning_rate_factor, parameters_of
+from .formats import REPLICA_CHECK
 from .losses import Forward, LossFn, LossModule, LossSum
 from .passes import make_passes
 from .precision import Precision, clip
+from .replica_check import ReplicaCheck
 from .schedules import Schedule
 from .sums import raise_together
 
@@ -35,28 +37,40 @@ class StepResult:
         step: the number of this step, from 0.
         loss: 0-dim tensor on the device, the mean over the global batch.
         stop: 0-dim tensor on the device, above zero when some worker asked to stop.
-        lr: the learning rate of the first parameter group.
+        learning_rate: that of the first parameter group; a tensor where it is one on a device.
         count: 0-dim tensor on the device, what `loss` is the mean over: samples, or what the loss function counts.
             Means of several steps are weighted by it.
         samples: of the global batch, where gradients have been taken for those of a mean over them; None where `count`
             was looked at.
+        marks: 1-d, the workers' sums of what `replicas` compares; None where that has been done.
+        replicas: what compares the workers' hyperparameters and weights.
     """
 
     step: int
     loss: torch.Tensor
     stop: torch.Tensor
-    lr: float
+    learning_rate: float | torch.Tensor
     count: torch.Tensor
     samples: int | None = None
+    marks: torch.Tensor | None = None
+    replicas: ReplicaCheck | None = None
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group; waits for the device where it is a tensor there."""
+        return float(self.learning_rate)
 
     def check(self) -> None:
-        """See that the loss is finite; waits for the device.
+        """See that the loss is finite, and that the workers are alike; waits for the device. Called by all of them.
 
         Raises:
             DivergedError: where it is not.
             DataError: where it is a mean over nothing, as all labels of the global batch are ignored.
             ConfigError: where some workers' losses were means over samples, and others' over something else.
+            MismatchError: where the workers have other hyperparameters or weights.
         """
+        if self.marks is not None and self.replicas is not None:
+            self.replicas.settle(self.step, self.marks.tolist())
         if not torch.isfinite(self.loss):
             if self.count == 0:
                 raise DataError(
@@ -95,6 +109,8 @@ class TrainStep:
             pass of its own, see `lockstep.strategies.invariant`; True is 8. Batches are those of a `Loader` with as
             many. Dropout is keyed by the shard then, not by the rank.
         threads: with shards, within an operation on the CPU; 1 when None.
+        replica_check: steps between two looks at a few weights of all workers, see
+            `lockstep.training.replica_check`; 0 compares neither weights nor hyperparameters.
 
     Raises:
         ConfigError: for values that cannot be used.
@@ -116,6 +132,7 @@ class TrainStep:
         forward: Forward | None = None,
         shards: int | None = None,
         threads: int | None = None,
+        replica_check: int = REPLICA_CHECK,
     ) -> None:
         check_step(model, optimizer, accumulate, clip_norm, schedule)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
@@ -133,6 +150,14 @@ class TrainStep:
         self._trained = [p.requires_grad for p in self._every]
         self._parameters: list[nn.Parameter] = []
         self._take_groups()
+        self._replicas = ReplicaCheck(
+            self.comm,
+            model,
+            optimizer,
+            every=replica_check,
+            weights=not self.strategy.in_parts,
+            exact=self.strategy.shards is not None,
+        )
 
     def _prepare(self) -> None:
         self.strategy.prepare(self.model)
@@ -150,6 +175,7 @@ class TrainStep:
             DivergedError: on the CPU, before anything is updated, when the loss is not finite. On other devices
                 this would wait for the device at every step; call `StepResult.check` when it suits.
             DataError: likewise, when the loss counts nothing in the whole global batch.
+            MismatchError: likewise, when the workers have other hyperparameters or weights; on every worker.
             ConfigError: when output, labels and loss do not fit, or a batch norm gets a single value; at the first step
                 also when the loss returns what is no mean over samples, on every worker, before anything is updated.
         """
@@ -158,16 +184,18 @@ class TrainStep:
 
     def _run(self, batch: Batch, stop: bool) -> StepResult:
         lr = self._begin()
-        totals = self._passes.run(self._module, self.precision, batch, self.steps_done, stop)
+        marks = self._replicas.marks(self.steps_done)
+        totals = self._passes.run(self._module, self.precision, batch, self.steps_done, stop, marks)
         if not self._loss_checked:
             raise_together(self._loss.check(self.precision.autocast), self.comm)
             self._loss_checked = True
-        loss_sum, count, stops = totals.unbind()
+        loss_sum, count, stops = totals[:3].unbind()
         on_cpu = self.comm.device.type == "cpu"
         # To ask whether the loss counts other things than samples is free on the CPU; elsewhere it would wait for the
         # device, but where it is known. A wrong guess is found by `check`.
         samples = batch.global_size if self._loss.counts_samples and not on_cpu else None
-        result = StepResult(self.steps_done, loss_sum / count, stops, lr, count, samples)
+        alike = (totals[3:], self._replicas)
+        result = StepResult(self.steps_done, loss_sum / count, stops, lr, count, samples, *alike)
         if on_cpu:
             result.check()
         correction = batch.global_size / count
@@ -187,7 +215,15 @@ class TrainStep:
         if len(list(self.model.parameters())) != len(self._every):  # a layer that was not there before
             self._prepare()
 
-    def _begin(self) -> float:
+    def check_replicas(self) -> None:
+        """Compare all hyperparameters and all weights of the workers, bit by bit; called by all of them.
+
+        Raises:
+            MismatchError: on every worker, naming what differs, on which rank, and the values.
+        """
+        self._replicas.compare()
+
+    def _begin(self) -> float | torch.Tensor:
         self._take_groups()
         if (trained := [p.requires_grad for p in self._every]) != self._trained:
             # What reduces gradients counts on the parameters that there were when it was made.
@@ -198,7 +234,10 @@ class TrainStep:
             factor = learning_rate_factor(self.schedule, self.steps_done)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
-        return float(self.optimizer.param_groups[0]["lr"])
+        lr = self.optimizer.param_groups[0]["lr"]
+        # A tensor on a device is not looked at here, and may be changed in place.
+        on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
+        return lr.detach().clone() if on_device else float(lr)
 
     def _update(self, correction: torch.Tensor | None) -> None:
         _fill(self._parameters)

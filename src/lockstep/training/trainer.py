@@ -70,7 +70,7 @@ class Trainer:
         async_save: checkpoints are written beside the training, from a copy of the state that `save` makes in memory,
             one at a time; `fit` ends when the last of them is there.
         allow_different: with shards, go on from a checkpoint also under conditions that give other bits.
-        step: precision, accumulate, clip_norm, schedule, forward, shards and threads, see `TrainStep`.
+        step: precision, accumulate, clip_norm, schedule, forward, shards, threads and replica_check, see `TrainStep`.
 
     Raises:
         ConfigError: for values that cannot be used.
@@ -145,6 +145,7 @@ class Trainer:
             CheckpointError: when `resume` is damaged, or of another model, optimizer or data set. Nothing has been
                 changed then.
             DivergedError: when the loss is not finite, with the step and the learning rate.
+            MismatchError: when the workers' hyperparameters or weights are no longer the same; on every worker.
             InterruptedRunError: after a signal, naming the checkpoint.
         """
         with ExitStack() as opened:
@@ -261,8 +262,10 @@ class Trainer:
                 before could not be.
             ConfigError: when a callback's state cannot be stored; names the callback and the place in its state.
             DivergedError: rather than saving a model with a loss that is not finite.
+            MismatchError: likewise, where the workers have other weights or hyperparameters.
         """
         self.check_losses()
+        self.step.check_replicas()
         self.step.strategy.sync_buffers()
         state = state_of(self, whole=False)
         return self.saver.save(state, lambda: {"callbacks": self._callbacks.state_dict()})

@@ -19,7 +19,8 @@ class Callback:
 
     Attributes:
         every_rank: whether it runs on all workers. If not (the default), it runs on rank 0 alone and must not
-            communicate. One that does run everywhere must make the same collectives on each.
+            communicate, nor change the model or the optimizer. One that does run everywhere must make the same
+            collectives and the same changes on each.
     """
 
     every_rank: bool = False
