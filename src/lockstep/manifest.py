@@ -57,7 +57,7 @@ def head(*, step: int, epoch: int, info: Mapping[str, Any]) -> dict[str, Json]:
             raise ConfigError(name, "a whole number of at least 0", number)
     value, tensors = pack({"info": dict(info)})
     if tensors:
-        raise ConfigError("info", "plain values only", "tensors", "Put tensors into the state.")
+        raise ConfigError("info", "plain values only", found="tensors", hint="Put tensors into the state.")
     return {"format": FORMAT, "version": VERSION, "step": step, "epoch": epoch, "info": value["info"]}
 
 

@@ -134,15 +134,15 @@ def check_storable(tensor: object, where: str, spread: bool = False) -> Tensor:
         ConfigError: naming `where`, if it is no plain dense tensor with values, or of a type that cannot be stored.
     """
     if not isinstance(tensor, Tensor):
-        raise ConfigError(where, "a tensor", f"an object of {_type_name(tensor)}")
+        raise ConfigError(where, "a tensor", found=f"an object of {_type_name(tensor)}")
     found = tensor.detach()
     plain = type(tensor) in (Tensor, nn.Parameter) or (spread and hasattr(found, "to_local"))
     if not plain or tensor.layout is not torch.strided or tensor.is_meta:
         kind = f"a {tensor.layout} {type(tensor).__name__} on {tensor.device}"
         hint = "Turn it into one first: full_tensor() for a DTensor, to_dense() for a sparse tensor."
-        raise ConfigError(where, "a plain dense tensor", kind, hint)
+        raise ConfigError(where, "a plain dense tensor", found=kind, hint=hint)
     if tensor.dtype not in _CODES and tensor.dtype not in _COMPLEX.values():
-        raise ConfigError(where, "a tensor of a type that safetensors stores", f"a tensor of {tensor.dtype}")
+        raise ConfigError(where, "a tensor of a type that safetensors stores", found=f"a tensor of {tensor.dtype}")
     return found
 
 
@@ -211,9 +211,9 @@ def check_tensors(argument: str, tensors: Mapping[str, Tensor]) -> None:
     """
     for name, tensor in tensors.items():
         if not is_storable_name(name):
-            raise ConfigError(argument, "names that safetensors can store", repr(name))
+            raise ConfigError(argument, "names that safetensors can store", name)
         if tensor.dtype not in _CODES:
-            raise ConfigError(argument, "tensors of types that safetensors stores", str(tensor.dtype))
+            raise ConfigError(argument, "tensors of types that safetensors stores", found=str(tensor.dtype))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], flush: bool = False) -> Entry:
@@ -525,7 +525,7 @@ def _pack_tensor(tensor: Tensor, path: tuple[object, ...], tensors: dict[str, Te
 def _pack_dict(node: dict[Any, object], path: tuple[object, ...], tensors: dict[str, Tensor], spread: bool) -> Json:
     for key in node:
         if type(key) is not str and not _fits(key):
-            raise ConfigError(_spell(path), "keys of type str or int", f"the key {key!r} of {_type_name(key)}")
+            raise ConfigError(_spell(path), "keys of type str or int", found=f"the key {key!r} of {_type_name(key)}")
     items = [(key, _pack(value, (*path, key), tensors, spread)) for key, value in node.items()]
     if all(type(key) is str and not key.startswith("$") for key in node):
         return dict(items)

@@ -63,7 +63,9 @@ def _check_any(run: Path) -> None:
 
     if CheckpointStore(run / "checkpoints").latest() is None:
         hint = "Start it again without --resume, and with another --out."
-        raise ConfigError("resume", f"a checkpoint in {run / 'checkpoints'}", "an empty folder or none", hint)
+        raise ConfigError(
+            "resume", f"a checkpoint in {run / 'checkpoints'}", found="an empty folder or none", hint=hint
+        )
 
 
 def choose_folder(out: str | None, run: Path | None, name: str) -> Path:

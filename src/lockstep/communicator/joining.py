@@ -133,8 +133,8 @@ def claim_gpu(store: Store, rank: int, uuid: str) -> None:
         raise ConfigError(
             "device",
             "a GPU of its own for each worker on a node",
-            f"GPU {uuid} on rank {other} and on rank {rank}, each of which sees it alone",
-            "Set CUDA_VISIBLE_DEVICES by the local rank, start fewer workers, or choose the device cpu.",
+            found=f"GPU {uuid} on rank {other} and on rank {rank}, each of which sees it alone",
+            hint="Set CUDA_VISIBLE_DEVICES by the local rank, start fewer workers, or choose the device cpu.",
         )
     store.set(key, mine)
 

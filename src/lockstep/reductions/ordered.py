@@ -334,5 +334,7 @@ def _samples(batch: Any) -> int:
     sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
     if len(sizes) != 1:
         expected = "a global batch whose tensors have all their samples in the first dimension, or their number"
-        raise ConfigError("batch", expected, f"first dimensions {sorted(sizes)}" if sizes else type(batch).__name__)
+        raise ConfigError(
+            "batch", expected, found=f"first dimensions {sorted(sizes)}" if sizes else type(batch).__name__
+        )
     return sizes.pop()

@@ -71,13 +71,13 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
     """
     if not isinstance(metrics, Mapping):
         raise ConfigError(
-            "metrics", "a mapping of names to functions (output, target) -> value", type(metrics).__name__
+            "metrics", "a mapping of names to functions (output, target) -> value", found=type(metrics).__name__
         )
     if "loss" in metrics:
         raise ConfigError("metrics", "names other than that of the loss itself", found="'loss'")
     for name, metric in metrics.items():
         if not callable(metric):
-            raise ConfigError("metrics", f"a function (output, target) -> value as {name!r}", repr(metric))
+            raise ConfigError("metrics", f"a function (output, target) -> value as {name!r}", metric)
 
 
 def evaluate(

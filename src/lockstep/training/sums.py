@@ -68,7 +68,9 @@ def as_sum(value: Any, size: int, argument: str = "loss_fn") -> tuple[Any, Any]:
     if isinstance(found, torch.Tensor) and found.dim() == 0:
         if not found.is_floating_point():
             hint = "Return (sum, count): this number, and what it is a number of."
-            raise ConfigError(argument, _expected(size), f"a whole number ({found.dtype}), which is no mean", hint)
+            raise ConfigError(
+                argument, _expected(size), found=f"a whole number ({found.dtype}), which is no mean", hint=hint
+            )
         return value * size, size
     if isinstance(found, torch.Tensor) and found.numel() == size:
         return found.sum(), size

@@ -137,7 +137,7 @@ def device_options(options: Any, own: str) -> Any:
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     if options is None or (nccl is not None and isinstance(options, nccl.Options)):
         return options
-    raise ConfigError("pg_options", f"{own}, or those of NCCL for the GPUs beside it", type(options).__name__)
+    raise ConfigError("pg_options", f"{own}, or those of NCCL for the GPUs beside it", found=type(options).__name__)
 
 
 def _make(group: Any, name: str, device: torch.device) -> dist.ProcessGroup:

@@ -50,7 +50,7 @@ class CallbackGroup:
         found = {name: member.state_dict() for name, member in self._named.items() if member in self._members}
         for name, state in found.items():
             if not isinstance(state, dict):
-                raise ConfigError(f"callbacks.{name}", "a dict from state_dict()", f"a {type(state).__name__}")
+                raise ConfigError(f"callbacks.{name}", "a dict from state_dict()", found=f"a {type(state).__name__}")
         held = {name: state for name, state in found.items() if state}
         pack({"callbacks": held})
         return held

@@ -59,7 +59,7 @@ def run(
         if options.get(name) is not None:
             raise ConfigError(name, "None: the ranks of a function run on this machine", options[name], hint)
     for name in set(options) - {*_ELSEWHERE, *_UNUSED}:
-        raise ConfigError("options", "those of horovod.run", f"{name}={options[name]!r}")
+        raise ConfigError("options", "those of horovod.run", found=f"{name}={options[name]!r}")
     workers = num_proc if np is None else np
     found: list[Any] = lockstep.launch(_rank, func, tuple(args), dict(kwargs or {}), workers=workers)
     return found

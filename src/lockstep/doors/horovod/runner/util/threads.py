@@ -118,4 +118,4 @@ def execute_function_multithreaded(
 
 def _check_tuple(args: Any) -> None:
     if not isinstance(args, tuple):
-        raise ConfigError("args", "a tuple; (arg,) for one argument", repr(args))
+        raise ConfigError("args", "a tuple; (arg,) for one argument", args)
