@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.fingerprints import fingerprint, plain_names
+from lockstep.fingerprints import checksum, checksum_of, fingerprint, plain_names
 
 
 def make_model() -> nn.Sequential:
@@ -268,3 +268,31 @@ def test_plain_names_are_those_of_the_bare_model(names: list[str], plain: list[s
 def test_plain_names_that_would_be_the_same_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^state_dict: expected names that differ"):
         plain_names({"_orig_mod.a": 1, "a": 2})
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(4, 6), (7, 5), (1,)])
+def test_a_checksum_sees_values_signs_and_places(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    values = (10 * torch.randn(shape, generator=generator)).to(dtype)
+    others = [~values if dtype is torch.bool else -values]
+    if values.numel() > 1:
+        changed = values.clone()
+        changed.view(-1)[-1] = 0
+        others += [values.flip(0), values.flip(1), changed, values.reshape(shape[::-1])]
+    found = {int(checksum_of([each])) for each in (values, *others)}
+    assert len(found) == 1 + len(others) - sum(
+        torch.equal(each, values) for each in others if each.shape == values.shape
+    )
+    assert all(0 <= number < 1 << 62 for number in found)
+    assert int(checksum_of([values.t().contiguous().t()]) if values.dim() > 1 else 0) in {*found, 0}
+    assert checksum_of([values, others[0]]) != checksum_of([others[0], values])
+
+
+def test_a_checksum_of_large_tensors_goes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(1000)
+    whole = checksum(values)
+    monkeypatch.setattr("lockstep.fingerprints._AT_ONCE", 64)
+    assert checksum(values) == whole

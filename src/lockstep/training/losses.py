@@ -123,7 +123,7 @@ def _refuse_bare_sum(loss_fn: LossFn) -> None:
     if reduction == "sum" and torchs:
         got = described(loss_fn) + (" with reduction='sum'" if isinstance(loss_fn, nn.Module) else "")
         hint = "A sum alone does not say what it is a sum over."
-        raise ConfigError("loss_fn", "a mean over samples, or (sum, count)", got, hint)
+        raise ConfigError("loss_fn", "a mean over samples, or (sum, count)", found=got, hint=hint)
 
 
 def _summing(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss | None) -> nn.CrossEntropyLoss | nn.NLLLoss | None:

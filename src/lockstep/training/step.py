@@ -84,7 +84,7 @@ class StepResult:
         if self.samples is not None and self.count != self.samples:
             hint = "Return (sum, count) for every batch, or a mean over the samples for every batch."
             got = f"one over {float(self.count):g} of {self.samples} samples at step {self.step}"
-            raise ConfigError("loss_fn", "a mean over the same on all workers", got, hint)
+            raise ConfigError("loss_fn", "a mean over the same on all workers", found=got, hint=hint)
 
 
 class TrainStep:

@@ -76,7 +76,7 @@ def as_sum(value: Any, size: int, argument: str = "loss_fn") -> tuple[Any, Any]:
         return found.sum(), size
     got = f"{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     hint = "Where the mean is over tokens or pixels, return their sum and their count."
-    raise ConfigError(argument, _expected(size), got, hint)
+    raise ConfigError(argument, _expected(size), found=got, hint=hint)
 
 
 def _expected(size: int) -> str:
@@ -126,7 +126,7 @@ class NotAMean:
             "sum over what the mean is over, such as tokens or class weights, and how much of it there is; sums and "
             "counts are added up over all workers."
         )
-        return ConfigError(self.argument, "a mean over samples, one value for each sample, or (sum, count)", got, hint)
+        return ConfigError(self.argument, "a mean over samples, one value for each sample, or (sum, count)", found=got, hint=hint)
 
 
 def raise_together(found: NotAMean | None, comm: Communicator) -> None:
