@@ -120,13 +120,46 @@ def test_a_failure_on_one_node_ends_the_others_and_all_name_the_earliest() -> No
         assert found == [replace(failure(2, 10, "c"), others="rank 1 on b failed after that with ValueError")] * 3
 
 
-def test_silence_is_noticed_and_the_silent_node_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "SILENCE_S", 1.0)
+def life_of(meeting: Meeting, node: int) -> str:
+    """What is known of another node; `keep_in_touch` looks for news."""
+    meeting.keep_in_touch()
+    lives: Any = meeting._pulse and meeting._pulse._lives
+    heartbeat = lives._spoke if isinstance(lives, pulse._FirstNode) else lives._hub
+    return "unknown" if heartbeat is None else str(heartbeat.life(node))
+
+
+def test_a_node_that_has_left_while_others_go_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_HEARTBEAT_TIMEOUT", "1")
     with nodes(2) as (first, second), first.kept():
         with second.kept():
-            wait_until(lambda: first.store.check(["alive/1"]))
+            wait_until(lambda: life_of(first, 1) == life_of(second, 0) == "lives")
+        wait_until(lambda: life_of(first, 1) == "left")
         wait_until(lambda: bool(first.keep_in_touch()))
         assert first.keep_in_touch() == f"nothing was heard of {socket.gethostname()} for 1 s"
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_launcher_that_is_killed_is_noticed_at_once_and_one_that_is_busy_is_none(gone: int) -> None:
+    with nodes(2) as meetings, meetings[0].kept(), meetings[1].kept():
+        left = meetings[1 - gone]
+        wait_until(lambda: life_of(left, gone) == life_of(meetings[gone], 1 - gone) == "lives")
+        lives: Any = meetings[gone]._pulse and meetings[gone]._pulse._lives
+        (lives._spoke if gone else lives._hub).abandon()  # as its kernel does
+        wait_until(lambda: bool(left.keep_in_touch()))
+        names = [f"the first host ({LOOPBACK}) does not answer any more", f"on {socket.gethostname()} is gone"]
+        assert names[gone] in left.keep_in_touch()
+
+
+def test_nodes_that_can_only_reach_the_store_are_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_HEARTBEAT_TIMEOUT", "1")
+    monkeypatch.setattr(pulse.Hub, "open_towards", lambda self, address: "127.0.0.1 1")  # nobody listens there
+    with nodes(2) as (first, second), first.kept(), second.kept():
+        all_at_once([first, second], Meeting.next_rendezvous)
+        wait_until(lambda: life_of(second, 0) == "unknown" and first.store.check(["beyond reach/1"]))
+        begin = time.monotonic()
+        while time.monotonic() - begin < 2:
+            assert (first.keep_in_touch(), second.keep_in_touch()) == ("", "")
+            time.sleep(0.05)
 
 
 class Deaf:
@@ -140,9 +173,9 @@ class Deaf:
 
 
 def test_a_first_node_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_HEARTBEAT_TIMEOUT", "1e-9")
     with nodes(2) as (first, second), second.kept():
-        wait_until(lambda: first.store.check(["alive/1"]))
-        monkeypatch.setattr(pulse, "SILENCE_S", 0.0)
+        wait_until(lambda: first.store.check(["address/1"]))
         assert second.keep_in_touch() == f"the first host ({LOOPBACK}) does not answer any more"
         second.store = deaf = Deaf()
         assert second.first_failure(failure(1, 1), LIMIT) == failure(1, 1)
@@ -150,7 +183,7 @@ def test_a_first_node_that_does_not_answer_is_not_asked_again(monkeypatch: pytes
 
 
 def test_a_node_that_is_lost_before_its_first_word_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "SILENCE_S", 0.5)
+    monkeypatch.setenv("LOCKSTEP_HEARTBEAT_TIMEOUT", "0.5")
     with nodes(2) as (first, second), first.kept():
         all_at_once([first, second], Meeting.next_rendezvous)
         wait_until(lambda: bool(first.keep_in_touch()))

@@ -84,7 +84,7 @@ def test_ssh_is_called_so_that_it_neither_asks_nor_waits_for_ever(tmp_path: Path
     choices = choose(hosts="me@a", ssh_port="2222", identity=str(key), start_timeout="4")
     (command,) = commands_for(choices, shares(choices))
     assert command[:2] == ["ssh", "-T"]
-    for setting in ("BatchMode=yes", "ConnectTimeout=4", "ServerAliveInterval=5"):
+    for setting in ("BatchMode=yes", "ConnectTimeout=4", "ServerAliveInterval=10", "ServerAliveCountMax=3"):
         assert command[command.index(setting) - 1] == "-o"
     assert command[-6:-1] == ["-p", "2222", "-i", str(key), "me@a"]
 

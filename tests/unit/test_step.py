@@ -266,6 +266,8 @@ def test_buffers_of_replicas_travel_by_few_kernels() -> None:
     for (a, b), (name, own) in zip(changed, model.named_buffers(), strict=True):
         is_average = "running" in name
         assert own.equal(a.clone().add_(b - a, alpha=0.3) if is_average else a), name
+
+
 def test_a_learning_rate_on_a_device_is_not_looked_at_by_the_step() -> None:
     step = make(nn.Linear(3, 4))
     # reading a value of the device meta is an error

@@ -296,9 +296,9 @@ class Place:
             recordings={},
             recorder=SimpleNamespace(note=lambda word, value: None),
             members=[],
-            met=SimpleNamespace(machines=((0,), (1, 2)), store=store),
+            met=SimpleNamespace(machines=((0,), (1, 2)), store=store, heartbeat=None),
             health=SimpleNamespace(gone=set(), is_stopped=lambda rank: False),
-            limits=SimpleNamespace(debugging=True, strict=False, stall_s=600.0, warning_s=5.0),
+            limits=SimpleNamespace(debugging=True, strict=False, stall_s=600.0, warning_s=5.0, heartbeat_s=30.0),
             fail=self.found.append,
         )
         self.far = Far(self.session)

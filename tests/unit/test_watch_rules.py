@@ -82,35 +82,37 @@ def said(*parts: dict[str, Any]) -> dict[int, Any]:
     return found
 
 
-def found(silent: float, *parts: dict[str, Any]) -> str:
-    finding = compare(JOB, said(*parts), {0: 0.0, 1: silent})
+def found(lost: str, *parts: dict[str, Any]) -> str:
+    finding = compare(JOB, said(*parts), {1: (lost, "why")} if lost else {})
     return "" if finding is None else f"{finding.kind}: {finding.sentence}"
 
 
 def test_machines_that_go_together_have_nothing_to_say() -> None:
-    assert found(0, told(), told(head=7)) == ""
-    assert found(60, told(), told()) == ""  # nobody waits for it
+    assert found("", told(), told(head=7)) == ""
+    assert found("lost", told(), told()) == ""  # nobody waits for it
 
 
 def test_what_machines_do_otherwise_is_found() -> None:
-    assert found(0, told(), told(fingerprint=2)).startswith("desync: As collective 2 of all ranks, rank 0 called")
-    assert found(0, told(), told(batch=2)) == "batches: Rank 0 is on batch 1, rank 2 is on batch 2."
-    assert found(0, told(), told(batch=2, loop=2)) == ""
+    assert found("", told(), told(fingerprint=2)).startswith("desync: As collective 2 of all ranks, rank 0 called")
+    assert found("", told(), told(batch=2)) == "batches: Rank 0 is on batch 1, rank 2 is on batch 2."
+    assert found("", told(), told(batch=2, loop=2)) == ""
 
 
 @pytest.mark.parametrize("state, kind", [("died", "lost"), ("ended", "left"), ("frozen", "frozen")])
 def test_a_rank_that_will_not_come_is_found(state: str, kind: str) -> None:
-    assert found(0, told(waits=[5, 1.0]), told(state, head=4)).startswith(f"{kind}: Rank 2 on host1 ")
-    assert found(0, told(waits=[5, 1.0]), told(state, head=5)) == ""
-    assert found(0, told(waits=[5, 1.0]), told(head=4)) == ""
+    assert found("", told(waits=[5, 1.0]), told(state, head=4)).startswith(f"{kind}: Rank 2 on host1 ")
+    assert found("", told(waits=[5, 1.0]), told(state, head=5)) == ""
+    assert found("", told(waits=[5, 1.0]), told(head=4)) == ""
 
 
-def test_a_silent_machine_is_lost_if_others_wait_for_it() -> None:
+def test_a_machine_that_is_lost_is_a_fault_if_others_wait_for_it() -> None:
     waits = told(waits=[5, 1.0])
-    assert found(2, waits, told(head=4)) == ""
-    assert found(4, waits, told(head=4)).startswith("lost: Rank 2 on host1 is not heard of any more")
-    assert compare(JOB, {0: said(waits)[0], 1: {}}, {0: 0.0, 1: 4.0}) is not None  # it has never said anything
-    rows = rows_of(JOB, {}, {0: 0.0, 1: 4.0})
+    assert found("", waits, told(head=4)) == ""
+    assert found("lost", waits, told(head=4)).startswith("lost: Rank 2 on host1 is not heard of any more")
+    assert found("died", waits, told(head=4)).startswith("lost: Rank 2 on host1 died while others waited")
+    assert found("died", waits, told("ended", head=4)).startswith("left: ")  # it has told that before
+    assert compare(JOB, {0: said(waits)[0], 1: {}}, {1: ("lost", "")}) is not None  # it has never said anything
+    rows = rows_of(JOB, {}, {1: ("lost", "for 30 s")})
     assert [(rank, row.state) for rank, row in rows.items()] == [(2, "lost"), (3, "lost")]
 
 
@@ -164,8 +166,9 @@ def report(sentence: str) -> Report:
 
 def test_the_first_report_of_any_machine_is_that_of_all(tmp_path: Path) -> None:
     store = Store()
-    met = SimpleNamespace(machines=((0,), (1,)), store=store)
-    one, two = (Far(cast("Any", SimpleNamespace(met=met, rank=rank))) for rank in (0, 1))
+    met = SimpleNamespace(machines=((0,), (1,)), store=store, heartbeat=None)
+    limits = SimpleNamespace(heartbeat_s=30.0)
+    one, two = (Far(cast("Any", SimpleNamespace(met=met, rank=rank, limits=limits))) for rank in (0, 1))
     assert one.first(report("first")) == report("first")
     session = SimpleNamespace(
         error=None, look=lambda: False, far=two, folder=tmp_path, report=lambda finding: report(finding.sentence)

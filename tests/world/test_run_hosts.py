@@ -220,7 +220,8 @@ def test_nothing_is_left_after_a_signal_to_the_launcher(
 
 
 def test_a_job_ends_when_a_machine_is_cut_off(hosts: Machines, tmp_path: Path) -> None:
-    with started(hosts, "-H", "alpha,beta", write(tmp_path, WAIT)) as process:
+    soon = {"LOCKSTEP_HEARTBEAT_TIMEOUT": "6"}
+    with started(hosts, "-H", "alpha,beta", write(tmp_path, WAIT), **soon) as process:
         wait_until_ready(process, 2)
         hosts.link("beta", "down")
         try:

@@ -110,7 +110,7 @@ def test_between_machines(run: Run) -> None:
     *ended, alone, first, at_end = run(programs)
     for name, endings in zip(names, ended, strict=True):
         check(name, endings)
-    assert re.search(r"RankLostError: Rank 1 (on \S+ )?is not heard of any more", " ".join(alone[0].err.split())), alone
+    assert re.search(r"RankLostError: Rank 1 (on \S+ )?died while others waited", " ".join(alone[0].err.split())), alone
     assert re.search(r"Rank 0 (on \S+ )?has come to its end while others waited", " ".join(first[1].err.split())), first
     for ending in at_end:
         assert ending.code == 1, at_end

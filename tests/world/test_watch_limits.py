@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Sequence
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from lockstep import watch
+from lockstep.transports.shm import host
 from support.desyncs import program
+from support.faults import SOON_S, Ended, attempt
+from support.hosts import Network, inside, network
+from support.pool import Pool
 from support.programs import Ending, run_programs
 
 PRELOAD = ("lockstep.watch.hooks", "torch._dynamo", "torch.utils.data", "lockstep.training.trainer")
@@ -128,3 +138,73 @@ def test_its_failure_and_its_death_end_the_wait(run: Run) -> None:
         assert ended[0].code == -9
         assert re.search(r"RankLostError: ", ended[1].err), ended[1]
         assert ended[1].at - ended[0].at < 10
+
+
+HOLDS = """
+import ctypes
+hold = lambda: ctypes.PyDLL(None).sleep(5)
+if rank >= 2: hold()
+dist.all_reduce(x)
+if rank < 2: hold()
+dist.all_reduce(x)
+print("done")
+"""
+
+
+def test_a_machine_whose_ranks_all_hold_the_interpreter_is_not_lost(run: Run) -> None:
+    """Nobody on it can say anything for longer than the limit, as when all of them parse a large file."""
+    soon = {"LOCKSTEP_STALL_WARNING": "1", "LOCKSTEP_HEARTBEAT_TIMEOUT": "1.5"}
+    (ended,) = run([(program(HOLDS, "shm", "AABB", **soon), 4)])
+    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 4, ended
+    assert "slow: ranks 2 and 3 have not come" in ended[0].err
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Network]:
+    """Two namespaces, which are as far from each other as machines are."""
+    made = network(2)
+    try:
+        found = made.__enter__()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    try:
+        yield found
+    finally:
+        made.__exit__(None, None, None)
+
+
+def link(name: str, state: str) -> None:
+    subprocess.run(["ip", "-n", name, "link", "set", "eth0", state], check=True)
+
+
+def wait_while_the_network_fails(names: Sequence[str]) -> Ended:
+    """Four seconds without a network, which the ranks get over, and then the end of it."""
+
+    with inside(names[int(os.environ["RANK"])]):
+        watch.install(host.host_key)
+        dist.init_process_group("shm")
+        x = torch.ones(4)
+        for state in ("back", "gone"):
+            dist.all_reduce(x)
+            if dist.get_rank() == 0:
+                link(names[1], "down")
+                if state == "back":
+                    time.sleep(4)
+                    link(names[1], "up")
+        try:
+            return attempt(lambda: dist.all_reduce(x))
+        finally:
+            watch.uninstall()
+
+
+def test_a_network_that_comes_back_is_no_loss_and_one_that_does_not_is(pool: Pool, hosts: Network) -> None:
+    env = {"MASTER_ADDR": hosts.address, "GLOO_SOCKET_IFNAME": "eth0", "LOCKSTEP_HEARTBEAT_TIMEOUT": "10"}
+    try:
+        outcomes = pool.outcomes(wait_while_the_network_fails, hosts.names, workers=2, init=False, env=env)
+    finally:
+        link(hosts.names[1], "up")
+    for outcome in outcomes:
+        assert outcome.ending == "returned", outcome.line() + outcome.trace
+        assert outcome.value.kind == "RankLostError", outcome.value
+        assert outcome.value.seconds < 10 + SOON_S
+    assert "not heard of any more" in outcomes[0].value.text

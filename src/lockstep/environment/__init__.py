@@ -13,7 +13,7 @@ from .cores import usable_cores
 from .cublas import cublas_workspace, set_cublas_workspace
 from .horovod import hand_down, horovod_marks_cycles, horovod_timeline, set_horovod_variables, with_variables
 from .launchers import find_launcher, read_world
-from .watching import stall_timeout, stall_warning, timeline_dir, watch_dir, watch_mode
+from .watching import heartbeat_timeout, stall_timeout, stall_warning, timeline_dir, watch_dir, watch_mode
 from .workers import (
     ask_for_time,
     attempt,
@@ -34,6 +34,7 @@ __all__ = [
     "debugging",
     "find_world",
     "hand_down",
+    "heartbeat_timeout",
     "horovod_marks_cycles",
     "horovod_timeline",
     "is_launched",

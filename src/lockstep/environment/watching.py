@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-__all__ = ["stall_timeout", "stall_warning", "timeline_dir", "watch_dir", "watch_mode"]
+__all__ = ["heartbeat_timeout", "stall_timeout", "stall_warning", "timeline_dir", "watch_dir", "watch_mode"]
 
 _MODES = {"on": "on", "1": "on", "": "on", "strict": "strict", "off": "off", "0": "off"}
 
@@ -22,6 +22,11 @@ def watch_mode() -> str:
     if text not in _MODES:
         raise ConfigError("LOCKSTEP_WATCH", "on, strict or off", text)
     return _MODES[text]
+
+
+def heartbeat_timeout() -> float:
+    """The seconds in which another host must answer, from LOCKSTEP_HEARTBEAT_TIMEOUT; 30 if unset."""
+    return _seconds("LOCKSTEP_HEARTBEAT_TIMEOUT", 30.0)
 
 
 def stall_timeout() -> float:

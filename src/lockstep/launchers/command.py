@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from .. import environment
 from ..errors import ConfigError
 from ..hosts import Host
 from .choices import Choices
@@ -106,7 +107,10 @@ def _launcher(choices: Choices, nodes: int, node: int, workers: int) -> list[str
 def _ssh(choices: Choices) -> list[str]:
     # it must not ask: its standard input is the line to the launcher; and a broken line must be noticed
     limit = max(1, min(15, int(choices.start_timeout)))
-    settings = ("BatchMode=yes", f"ConnectTimeout={limit}", "ServerAliveInterval=5", "ServerAliveCountMax=2")
+    # it breaks after three without an answer
+    probe_s = max(1, round(environment.heartbeat_timeout() / 3))
+    alive = (f"ServerAliveInterval={probe_s}", "ServerAliveCountMax=3")
+    settings = ("BatchMode=yes", f"ConnectTimeout={limit}", *alive)
     first, *others = ssh_words(choices)
     return [first, "-T", *(word for setting in settings for word in ("-o", setting)), *others]
 

@@ -5,20 +5,9 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
+from ..heartbeat import address_towards
+
 __all__ = ["address_towards", "interface_of", "is_this_machine"]
-
-
-def address_towards(host: str) -> str:
-    """This machine's address in the network in which `host` is.
-
-    Raises:
-        OSError: when `host` is unknown or there is no way to it.
-    """
-    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing; the system looks up its routes
-        address: str = probe.getsockname()[0]
-    return address
 
 
 def interface_of(address: str) -> str | None:

@@ -126,7 +126,9 @@ class NotAMean:
             "sum over what the mean is over, such as tokens or class weights, and how much of it there is; sums and "
             "counts are added up over all workers."
         )
-        return ConfigError(self.argument, "a mean over samples, one value for each sample, or (sum, count)", found=got, hint=hint)
+        return ConfigError(
+            self.argument, "a mean over samples, one value for each sample, or (sum, count)", found=got, hint=hint
+        )
 
 
 def raise_together(found: NotAMean | None, comm: Communicator) -> None:

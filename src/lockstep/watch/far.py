@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from .circles import Circles
 from .finding import Finding
 from .report import RankRow, Report
 from .rounds import PERIOD_S, Rounds
+from .sockets import Sockets
 from .telling import told_of
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Far"]
 
 _TIMEOUT = timedelta(seconds=5)
+_WAITS_S = 3.0  # who has waited for so long may say that nobody comes any more
 _LAST_S = 1.0  # in which others may come to the end of the program, too
 _ABSENT_S = 1.0  # a watcher that has not looked for so long has not seen what others have said
 
@@ -42,10 +45,12 @@ class Far:
         self._warned: dict[tuple[int, int], float] = {}
         self._circles = Circles()
         self._uneven_groups: set[str] = set()  # in which ranks are on other batches, and that has been said
+        self._machine = 0
         self._final = False  # whether this rank is about to leave
+        self._heartbeat = met.heartbeat
         if len(met.machines) > 1:
             self._machine = next(i for i, ranks in enumerate(met.machines) if session.rank in ranks)
-            store = met.store.clone() if hasattr(met.store, "clone") else met.store
+            store = _clone(met.store, session.limits.heartbeat_s)
             store.set_timeout(_TIMEOUT)
             self._rounds = Rounds(store, self._machine, len(met.machines))
             if session.rank == met.machines[self._machine][0]:
@@ -63,6 +68,8 @@ class Far:
         if passed_s > _ABSENT_S:  # this process was stopped, or got no turn: others may have been, too
             rounds.forgive()
             self._failing = 0.0
+        if self._heartbeat is not None:
+            self._heartbeat.look()  # before what others have told is read: they tell how they leave, and then leave
         if now < self._next or not self._speaks():
             return
         self._next = now + PERIOD_S
@@ -72,7 +79,7 @@ class Far:
             self._failing = 0.0
         except RuntimeError as error:
             self._failing = self._failing or now
-            if time.monotonic() - self._failing > machines.SILENT_S and self._somebody_waits():
+            if time.monotonic() - self._failing > _WAITS_S and self._somebody_waits():
                 self._session.fail(_cut_off(error))
             return
         with suppress(RuntimeError):  # a machine has said nothing yet
@@ -102,7 +109,7 @@ class Far:
 
     def _somebody_waits(self) -> bool:
         """Whether ranks of this machine have long waited for others; if not, nobody need be there any more."""
-        session, before = self._session, time.monotonic() - machines.SILENT_S
+        session, before = self._session, time.monotonic() - _WAITS_S
         far = {member.key: member.first() for member in session.members if member.far}
         if any(first is not None and first.entered < before for first in far.values()):
             return True
@@ -135,15 +142,15 @@ class Far:
 
     def _judge(self, rounds: Rounds, own: dict[str, Any]) -> None:
         session = self._session
-        silent = self._silent()
+        lost = self._lost()
         if self._machine == 0:
             job = self._job()
-            finding = machines.compare(job, self._told, silent, self._may_be_uneven()) or self._raised(job, self._told)
+            finding = machines.compare(job, self._told, lost, self._may_be_uneven()) or self._raised(job, self._told)
             self._warn_of_batches(job)
             if finding is None and not session.limits.debugging:
                 finding = self._circles.look(self._told) or self._slow()
         else:
-            finding = self._first_machine(silent[0], own)
+            finding = self._first_machine(lost.get(0), own)
         if finding is not None:
             session.fail(finding)
 
@@ -178,25 +185,38 @@ class Far:
         session = self._session
         return machines.Job(session.met.machines, {each.key: each.ranks for each in session.members if each.far})
 
-    def _silent(self) -> dict[int, float]:
-        """The seconds since something new was heard of each machine that is asked for."""
-        if self._rounds is None:
-            return {}
-        return {machine: self._rounds.silent_s(machine) for machine in range(len(self._session.met.machines))}
+    def _lost(self) -> dict[int, tuple[str, str]]:
+        """The machines whose ranks say nothing any more, of those that this rank hears of; see `machines.Lost`."""
+        session, found = self._session, {}
+        for machine, ranks in enumerate(session.met.machines):
+            state = None if machine == self._machine else self._state_of(machine, ranks)
+            if state is not None:
+                found[machine] = state
+        return found
 
-    def _first_machine(self, silent_s: float, own: dict[str, Any]) -> Finding | None:
+    def _state_of(self, machine: int, ranks: Sequence[int]) -> tuple[str, str] | None:
+        heart, limit_s = self._heartbeat, self._session.limits.heartbeat_s
+        lives = {rank: "unknown" if heart is None else heart.life(rank) for rank in ranks}
+        if "lost" in lives.values():
+            return "lost", f"its machine has not answered for {limit_s:g} s"
+        if "lives" in lives.values():
+            return None  # one that says nothing is only busy
+        if all(life in ("ended", "left") for life in lives.values()) and "ended" in lives.values():
+            return "died", "its process is gone"
+        silent_s = self._rounds.silent_s(machine) if self._rounds is not None else 0.0
+        return ("lost", f"for {silent_s:.1f} s") if silent_s > limit_s else None
+
+    def _first_machine(self, lost: tuple[str, str] | None, own: dict[str, Any]) -> Finding | None:
         rows = self._told.get(0, {}).get("ranks", {})
         if rows and all(row[0] in ("ended", "raised", "died") for row in rows.values()):
             # it does not judge any more
             job, told = self._job(), {0: self._told[0], self._machine: own}
             return machines.compare(job, told, {}, self._may_be_uneven()) or self._raised(job, told)
-        if silent_s <= machines.SILENT_S + 1 or not self._somebody_waits():
+        if lost is None or not self._somebody_waits():
             return None
-        return Finding(
-            "lost",
-            f"Nothing is heard of the machine of rank {self._session.met.machines[0][0]} for {silent_s:.1f} s.",
-            self._session.met.machines[0],
-        )
+        first = self._session.met.machines[0]
+        text = f"Rank {first[0]}, or its machine, is not there any more, and others wait: {lost[1]}."
+        return Finding("lost", text, first)
 
     def _slow(self) -> Finding | None:
         """Say which ranks come late, or that they have come too late."""
@@ -222,7 +242,7 @@ class Far:
 
     def rows(self) -> dict[int, RankRow]:
         """What is known of each rank on other machines."""
-        return machines.rows_of(self._job(), self._told, self._silent())
+        return machines.rows_of(self._job(), self._told, self._lost())
 
     def first(self, report: Report) -> Report:
         """Let the other machines know of a report; the first that any of them has made, which may be another.
@@ -239,6 +259,24 @@ class Far:
         if self._rounds is not None and self._speaks():
             with suppress(RuntimeError, OSError, ValueError):
                 self._rounds.tell(self._own())
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the connections to other machines are its parent's."""
+        if self._heartbeat is not None:
+            self._heartbeat.abandon()
+
+
+def _clone(store: Any, limit_s: float) -> Any:
+    """The store by a connection of its own, which does not wait for a machine that has gone for ever."""
+    if not hasattr(store, "clone"):
+        return store
+    made = Sockets()
+    with made.watching():
+        found = store.clone()
+    made.keep_alive(limit_s)
+    return found
 
 
 _ADVICE = "--stall-timeout, or LOCKSTEP_STALL_TIMEOUT, is how long is waited."

@@ -74,7 +74,8 @@ class _Watch:
         if size < 2:
             return
         try:
-            self.session = Session(meet(store, rank, size, self._machine()), self._limits, self._sockets)
+            found = meet(store, rank, size, self._machine(), self._limits.heartbeat_s)
+            self.session = Session(found, self._limits, self._sockets)
         except NoRoomError as error:
             if rank == min(error.ranks):  # once for all
                 notes.say(None, f"the ranks are not watched: {error}")
@@ -242,7 +243,8 @@ def _after_fork() -> None:
     if recorder is not None:
         with suppress(BufferError):  # another thread was at it
             recorder.close()  # loops over batches and groups may go on to use it
-    if _watch is not None:
+    if _watch is not None and _watch.session is not None:
+        _watch.session.far.abandon()
         _watch.session = None
 
 

@@ -11,12 +11,16 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Attributes: strict, whether other lines are an error; warning_s, stall_s, see `environment`; debugging."""
+    """How long is waited, in seconds, and for what; see `environment`.
+
+    Attributes: strict, whether other lines are an error; warning_s, stall_s, heartbeat_s; debugging.
+    """
 
     strict: bool
     warning_s: float
     stall_s: float
     debugging: bool
+    heartbeat_s: float = 30.0
 
     @classmethod
     def read(cls) -> Limits:
@@ -26,4 +30,5 @@ class Limits:
             environment.stall_warning(),
             environment.stall_timeout(),
             environment.debug_rank() is not None,
+            environment.heartbeat_timeout(),
         )

@@ -11,9 +11,10 @@ from .finding import Finding
 from .judge import BATCHES
 from .report import Call, RankRow
 
-__all__ = ["SILENT_S", "Job", "compare", "parted", "raised", "rows_of", "slow_of"]
+__all__ = ["Job", "Lost", "compare", "parted", "raised", "rows_of", "slow_of"]
 
-SILENT_S = 3.0  # a machine of which nothing is heard for so long, while others wait for its ranks, is lost
+Lost = Mapping[int, tuple[str, str]]
+"""Machines whose ranks say nothing any more: their state, "lost" or "died", and a note, by number of the machine."""
 
 Told = Mapping[int, Mapping[str, Any]]
 
@@ -47,32 +48,30 @@ class Job:
         return next((number for number, ranks in enumerate(self.machines) if rank in ranks), -1)
 
 
-def rows_of(job: Job, told: Told, silent: Mapping[int, float]) -> dict[int, RankRow]:
+def rows_of(job: Job, told: Told, lost: Lost) -> dict[int, RankRow]:
     """What is known of every rank."""
     rows: dict[int, RankRow] = {}
-    for machine, seconds in silent.items():
-        if seconds > SILENT_S:
-            note = f"for {seconds:.1f} s"
-            rows |= {rank: RankRow(rank, "lost", note) for rank in job.machines[machine]}
+    for machine, (state, note) in lost.items():
+        rows |= {rank: RankRow(rank, state, note) for rank in job.machines[machine]}
     for machine, said in told.items():
         for text, (state, note, host, pid, batch, waiting, call, words) in said.get("ranks", {}).items():
             rank, made = int(text), None if call is None else Call(*call)
-            if silent.get(machine, 0.0) > SILENT_S and state not in ("ended", "raised", "died"):
-                state, note = "lost", f"for {silent[machine]:.1f} s"
+            if machine in lost and state not in ("ended", "raised", "died"):
+                state, note = lost[machine]
             rows[rank] = RankRow(rank, state, note, host, pid, batch, made, waiting, (), words)
     return rows
 
 
-def compare(job: Job, told: Told, silent: Mapping[int, float], uneven: bool = False) -> Finding | None:
+def compare(job: Job, told: Told, lost: Lost, uneven: bool = False) -> Finding | None:
     """The first thing that is wrong.
 
     Args:
         job: who is where.
         told: by each machine.
-        silent: the seconds since something new was heard of each.
+        lost: those that say nothing any more.
         uneven: ranks have different numbers of batches on purpose.
     """
-    rows = rows_of(job, told, silent)
+    rows = rows_of(job, told, lost)
     for key, parts in _groups(job, told).items():
         found = _differing(key, parts, uneven) or _never_coming(key, parts, rows)
         if found is not None:
@@ -193,7 +192,7 @@ _SENTENCES = {
     ),
     "lost": (
         *("lost", "is not heard of any more, nor is its machine, and others wait"),
-        "Its machine, or the network to it, is down; or all of its ranks there were killed or stopped.",
+        "Its machine, or the network to it, is down.",
         "See whether that machine can be reached, and what its kernel's log (dmesg) says.",
     ),
 }

@@ -8,6 +8,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from ..heartbeat import keep_alive
+
 __all__ = ["Sockets"]
 
 
@@ -28,6 +30,13 @@ class Sockets:
             yield
         finally:
             self._found |= {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+
+    def keep_alive(self, limit_s: float) -> None:
+        """Let the kernel end them when the other side has not answered for `limit_s` seconds."""
+        for descriptor in self._found:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6):
+                    keep_alive(copy, limit_s)
 
     def shut(self) -> None:
         """Let all of them end."""
