@@ -79,6 +79,6 @@ def all_ranks(size: int, body: Callable[[Any, int], T]) -> tuple[list[T], list[C
     try:
         with ThreadPoolExecutor(size) as pool:
             found = [pool.submit(body, store, rank) for rank, store in enumerate(stores)]
-            return [each.result(60) for each in found], stores
+            return [each.result(600) for each in found], stores
     finally:
         threading.stack_size(before)

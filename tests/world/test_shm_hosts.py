@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import ConfigError
+from lockstep.transports import make
 from support.conformance import FITS, LAYOUTS, MOVABLE, Case, offered
 from support.faults import SOON_S, Ended, attempt, interrupted_nap, kill
 from support.hosts import Network, inside, network, pretending
@@ -262,3 +265,124 @@ def test_a_rank_that_is_killed_in_another_namespace(pool: Pool, hosts: Network) 
         assert outcome.ending == "returned", outcome.line() + outcome.trace
         assert outcome.value.kind in ("TransportError", "RankLostError"), outcome.value
         assert outcome.value.seconds < SOON_S
+
+
+# --- large groups -------------------------------------------------------------------------------------------------
+
+
+def connected() -> int:
+    """How many connections over the network this process has."""
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one of the listing; one that is not connected
+            if path.is_socket():
+                with socket.socket(fileno=os.dup(int(path.name))) as one:
+                    one.getpeername()
+                    found += one.family != socket.AF_UNIX
+    return found
+
+
+@contextmanager
+def large() -> Iterator[None]:
+    """Let every group on several machines be one that is too large to connect every rank with each other."""
+    before, make.MESH = make.MESH, 0
+    try:
+        yield
+    finally:
+        make.MESH = before
+
+
+@pytest.mark.parametrize("machines", ["AABB", "ABBC"])
+def test_every_operation_of_a_large_group(pool: Pool, machines: str) -> None:
+    def body() -> None:
+        with large():
+            start(lambda: pretending(machines))
+            for check in CHECKS:
+                check()
+            dist.destroy_process_group()
+
+    pool.run(body, workers=4, init=False)
+
+
+def test_only_the_leaders_of_a_large_group_are_connected(pool: Pool) -> None:
+    def body() -> list[int]:
+        with large():
+            before = connected()
+            start(lambda: pretending("AABB"))
+            dist.all_reduce(torch.ones(3))
+            dist.all_gather([torch.empty(2) for _ in range(4)], torch.ones(2))
+            dist.barrier()
+            found = [connected() - before]
+            if dist.get_rank() in (1, 3):
+                perform_message(1, 3)
+            found.append(connected() - before)
+            dist.barrier()
+            dist.destroy_process_group()
+            return found
+
+    first, second, third, fourth = pool.run(body, workers=4, init=False)
+    assert first == third == [2, 2], "to the store, and to the other leader"
+    assert second[0] == fourth[0] == 1, "all-reduce, all-gather and barrier need no connection of theirs"
+    assert second[1] == fourth[1] == 3, "to the other rank, and one more to the store, where the two have met"
+
+
+def perform_message(source: int, dest: int) -> None:
+    tensor = torch.arange(3.0)
+    if dist.get_rank() == source:
+        dist.send(tensor, dest, tag=5)
+    else:
+        got = torch.zeros(3)
+        assert dist.recv(got, source, tag=5) == source
+        assert got.equal(tensor)
+
+
+def test_messages_in_a_large_group_wait_for_no_third_rank(pool: Pool) -> None:
+    """Gloo's own way to connect late waits in `isend` for the other rank, which may wait for what comes after that."""
+
+    def body() -> None:
+        with large():
+            start(lambda: pretending("ABC"))
+            a, b = torch.ones(1), torch.full((1,), 2.0)
+            for _ in range(3):
+                if dist.get_rank() == 0:
+                    first, second = dist.isend(a, 1, tag=1), dist.isend(b, 1, tag=2)
+                    dist.send(a, 2)
+                    assert first is not None
+                    assert second is not None
+                    first.wait()
+                    second.wait()
+                elif dist.get_rank() == 2:
+                    dist.recv(a, 0)
+                    dist.send(a, 1)
+                else:
+                    got = torch.zeros(1)
+                    dist.recv(a, 2)
+                    waiting = dist.irecv(got, 0, tag=2)
+                    dist.recv(a, 0, tag=1)
+                    assert waiting is not None
+                    waiting.wait()
+                    assert (a.item(), got.item()) == (1, 2)
+            with pytest.raises(ConfigError, match="any rank"):
+                dist.recv(a)
+            dist.barrier()
+            dist.destroy_process_group()
+
+    pool.run(body, workers=3, init=False)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_of_a_large_group_is_lost_while_others_wait_in_gloo(pool: Pool, lost: int) -> None:
+    def body() -> list[Ended]:
+        with large():
+            start(lambda: pretending("AABB"))
+            wait_in_gloo()
+            if dist.get_rank() == lost:
+                kill()
+            return [attempt(wait_in_gloo) for _ in range(2)]
+
+    for outcome in pool.outcomes(body, workers=4, init=False):
+        if outcome.rank != lost:
+            assert outcome.ending == "returned", outcome.line() + outcome.trace
+            first, second = outcome.value
+            assert second.kind in ("TransportError", "RankLostError", "RuntimeError"), second
+            assert first.seconds + second.seconds < SOON_S

@@ -23,7 +23,11 @@ from .shm.host import Machine, machines
 from .shm.layout import Layout, default_size, plan
 from .shm.options import ShmOptions
 
-__all__ = ["make_shm_group"]
+__all__ = ["MESH", "make_shm_group"]
+
+# So many ranks on several machines are connected with each other when their group is made. More are when they need it,
+# as the sockets of all, and what the store is asked for them, grow with the square of their number.
+MESH = 64
 
 
 def make_shm_group(given: Any, options: Any) -> dist.ProcessGroup:
@@ -67,5 +71,6 @@ def _spanning(given: Any, core: Core, hosts: list[list[int]], machine: int) -> N
     leaders = None
     if core.rank == 0:
         leaders = Leaders(Connection(PrefixStore("leaders", given.store), machine, len(hosts), given.timeout))
-    everyone = Connection(PrefixStore("gloo", given.store), given.group_rank, given.group_size, given.timeout)
+    place = given.group_rank, given.group_size
+    everyone = Connection(PrefixStore("gloo", given.store), *place, given.timeout, lazy=given.group_size > MESH)
     return HierarchicalGroup(core, given.store, leaders, everyone, hosts)

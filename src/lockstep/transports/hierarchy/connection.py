@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,12 +33,14 @@ class Connection:
         rank: this rank.
         size: their number.
         timeout: limit of one operation.
+        lazy: connect two ranks only when a collective needs it. They both must be in that collective then: a message
+            to a rank that is not there yet would be waited for in its call.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, lazy: bool = False) -> None:
+        self.rank, self.size, self.is_lazy = rank, size, lazy
         self._held: list[object] = []
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        gloo = dist.ProcessGroupGloo(store, rank, size, _lazily(timeout) if lazy else timeout)
         self._group: dist.ProcessGroup | None = as_group(gloo, store, "cpu")
 
     @property
@@ -85,3 +88,10 @@ class Connection:
 def _others() -> Iterable[int]:
     """Ranks on other machines; Gloo itself sees when they are gone."""
     return ()
+
+
+def _lazily(timeout: timedelta) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()
+    options._timeout, options._threads = timeout, 2
+    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    return options

@@ -25,10 +25,12 @@ from ..shm.waiting import Steps
 from ..shm.work import ShmWork
 from .between import Leaders
 from .connection import Connection
+from .pairs import Pairs
 
 __all__ = ["HierarchicalGroup"]
 
 Tensors = Sequence[torch.Tensor]
+_MESSAGES = ("send", "recv", "recv_anysource")
 _WIDENED = (torch.float16, torch.bfloat16)
 
 
@@ -36,7 +38,8 @@ class HierarchicalGroup(NamedGroup):
     """A process group of several machines.
 
     All-reduce, broadcast, all-gather of equal parts and barrier go through shared memory to the first rank of each
-    machine, over Gloo between those, and back. Everything else is Gloo's, between all ranks.
+    machine, over Gloo between those, and back. Everything else is Gloo's, between all ranks. Where `everyone` is lazy,
+    these are connected two by two: by the collectives that need it, and by their first message.
 
     Args:
         core: the ranks of this machine.
@@ -58,7 +61,9 @@ class HierarchicalGroup(NamedGroup):
         self._core, self.store = core, store
         self._leaders, self._everyone, self._hosts = leaders, everyone, hosts
         self._machine = next(i for i, ranks in enumerate(hosts) if everyone.rank in ranks)
-        core.on_end = functools.partial(_hang_up, [everyone] if leaders is None else [leaders.connection, everyone])
+        self._pairs = Pairs(core, store, everyone.rank, timedelta(seconds=core.timeout)) if everyone.is_lazy else None
+        ways = [each for each in (leaders and leaders.connection, everyone, self._pairs) if each is not None]
+        core.on_end = functools.partial(_hang_up, ways)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> ShmWork | dist.Work:
         """Sums as `ShmGroup.allreduce` does, except that machines are added in Gloo's order."""
@@ -146,6 +151,14 @@ class HierarchicalGroup(NamedGroup):
         """Give up: the waits of the other ranks of this machine end with an error."""
         self._core.fail("the group has been aborted")
 
+    def _message(self, pairs: Pairs, name: str, args: tuple[Any, ...]) -> dist.Work:
+        if name == "recv_anysource":
+            expected = f"a rank to receive from, in a group of {self.size()} ranks on several machines"
+            hint = "Ranks of so large a group are connected when two have a message for each other."
+            raise ConfigError("src", expected, "any rank", hint)
+        tensors, peer, tag = args
+        return (pairs.send if name == "send" else pairs.recv)(list(tensors), peer, tag)
+
     def _run(self, what: str, steps: Iterable[Steps], opts: Any, result: Tensors) -> ShmWork:
         seconds = opts.timeout.total_seconds() if opts is not None else 0
         asynchronous = True if opts is None else opts.asyncOp
@@ -210,6 +223,8 @@ def _over_gloo(name: str) -> Callable[..., Any]:
         for tensor in _tensors_in([*args, *kwargs.values()]):
             if not tensor.is_cpu:
                 raise NotOnCPUError(tensor.device)
+        if self._pairs is not None and name in _MESSAGES:
+            return self._message(self._pairs, name, args)
         return getattr(self._everyone.group, name)(*args, **kwargs)
 
     call.__name__ = name
@@ -224,7 +239,7 @@ def _tensors_in(arguments: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(argument)
 
 
-def _hang_up(connections: Sequence[Connection]) -> None:
+def _hang_up(connections: Sequence[Connection | Pairs]) -> None:
     for connection in connections:
         connection.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -137,6 +138,10 @@ class Core:
             work = self._await(parts, receive)
         work.sender = receive.sender
         return work
+
+    def check(self, what: str) -> None:
+        """Raise when the group has failed, here or on another rank of this machine, so that `what` is in vain."""
+        self._whole().board.check(what, (), 0.0, math.inf)
 
     def _await(self, parts: _Parts, receive: Receive) -> ShmWork:
         mailbox, source = parts.mailbox, receive.source
