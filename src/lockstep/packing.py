@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import io
+import itertools
 import json
 import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -315,9 +316,6 @@ Opened: TypeAlias = deque["weakref.ref[TensorFile]"]
 class TensorFile:
     """A safetensors file, opened when something is first asked for; nothing of it is read before it is needed.
 
-    It is read, not mapped into memory: what goes wrong with the device is then an error, and no signal that ends the
-    process.
-
     Args:
         path: where it is.
         name: what errors call it.
@@ -327,7 +325,9 @@ class TensorFile:
     def __init__(self, path: Path, name: str, together: Opened | None = None) -> None:
         self.path, self.name = path, name
         self._together: Opened = deque() if together is None else together
-        self._opened: Any = None
+        self._places: dict[str, _Place] = {}
+        self._descriptor: int | None = None
+        self._close: Callable[[], object] = int
 
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors in it, in the order of their names.
@@ -336,38 +336,31 @@ class TensorFile:
             ValueError: it is no safetensors file, or has tensors of a type that torch has not.
             OSError: it cannot be read.
         """
-        return {name: self.tensor(name) for name in sorted(self._file().keys())}
+        self._open()
+        return {name: self._stored(name, place) for name, place in sorted(self._places.items())}
 
-    def tensor(self, name: str) -> StoredTensor:
-        """One of them.
-
-        Raises:
-            ValueError, OSError: as `tensors`; also where there is none of this name.
-        """
-        with _as_value_error():
-            part = self._file().get_slice(name)
-            shape, code = tuple(part.get_shape()), part.get_dtype()
-        piece = Piece(self, name, (0,) * len(shape), shape, dtype_of(code))
-        return StoredTensor(piece.dtype, shape, (piece,))
+    def _stored(self, name: str, place: _Place) -> StoredTensor:
+        piece = Piece(self, name, (0,) * len(place.shape), place.shape, place.dtype)
+        return StoredTensor(place.dtype, place.shape, (piece,))
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor, on the CPU, in memory of its own.
+        """A part of a tensor, on the CPU; no more than that is read.
+
+        Args:
+            name: of the tensor.
+            region: from where to where, for each dimension.
 
         Raises:
             CheckpointError: it cannot be read, or makes no sense.
         """
         try:
-            with _as_value_error():
-                whole = not region or not all(part.stop > part.start for part in region)
-                if whole:  # of no dimension, or without elements
-                    found: Tensor = self._file().get_tensor(name)
-                    return found[region]
-                part: Tensor = self._file().get_slice(name)[region]
-                return part
+            descriptor = self._open()
+            if name not in self._places:
+                raise ValueError(f"there is no tensor {name[:80]!r}")
+            return _read(descriptor, self._places[name], region)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.path.parent}: {self.name}: cannot be read: {error.strerror or error}"
-            ) from error
+            reason = error.strerror or error
+            raise CheckpointError(f"{self.path.parent}: {self.name}: cannot be read: {reason}") from error
         except ValueError as error:
             raise self.senseless(error) from error
 
@@ -375,27 +368,96 @@ class TensorFile:
         """The error for content that is not what it should be."""
         return CheckpointError(f"{self.path.parent}: {self.name}: its content makes no sense: {str(what)[:200]}")
 
-    def _file(self) -> Any:
-        if self._opened is None:
-            with self.path.open("rb"):  # its errors say what is wrong; those of the library do not always
-                pass
-            with _as_value_error():
-                self._opened = safe_open(self.path, "pt", backend="pread")
+    def _open(self) -> int:
+        if self._descriptor is None:
+            descriptor = self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._close = weakref.finalize(self, os.close, descriptor)
             self._together.append(weakref.ref(self))  # a cycle would keep files open until it is collected
             if len(self._together) > _MOST_OPEN and (oldest := self._together.popleft()()) is not None:
-                oldest._opened = None
-        return self._opened
+                oldest._close()
+                oldest._descriptor = None
+            self._places = self._places or _places(self.path, descriptor)
+        return self._descriptor
 
 
-@contextlib.contextmanager
-def _as_value_error() -> Iterator[None]:
-    """Around calls of the library, which raises as many kinds of errors as it has checks."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is in a file, and what it is."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+def _places(path: Path, descriptor: int) -> dict[str, _Place]:
+    """What the header of a safetensors file says; the library has found it to be in order.
+
+    The library tells no places, and reads a whole tensor for any part of it; mapped into memory, a file that is cut off
+    or a device that fails would end the process with a signal.
+
+    Raises:
+        ValueError: it is no safetensors file.
+    """
     try:
-        yield
-    except (OSError, ValueError):
+        with safe_open(path, "pt"):
+            pass
+    except OSError:
         raise
-    except Exception as error:
+    except Exception as error:  # it raises as many kinds of errors as it has checks
         raise ValueError(str(error) or type(error).__name__) from error
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    header = json.loads(os.pread(descriptor, length, 8))
+    end = os.fstat(descriptor).st_size
+    return {name: _place(told, 8 + length, end) for name, told in header.items() if name != "__metadata__"}
+
+
+def _place(told: Json, start: int, end: int) -> _Place:
+    dtype, shape = dtype_of(told["dtype"]), tuple(told["shape"])
+    begin, stop = (start + offset for offset in told["data_offsets"])
+    if not start <= begin <= stop <= end or stop - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError("a tensor that is not where the header says")
+    return _Place(dtype, shape, begin)
+
+
+def _read(descriptor: int, place: _Place, region: tuple[slice, ...]) -> Tensor:
+    bounds = [(part.start, part.stop) for part in region]
+    if len(bounds) != len(place.shape) or any(
+        not 0 <= start <= stop <= size for (start, stop), size in zip(bounds, place.shape, strict=True)
+    ):
+        raise ValueError(f"a tensor of shape {list(place.shape)} has no part {bounds}")
+    found = torch.empty([stop - start for start, stop in bounds], dtype=place.dtype, device="cpu")
+    data, done = _raw(found), 0
+    for offset, size in _runs(place.shape, bounds):
+        begin, size = place.begin + offset * place.dtype.itemsize, size * place.dtype.itemsize
+        _read_into(descriptor, data[done : done + size], begin)
+        done += size
+    return found
+
+
+def _runs(shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Where the elements of a part of a tensor are that follow each other in memory: (the first of them, how many)."""
+    whole = len(shape)  # from this dimension on the part has everything
+    while whole and bounds[whole - 1] == (0, shape[whole - 1]):
+        whole -= 1
+    inner = math.prod(shape[whole:])
+    if not whole:
+        yield 0, inner
+        return
+    first, last = bounds[whole - 1]
+    strides = [math.prod(shape[dimension + 1 :]) for dimension in range(whole)]
+    for place in itertools.product(*(range(start, stop) for start, stop in bounds[: whole - 1])):
+        outer = sum(index * stride for index, stride in zip(place, strides, strict=False))
+        yield outer + first * inner, (last - first) * inner
+
+
+def _read_into(descriptor: int, data: memoryview, begin: int) -> None:
+    stream = io.FileIO(descriptor, closefd=False)
+    stream.seek(begin)
+    while data:
+        count = stream.readinto(data)
+        if not count:
+            raise ValueError("it is cut off")
+        data = data[count:]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from lockstep.packing import (
     blocks,
     check_storable,
     check_tensors,
+    copy_piece,
     from_json,
     is_storable_name,
     pack,
@@ -56,7 +57,7 @@ def through_file(tensors: dict[str, Tensor], stored: bool = False) -> dict[str, 
     assert (entry.size, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
     found = TensorFile(path, path.name).tensors()
     for tensor in found.values():
-        tensor.pieces[0].file._file()
+        tensor.pieces[0].file._open()
     path.unlink()  # what is open can still be read
     return found if stored else read_tensors(found)
 
@@ -463,3 +464,23 @@ def test_a_tensor_is_taken_as_it_is_whatever_the_default_device() -> None:
     assert found.data_ptr() == weight.data_ptr()
     assert copy.device.type == "cpu"
     assert torch.equal(copy, weight)
+
+
+def bytes_read() -> int:
+    """What this process has asked the system for since it began."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_part_of_a_tensor_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.arange(2.0**18).reshape(64, 64, 64)
+    write_tensors(tmp_path / "a", {"a": whole, "b": whole})
+    stored = TensorFile(tmp_path / "a", "a").tensors()["a"]
+    monkeypatch.setattr(blocks, "__defaults__", (2**14,))
+    before = bytes_read()
+    assert torch.equal(stored.read(), whole)
+    assert bytes_read() - before < 1.1 * whole.nbytes
+    for region in ((slice(3, 5), slice(10, 64), slice(0, 64)), (slice(0, 64), slice(1, 2), slice(7, 9))):
+        target, before = torch.zeros(whole[region].shape), bytes_read()
+        copy_piece(target, stored.pieces[0], [part.start for part in region])
+        assert torch.equal(target, whole[region])
+        assert bytes_read() - before < 1.1 * target.nbytes + 4096
