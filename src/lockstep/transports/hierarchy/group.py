@@ -155,7 +155,7 @@ class HierarchicalGroup(NamedGroup):
         if name == "recv_anysource":
             expected = f"a rank to receive from, in a group of {self.size()} ranks on several machines"
             hint = "Ranks of so large a group are connected when two have a message for each other."
-            raise ConfigError("src", expected, "any rank", hint)
+            raise ConfigError("src", expected, found="any rank", hint=hint)
         tensors, peer, tag = args
         return (pairs.send if name == "send" else pairs.recv)(list(tensors), peer, tag)
 
