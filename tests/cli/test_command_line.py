@@ -46,6 +46,8 @@ TYPED: dict[str, tuple[str, Any]] = {
     "base_batch": ("50", 50),
     "seed": ("11", 11),
     "checkpoint_every": ("20steps", "20steps"),
+    "async_save": ("", True),
+    "replica_check": ("7", 7),
     "keep": ("5", 5),
     "out": ("somewhere", "somewhere"),
     "log": ("tensorboard", "tensorboard"),
