@@ -48,7 +48,7 @@ _POLL = 0.1
 """Seconds between two looks at whether the other workers have written their parts, in the background."""
 
 _GRACE = 60.0
-"""Seconds that rank 0 waits for the others' parts when its program has ended: who has died writes nothing more."""
+"""Seconds that rank 0 waits for the others' parts when its run has failed: who has died writes nothing more."""
 
 Exchange = Callable[[Json], list[Json]]
 """Every worker's outcome of writing its part, in rank order; on workers but rank 0 perhaps nothing."""
@@ -64,6 +64,7 @@ def prepare(
     epoch: int,
     info: Mapping[str, Any],
     copy: bool = False,
+    leaving: Callable[[], bool] = lambda: False,
 ) -> Callable[[], None]:
     """What writes this worker's part of a checkpoint when it is called, once; called by all workers together.
 
@@ -78,6 +79,7 @@ def prepare(
         epoch: the epoch.
         info: plain values about the run.
         copy: whether tensors are copied now, and what is returned is called in a thread: it then uses no collective.
+        leaving: whether this worker's run has ended with an error: others may be gone, and are not waited for long.
 
     Raises:
         CheckpointError: on every worker, when the folder cannot be made, or is not seen by all.
@@ -102,13 +104,13 @@ def prepare(
         stack.__exit__(type(error), error, error.__traceback__)
         raise
     part = {name: _copy(tensor) for name, tensor in writer.tensors.items()} if copy else writer.tensors
-    exchange = _over_store(comm, f"{step}/{folder.name}") if copy else comm.allgather_object
+    exchange = _over_store(comm, f"{step}/{folder.name}", leaving) if copy else comm.allgather_object
 
     def write() -> None:
-        outcomes = exchange(_write_part(folder / part_name(comm.rank), part))
-        part.clear()
-        if comm.rank == 0:
-            with stack:
+        with stack:  # empty but on rank 0
+            outcomes = exchange(_write_part(folder / part_name(comm.rank), part))
+            part.clear()
+            if comm.rank == 0:
                 entries = _entries(store.path(step), outcomes)
                 entries[TREE] = write_bytes(folder / TREE, tree)
                 entries[PARTS] = write_bytes(folder / PARTS, to_json("state", writer.layout))
@@ -166,12 +168,13 @@ def _entries(path: Path, outcomes: list[Json]) -> dict[str, Entry]:
     return {part_name(rank): Entry(**outcome) for rank, outcome in enumerate(outcomes)}
 
 
-def _over_store(comm: Communicator, number: str) -> Exchange:
+def _over_store(comm: Communicator, number: str, leaving: Callable[[], bool]) -> Exchange:
     """An exchange that is no collective, so that a thread can make it beside the training.
 
     Args:
         comm: the workers.
         number: the same on all of them, and of no other exchange.
+        leaving: see `prepare`.
     """
     # The record of a group's name is the same on its members, and no other group's.
     name = getattr(comm.group, "group_name", "")
@@ -184,10 +187,10 @@ def _over_store(comm: Communicator, number: str) -> Exchange:
             return []
         limit = math.inf
         while not store.check(keys):
-            if limit == math.inf and not threading.main_thread().is_alive():
+            if limit == math.inf and (leaving() or not threading.main_thread().is_alive()):
                 limit = time.monotonic() + _GRACE
             if time.monotonic() > limit:
-                return [{"errno": None, "error": "the program ended before all workers had written their parts"}]
+                return [{"errno": None, "error": "the run ended before all workers had written their parts"}]
             time.sleep(_POLL)
         found = [json.loads(store.get(key)) for key in keys]
         for key in keys:

@@ -20,6 +20,7 @@ import lockstep
 from lockstep import checkpoint, distributed_checkpoint, manifest
 from lockstep.errors import CheckpointError
 from lockstep.strategies.sharded import Sharded
+from lockstep.training import saving
 from lockstep.training.callbacks import Callback
 from support.checkpoints import names, snapshot
 from support.pool import Pool, RanksFailedError
@@ -300,6 +301,40 @@ def saved_beside(folder: Path, strategy: str) -> str:
     assert made.saver.last is not None
     assert made.saver.last[0] == 2
     return callback.state
+
+
+class Fails(Callback):
+    """Saves after the second step, and fails after the third."""
+
+    every_rank = True
+
+    def on_step(self, trainer: lockstep.Trainer, result: Any) -> None:
+        if trainer.step.steps_done == 2:
+            trainer.save()
+        elif trainer.step.steps_done == 3:
+            raise ZeroDivisionError
+
+
+def fails_beside(folder: Path) -> list[str]:
+    def lost(path: Path, tensors: Any) -> Any:
+        raise SystemError  # its thread ends without a word to the others
+
+    said: list[str] = []
+    made = trainer(folder, async_save=True, callbacks=[Fails()])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(distributed_checkpoint, "_GRACE", 0.3)
+        patch.setattr(saving._log, "error", lambda line, *told: said.append(line % told))
+        if made.comm.rank == 1:
+            patch.setattr(distributed_checkpoint, "_write_part", lost)
+        made.fit(data(), 1)
+    return said
+
+
+def test_a_run_that_fails_does_not_wait_for_parts_that_never_come(pool: Pool, tmp_path: Path) -> None:
+    (first,), _ = pool.run(fails_beside, tmp_path, workers=2)
+    assert first.startswith("the checkpoint of step 2 was not saved: ")
+    assert first.endswith("the run ended before all workers had written their parts (rank 0)")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("strategy", ["sharded", "distributed"])

@@ -213,13 +213,13 @@ def test_a_program_may_save_as_often_as_it_likes_and_the_end_saves_no_step_again
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
-    save: Callable[..., Path] = CheckpointStore.save
+    prepare: Callable[..., Callable[[], Path]] = CheckpointStore.prepare
 
-    def note(store: CheckpointStore, state: Any, **options: Any) -> Path:
+    def note(store: CheckpointStore, state: Any, **options: Any) -> Callable[[], Path]:
         written.append(options["step"])
-        return save(store, state, **options)
+        return prepare(store, state, **options)
 
-    monkeypatch.setattr(CheckpointStore, "save", note)
+    monkeypatch.setattr(CheckpointStore, "prepare", note)
     paths: list[Path] = []
     twice = At(6, lambda trainer: paths.extend(trainer.save() for _ in range(2)))
     fit(tmp_path, twice, Checkpoints("5steps"), epochs=2)

@@ -49,6 +49,7 @@ class Saver:
         self._trainer, self._keep, self._background = trainer, keep, background
         self.last: tuple[int, Path] | None = None
         self._writing: _Writing | None = None
+        self._leaving = False  # the run has ended with an error
 
     @property
     def last_path(self) -> Path | None:
@@ -80,6 +81,7 @@ class Saver:
                 before.
         """
         self.wait()
+        self._leaving = False
         store, step = self._store(), self._trainer.step.steps_done
         work = self._work(store, state, more, step)
         self._writing = _Writing(work, step, store.path(step), self._background)
@@ -97,7 +99,7 @@ class Saver:
         if trainer.step.strategy.in_parts:
             from ..distributed_checkpoint import prepare
 
-            return prepare(store, comm, state, more, **told)
+            return prepare(store, comm, state, more, **told, leaving=lambda: self._leaving)
         works: list[Callable[[], object]] = []
         comm.on_rank0(lambda: works.append(store.prepare({**state, **more()}, **told)))
         return works[0] if works else lambda: None
@@ -121,6 +123,7 @@ class Saver:
         writing, self._writing = self._writing, None
         if writing is None:
             return
+        self._leaving = True
         try:
             writing.result()
         except Exception as error:
