@@ -73,7 +73,7 @@ def measured(folder: Path, strategy: str, size: int, **options: Any) -> dict[str
     state = held(made.model.state_dict(), made.optimizer.state_dict()["state"])
     made.save()  # imports what it needs
     saving = grown(made.save)
-    getattr(made.saver, "wait", int)()
+    made.saver.wait()
     there = [value.clone() for value in made.step.strategy.model_state(made.model).values()][-1]
     del made
     gc.collect()
@@ -90,7 +90,6 @@ def test_saving_and_resuming_need_less_than_a_third_of_the_state_beside_it(
     pool: Pool, tmp_path: Path, strategy: str
 ) -> None:
     for found in pool.run(measured, tmp_path, strategy, SIZE, workers=2, timeout=200):
-        print(strategy, found)
         assert found["state"] > SIZE * MIB * (0.45 if strategy == "sharded" else 0.95)
         assert found["save"] <= FACTOR
         assert found["resume"] <= FACTOR

@@ -110,7 +110,8 @@ def test_a_whole_checkpoint_is_taken_up_in_parts(pool: Pool, tmp_path: Path) -> 
 
 
 def test_every_worker_writes_its_own_part_and_nothing_is_a_pickle(pool: Pool, tmp_path: Path) -> None:
-    pool.run(saved, tmp_path, workers=2)
+    wanted, *_ = pool.run(saved, tmp_path, workers=2, backend="shm")
+    assert set(pool.run(resumed, tmp_path, workers=3, backend="shm")) == {wanted}
     (path,) = (tmp_path / "checkpoints").iterdir()
     parts = ["part-00000.safetensors", "part-00001.safetensors"]
     assert names(path) == ["manifest.json", *parts, "parts.json", "state.json"]
