@@ -55,7 +55,7 @@ def fingerprint_of(entries: Mapping[str, Any], optimizer: Mapping[str, Any] | No
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number; times it, bits of low places come into all higher ones
-_AT_ONCE = 1 << 22  # numbers, so that what is in between takes little beside a model
+_AT_ONCE = 1 << 18  # numbers of 8 bytes, so that what is in between takes little beside a model, and stays in the cache
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -262,7 +262,7 @@ def test_the_error_of_a_launched_function_is_the_report() -> None:
     [
         (["--no-watch", "--strict"], "--strict: expected not to be given with --no-watch"),
         (["--no-watch", "--timeline", "x"], "--timeline: expected not to be given with --no-watch"),
-        (["--stall-timeout", "0"], "--stall-timeout: expected a number of seconds, above 0, got 0"),
+        (["--stall-timeout", "0"], "--stall-timeout: expected a number of seconds, above 0, got '0'"),
         (["--stall-timeout", "soon"], "--stall-timeout: expected a number of seconds, above 0, got 'soon'"),
         (["--timeline", __file__], "--timeline: expected a folder, made where it is missing"),
     ],

@@ -52,10 +52,13 @@ def test_a_thousand_ranks_find_their_machines_with_few_messages_each() -> None:
 
 def test_a_thousand_ranks_find_each_others_recordings_with_few_messages_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_record", lambda *_: object())
-    monkeypatch.setattr(meeting, "_folder", lambda token, local, rank: (Path(f"/{token}-{local[0]}"), False))
+    monkeypatch.setattr(meeting, "_folder", lambda token, base, local, rank: (Path(f"/{token}-{local[0]}"), False))
     monkeypatch.setattr(meeting, "Recording", lambda path: path)
+    monkeypatch.setattr(meeting, "_own_address", lambda store: "")  # one from which there is no way to the first
     monkeypatch.setattr(meeting, "PrefixStore", lambda _, store: store)
     found, stores = all_ranks(MANY, lambda store, rank: meeting.meet(store, rank, MANY, f"machine {rank // 8}"))
+    assert [rank for rank, met in enumerate(found) if met.heartbeat is not None] == [0]
+    found[0].heartbeat.close()
     for rank, met in enumerate(found):
         low = rank // 8 * 8
         assert met.machines[rank // 8] == tuple(range(low, low + 8))

@@ -133,6 +133,7 @@ def test_the_watcher_goes_on_whatever_fails() -> None:
         "limits": SimpleNamespace(debugging=False),
         "health": SimpleNamespace(look=failing("health", IndexError("no"))),
         "look": failing("look", AttributeError("no")),
+        "look_who_is_alone": failing("alone", NameError("no")),
         "far": SimpleNamespace(look=failing("far", ZeroDivisionError("no"))),
         "fail": fail,
     }
@@ -143,12 +144,12 @@ def test_the_watcher_goes_on_whatever_fails() -> None:
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
-    assert {"beat", "health", "look", "reap", "first", "far", "found"} == set(looks)
+    assert {"beat", "health", "look", "reap", "first", "far", "found", "alone"} == set(looks)
     assert all(looks.count(name) == 2 for name in set(looks) - {"first"}), looks
     kinds = {text.rpartition("again: ")[2].partition(":")[0] for text in said}
-    words = "SystemError RuntimeError TypeError IndexError AttributeError ZeroDivisionError MemoryError"
+    words = "SystemError RuntimeError TypeError IndexError AttributeError ZeroDivisionError MemoryError NameError"
     assert kinds == set(words.split())
-    assert len(said) == 8, said  # once for each part; two of them ask for the first collective
+    assert len(said) == 9, said  # once for each part; two of them ask for the first collective
 
 
 def test_what_fails_for_a_moment_is_not_said() -> None:
@@ -539,9 +540,9 @@ def test_a_rank_does_not_record_wherever_the_store_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, str]
 ) -> None:
     base_in(tmp_path, monkeypatch)
-    first = {"machine": "here", "pid": 1, "token": "0123456789ab", "base": "", **said}
+    first = {"token": "0123456789ab", "base": "", **said}
     with pytest.raises(LockstepError, match=r"twelve hexadecimal digits|no folder of this user's alone"):
-        meeting._folder({0: first}, [0], 1)
+        meeting._folder(first["token"], first["base"], [0], 1)
     assert [path.name for path in tmp_path.iterdir()] == [f"lockstep-{os.getuid()}"]
 
 

@@ -124,7 +124,7 @@ class Failing(Flat):
         (Sometimes, {}, ConfigError, "batch norm over all shards in every shard's pass, got some without it"),
         (Counting, {}, ConfigError, "no layer but batch norm that changes buffers"),
         (Failing, {"shards": 3, "global_batch": 8}, KeyError, "the third"),
-        (lambda: nn.BatchNorm1d(3), {}, ConfigError, "a module that has batch norm in it, got 'BatchNorm1d'"),
+        (lambda: nn.BatchNorm1d(3), {}, ConfigError, "a module that has batch norm in it, got BatchNorm1d"),
         (Flat, {"precision": "fp16"}, ConfigError, "precision: expected fp32 or bf16"),
     ],
 )
