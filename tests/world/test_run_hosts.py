@@ -336,7 +336,7 @@ sys.exit(main(sys.argv[1:]))' "$@"
 
 def test_a_missing_script_and_a_node_that_does_not_come(hosts: Machines, tmp_path: Path) -> None:
     code, _, err = run(hosts, "-H", "alpha,beta", "nothing.py", cwd=tmp_path)
-    assert (code, "got nothing.py" in err, "(alpha)" in err) == (2, True, True)
+    assert (code, "got 'nothing.py'" in err, "(alpha)" in err) == (2, True, True)
     with started(hosts, "-q", "-H", "alpha", "--dry-run", "nothing.py", "a b", cwd=tmp_path) as process:
         code, out, _ = end(process)
         assert (code, len(out), out[-1].startswith("ssh -T ")) == (0, 2, True)
