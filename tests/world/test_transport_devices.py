@@ -224,7 +224,7 @@ def test_options_of_nobody_are_refused(pool: Pool) -> None:
         return attempt(lambda: dist.init_process_group("cpu:shm,meta:nccl", pg_options=object())).text
 
     for said in pool.run(body, init=False):
-        assert "expected lockstep.ShmOptions, or those of NCCL for the GPUs beside it, got 'object'" in said
+        assert "expected lockstep.ShmOptions, or those of NCCL for the GPUs beside it, got object" in said
 
 
 def test_a_group_is_made_with_a_device_id(pool: Pool) -> None:
