@@ -4,7 +4,7 @@ Two workers train LeNet twice, with `replica_check` and without, and take turns 
 the median over the rounds counts. As the cost is far below what a step's time varies by, the check is timed alone as
 well: what it does around each step, what a look at some weights adds, and what it takes to compare all weights.
 
-    python benchmarks/replica_check.py            # some two minutes on two idle cores
+    python benchmarks/replica_check.py            # some five minutes on two idle cores
     python benchmarks/replica_check.py --quick    # a smoke run; its figures say nothing
     python benchmarks/replica_check.py --write    # also puts the table into docs/training.md
 """

@@ -23,7 +23,7 @@ from lockstep.recorder import Raw
 from lockstep.store_exchange import exchange, nothing
 from lockstep.transports.shm import host
 from lockstep.watch.digest import Call, Digest, words_of
-from lockstep.watch.judge import differs
+from lockstep.watch.judge import differences
 from lockstep.watch.meeting import _by_machine, _by_readiness
 from support.stores import CountingStore, all_ranks
 
@@ -79,7 +79,7 @@ def checking(size: int, times: int = 20) -> dict[str, float]:
 
     def rows() -> None:
         raws = [Raw(1, 2, *each, 0, 0, 0, 0, 0, 0, -1) for each in [row] * size]
-        assert not any(differs(raws[0], raw) for raw in raws)
+        assert not any(any(differences(raws[0], raw)) for raw in raws)
 
     def digest() -> None:
         words_of(call)

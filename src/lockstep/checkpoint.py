@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import atomic, manifest
@@ -30,6 +29,7 @@ from .packing import (
     Tree,
     check_storable,
     check_tensors,
+    cpu_copy,
     dtype_of,
     from_json,
     is_storable_name,
@@ -136,7 +136,7 @@ class CheckpointStore:
         head = manifest.head(step=step, epoch=epoch, info=info)
         tree, files = _encode(state)
         if copy:
-            files = {name: {key: _copy(tensor) for key, tensor in held.items()} for name, held in files.items()}
+            files = {name: {key: cpu_copy(tensor) for key, tensor in held.items()} for name, held in files.items()}
         needed = len(tree) + sum(tensor.nbytes for held in files.values() for tensor in held.values())
 
         def write() -> Path:
@@ -315,10 +315,6 @@ def _encode(state: Mapping[str, Tree]) -> tuple[bytes, dict[str, dict[str, Tenso
     for held in files.values():
         check_tensors("state", held)
     return to_json("state", value), files
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def _flat_model(value: Json) -> dict[str, str]:

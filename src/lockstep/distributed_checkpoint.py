@@ -40,7 +40,7 @@ from .checkpoint import CheckpointStore, check_pieces
 from .communicator import Communicator
 from .errors import CheckpointError
 from .manifest import MANIFEST, PARTS, TREE, part_name
-from .packing import Entry, Json, StoredTensor, code_of, copy_piece, pack, to_json, write_bytes, write_tensors
+from .packing import Entry, Json, StoredTensor, code_of, copy_piece, cpu_copy, pack, to_json, write_bytes, write_tensors
 
 __all__ = ["fill", "prepare"]
 
@@ -103,7 +103,7 @@ def prepare(
     except BaseException as error:
         stack.__exit__(type(error), error, error.__traceback__)
         raise
-    part = {name: _copy(tensor) for name, tensor in writer.tensors.items()} if copy else writer.tensors
+    part = {name: cpu_copy(tensor) for name, tensor in writer.tensors.items()} if copy else writer.tensors
     exchange = _over_store(comm, f"{step}/{folder.name}", leaving) if copy else comm.allgather_object
 
     def write() -> None:
@@ -138,10 +138,6 @@ def _save_plan(tensors: Mapping[str, Tensor], comm: Communicator) -> _PartWriter
     except CheckpointException as error:
         raise _first(error) from None
     return writer
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def _write_part(path: Path, tensors: Mapping[str, Tensor]) -> Json:

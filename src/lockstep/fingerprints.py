@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .errors import ConfigError
 
-__all__ = ["checksum", "checksum_of", "fingerprint", "fingerprint_of", "mixed", "plain_names"]
+__all__ = ["INTEGERS", "checksum", "checksum_of", "fingerprint", "fingerprint_of", "mixed", "plain_names"]
 
 T = TypeVar("T")
 
@@ -53,7 +53,8 @@ def fingerprint_of(entries: Mapping[str, Any], optimizer: Mapping[str, Any] | No
     return digest.hexdigest()
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Of as many bytes as a value: with them its bits are read.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number; times it, bits of low places come into all higher ones
 _AT_ONCE = 1 << 18  # numbers of 8 bytes, so that what is in between takes little beside a model, and stays in the cache
 
@@ -68,7 +69,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     dense = tensor.detach().resolve_conj().resolve_neg()
     flat = (torch.view_as_real(dense) if dense.is_complex() else dense).contiguous().reshape(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()])
+    bits = flat.view(INTEGERS[flat.element_size()])
     if bits.numel() * bits.element_size() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
         bits = bits.view(torch.int64)  # ten times as fast as to widen each
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

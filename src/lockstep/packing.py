@@ -36,6 +36,7 @@ __all__ = [
     "check_tensors",
     "code_of",
     "copy_piece",
+    "cpu_copy",
     "dtype_of",
     "from_json",
     "is_storable_name",
@@ -264,8 +265,12 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
         yield _raw(tensor)
         return
     for block in blocks(tensor.shape, tensor.element_size()):
-        part = tensor[block]
-        yield _raw(torch.empty(part.shape, dtype=part.dtype, device="cpu").copy_(part))
+        yield _raw(cpu_copy(tensor[block]))
+
+
+def cpu_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy in the host's memory, wherever and in whatever strides `tensor` is held."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def _raw(tensor: Tensor) -> memoryview:

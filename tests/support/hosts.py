@@ -6,13 +6,18 @@ import ctypes
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import pytest
 
 from lockstep.transports.shm import host
 
-__all__ = ["Network", "inside", "network", "pretending"]
+__all__ = ["Network", "inside", "network", "or_skip", "pretending"]
+
+T = TypeVar("T")
 
 _CLONE_NEWNET = 0x40000000
 
@@ -67,6 +72,17 @@ def network(count: int) -> Iterator[Network]:
         for command in (*(f"netns del {name}" for name in names), f"link del {bridge}"):
             with suppress(OSError, subprocess.CalledProcessError):
                 _ip(command)
+
+
+@contextmanager
+def or_skip(hosts: AbstractContextManager[T]) -> Iterator[T]:
+    """What `hosts` gives, while it is there; the test is skipped where it cannot be made."""
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(hosts)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"hosts cannot be made here: {error}")
+        yield found
 
 
 @contextmanager

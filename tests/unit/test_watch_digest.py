@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from lockstep.recorder import Raw
 from lockstep.watch.agreement import Agreement
-from lockstep.watch.digest import Call, Digest, combined, words_of
+from lockstep.watch.digest import Call, Digest, words_of
 from lockstep.watch.judge import differences
 from lockstep.watch.member import Started
 
@@ -30,6 +33,11 @@ CALLS = st.builds(
     name=st.sampled_from([0, 0, 4]),
 )
 ONE = Call(7, False, False, 5, 1, 3, 19, 0)
+
+
+def combined(all_of_them: Iterable[Sequence[int]]) -> list[int]:
+    """The OR of the words of several ranks, which their all-reduce computes."""
+    return [functools.reduce(operator.or_, words) for words in zip(*all_of_them, strict=True)]
 
 
 def digest(calls: list[Call]) -> Digest:

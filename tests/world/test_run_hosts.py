@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support.hosts import or_skip
 from support.sshd import Machines, machines
 
 DEADLINE = 100.0  # seconds that a test waits for what must happen
@@ -70,15 +71,8 @@ dist.barrier() if rank else time.sleep(1000)
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     """Two machines, alpha and beta."""
-    made = machines(2, tmp_path_factory.mktemp("machines"))
-    try:
-        found = made.__enter__()
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"machines with sshd cannot be made here: {error}")
-    try:
+    with or_skip(machines(2, tmp_path_factory.mktemp("machines"))) as found:
         yield found
-    finally:
-        made.__exit__(None, None, None)
 
 
 def write(folder: Path, body: str, name: str = "program.py") -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -20,7 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.transports import make
 from support.conformance import FITS, LAYOUTS, MOVABLE, Case, offered
 from support.faults import SOON_S, Ended, attempt, interrupted_nap, kill
-from support.hosts import Network, inside, network, pretending
+from support.hosts import Network, inside, network, or_skip, pretending
 from support.operations import OPERATIONS, perform
 from support.pool import Pool
 
@@ -222,15 +221,8 @@ def test_machines_whose_leader_has_left(pool: Pool) -> None:
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Network]:
     """Three namespaces, which are as far from each other as machines are."""
-    made = network(3)
-    try:
-        found = made.__enter__()
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"network namespaces cannot be made here: {error}")
-    try:
+    with or_skip(network(3)) as found:
         yield found
-    finally:
-        made.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("machines", ["AABB", "ABBC"])

@@ -16,7 +16,7 @@ from lockstep import watch
 from lockstep.transports.shm import host
 from support.desyncs import program
 from support.faults import SOON_S, Ended, attempt
-from support.hosts import Network, inside, network
+from support.hosts import Network, inside, network, or_skip
 from support.pool import Pool
 from support.programs import Ending, run_programs
 
@@ -162,15 +162,8 @@ def test_a_machine_whose_ranks_all_hold_the_interpreter_is_not_lost(run: Run) ->
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Network]:
     """Two namespaces, which are as far from each other as machines are."""
-    made = network(2)
-    try:
-        found = made.__enter__()
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"network namespaces cannot be made here: {error}")
-    try:
+    with or_skip(network(2)) as found:
         yield found
-    finally:
-        made.__exit__(None, None, None)
 
 
 def link(name: str, state: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from ..errors import ConfigError
 from ..shards import bounds
 
-__all__ = ["map_tensors", "narrow", "split"]
+__all__ = ["map_tensors", "narrow", "split", "tensors_of"]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -32,6 +32,13 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return _with_fields(tree, {f.name: map_tensors(fn, getattr(tree, f.name)) for f in dataclasses.fields(tree)})
     return tree
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Every tensor in `tree`, in the order of `map_tensors`."""
+    found: list[torch.Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor), tree)
+    return found
 
 
 def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .. import environment
 from ..heartbeat import Hub, Spoke, address_towards
+from ..store_exchange import present
 
 __all__ = ["Pulse"]
 
@@ -81,7 +82,7 @@ class Pulse:
         if not int(self._store.add("failures", 0)):
             return ""
         keys = [f"failure/{node}" for node in range(self._nodes)]
-        self.failures = [self._store.get(key).decode() for key in keys if self._store.check([key])]
+        self.failures = [text.decode() for text in present(self._store, keys).values()]
         return "another host's workers have failed"
 
 

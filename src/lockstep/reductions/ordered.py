@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import communicator
-from ..data.nested import map_tensors
+from ..data.nested import tensors_of
 from ..errors import ConfigError, MismatchError
 from ..fingerprints import checksum_of
 from ..randomness import draw_on, drawn_so_far, times_seeded
@@ -286,7 +286,7 @@ class _Batches:
     def note(self, batch: Any, samples: int) -> None:
         """A shard has been taken from `batch`; the first of a step is looked at."""
         if self._number is None:
-            tensors = [torch.tensor(samples)] if isinstance(batch, int) else _tensors(batch)
+            tensors = [torch.tensor(samples)] if isinstance(batch, int) else tensors_of(batch)
             self._number, self._samples = checksum_of(tensors).to(self._comm.device), samples
 
     def compare(self) -> None:
@@ -319,19 +319,13 @@ class _Batches:
         )
 
 
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor), batch)
-    return found
-
-
 def _samples(batch: Any) -> int:
     """How many a batch has.
 
     Raises:
         ConfigError: when that cannot be told.
     """
-    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
     if len(sizes) != 1:
         expected = "a global batch whose tensors have all their samples in the first dimension, or their number"
         raise ConfigError(

@@ -134,9 +134,9 @@ def _put(places: Sequence[tuple[nn.Module, str]], values: Sequence[torch.Tensor]
             layer._buffers[name] = value.to(own.device if own is not None else value.device)
         else:
             fitting.append((own, value))
-    for pairs in _alike(fitting):
-        owns = [own for own, _ in pairs]
-        torch._foreach_copy_(owns, brought([value for _, value in pairs], owns[0].device))
+    for numbers in _alike(fitting):
+        owns, taken = zip(*(fitting[number] for number in numbers), strict=True)
+        torch._foreach_copy_(owns, brought(taken, owns[0].device))
 
 
 def copies_on(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -145,9 +145,9 @@ def copies_on(tensors: Sequence[torch.Tensor], device: torch.device) -> list[tor
     Few kernels for all of them: tensors of one kind are copied together, and travel to another device as one.
     """
     made = [torch.empty_like(tensor, device=device, requires_grad=False) for tensor in tensors]
-    for pairs in _alike(list(zip(made, tensors, strict=True))):
-        sources = brought([tensor for _, tensor in pairs], device)
-        torch._foreach_copy_([copy for copy, _ in pairs], sources)
+    for numbers in _alike(list(zip(made, tensors, strict=True))):
+        sources = brought([tensors[number] for number in numbers], device)
+        torch._foreach_copy_([made[number] for number in numbers], sources)
     return [copy.data for copy in made]
 
 
@@ -160,11 +160,11 @@ def brought(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _alike(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """`pairs` by dtypes and devices, as one kernel takes those of one kind alone."""
-    groups: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for left, right in pairs:
-        groups.setdefault((left.dtype, left.device, right.dtype, right.device), []).append((left, right))
+def _alike(rows: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+    """The numbers of those rows whose tensors have the same dtypes and devices: one kernel takes those of one kind."""
+    groups: dict[object, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(tuple((tensor.dtype, tensor.device) for tensor in row), []).append(number)
     return list(groups.values())
 
 
@@ -178,17 +178,15 @@ def _may_be_written(buffer: torch.Tensor) -> bool:
 
 def _averages(rows: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]) -> list[torch.Tensor]:
     """Of each row, by weights that sum to 1; exact where all are equal."""
-    totals: dict[int, torch.Tensor] = {}
-    for pairs in _alike([(row[0], row[0]) for row in rows]):
-        same = {id(first) for first, _ in pairs}
-        chosen = [row for row in rows if id(row[0]) in same]
-        firsts = [row[0] for row in chosen]
+    averages: dict[int, torch.Tensor] = {}
+    for numbers in _alike(rows):
+        firsts, *others = zip(*(rows[number] for number in numbers), strict=True)
         sums = copies_on(firsts, firsts[0].device)
-        for replica, weight in enumerate(weights[1:], 1):
-            others = brought([row[replica] for row in chosen], firsts[0].device)
-            torch._foreach_add_(sums, torch._foreach_sub(others, firsts), alpha=weight)
-        totals.update((id(first), total) for first, total in zip(firsts, sums, strict=True))
-    return [totals[id(row[0])] for row in rows]
+        for values, weight in zip(others, weights[1:], strict=True):
+            here = brought(values, firsts[0].device)
+            torch._foreach_add_(sums, torch._foreach_sub(here, firsts), alpha=weight)
+        averages.update(zip(numbers, sums, strict=True))
+    return [averages[number] for number in range(len(rows))]
 
 
 def _address(parameter: nn.Parameter) -> int:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..communicator import Communicator
 from ..errors import ConfigError, MismatchError
-from ..fingerprints import checksum_of, mixed
+from ..fingerprints import INTEGERS, checksum_of, mixed
 from ..shards import mix
 from .formats import REPLICA_CHECK
 
@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 
 _NOT_COMPARED = ("params", "param_names", "initial_lr")
 _ELSEWHERE, _MISSING = "on the device", "missing"
-_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Hyperparameters this near each other come of sums that were rounded differently, as those of optimizers that find
 # their own learning rate.
@@ -150,7 +149,7 @@ class ReplicaCheck:
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}
         for sample in samples:
             kinds.setdefault(sample.dtype, []).append(sample)
-        parts = [torch.cat(same).view(_AS_INTEGERS[same[0].element_size()]).to(torch.int64) for same in kinds.values()]
+        parts = [torch.cat(same).view(INTEGERS[same[0].element_size()]).to(torch.int64) for same in kinds.values()]
         bits = torch.cat(parts) if len(parts) > 1 else parts[0]
         total = mixed(bits, torch.arange(1, len(bits) + 1, device=bits.device)).sum()
         return (((total ^ (total >> 29)) >> 5) & ((1 << self._bits) - 1)).to(self._wide)

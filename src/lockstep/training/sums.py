@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..communicator import Communicator
-from ..data.nested import map_tensors
+from ..data.nested import map_tensors, tensors_of
 from ..errors import ConfigError, TransportError
 from ..randomness import generators_kept
 
@@ -352,7 +352,7 @@ def guarded(compare: Callable[[], Difference | None], device: torch.device) -> D
 
 def rows_of(call: Call) -> int | None:
     """The first dimension of what can be cut by samples: their number, or a multiple of it that all tensors have."""
-    outputs, targets = ({t.shape[0] for t in _leaves(tree) if t.dim()} for tree in (call.output, call.target))
+    outputs, targets = ({t.shape[0] for t in tensors_of(tree) if t.dim()} for tree in (call.output, call.target))
     if len(outputs | targets) == 1 and call.size and not min(outputs | targets) % call.size:
         return min(outputs | targets) or None  # such as all tokens of all samples, one below the other
     return call.size if call.size in outputs and targets <= {call.size} else None
@@ -388,18 +388,12 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _leaves(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor), tree)
-    return found
-
-
 def _floats(tree: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in _leaves(tree) if tensor.is_floating_point()]
+    return [tensor for tensor in tensors_of(tree) if tensor.is_floating_point()]
 
 
 def _versions(*trees: Any) -> list[int]:
-    return [tensor._version for tensor in _leaves(trees) if not tensor.is_inference()]
+    return [tensor._version for tensor in tensors_of(trees) if not tensor.is_inference()]
 
 
 def _numel(tree: Any) -> int:
@@ -408,7 +402,7 @@ def _numel(tree: Any) -> int:
 
 def device_of(tree: Any) -> torch.device:
     """Where the first tensor of `tree` is; the CPU where there is none."""
-    return next((tensor.device for tensor in _leaves(tree)), torch.device("cpu"))
+    return next((tensor.device for tensor in tensors_of(tree)), torch.device("cpu"))
 
 
 def described(fn: Any) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Call", "Digest", "combined", "words_of"]
+__all__ = ["Call", "Digest", "words_of"]
 
 # Batches are compared among the ranks that are in the same loop. A loop's go into one of so many slots; two loops in
 # one slot cost a closer look, and are no error.
@@ -100,14 +100,6 @@ class Digest:
 
     def _differs(self, at: int) -> bool:
         return bool(self.words[at] & self.words[at + 1])
-
-
-def combined(all_of_them: Iterable[Sequence[int]]) -> list[int]:
-    """The OR of the words of several ranks; what the ranks' all-reduce computes."""
-    found = [0] * _WORDS
-    for words in all_of_them:
-        found = [one | other for one, other in zip(found, words, strict=True)]
-    return found
 
 
 def _put(words: list[int], at: int, number: int) -> None:

@@ -114,7 +114,7 @@ def _groups(job: Job, told: Told) -> dict[int, list[_Part]]:
         for key, parts in said.get("groups", {}).items():
             for ranks, head, waits, records, texts in parts:
                 kept = {record[0]: tuple(record[1:]) for record in records}
-                wait = (waits[0], waits[1], waits[2] if len(waits) > 2 else 0.0) if waits else None
+                wait = (waits[0], waits[1], waits[2]) if waits else None
                 found.setdefault(int(key), []).append(
                     _Part(machine, tuple(ranks), head, wait, kept, (texts[0], texts[1]), *texts[2:3])
                 )
