@@ -57,7 +57,7 @@ class _Store:
             self._there[key].set()
             return number
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=600)) -> None:
         for key in keys:
             with self._lock:
                 event = self._there[key]

@@ -387,7 +387,7 @@ def test_a_rank_that_raises_while_others_wait_is_found_at_once() -> None:
     job = machines.Job([[0], [1]], {9: [0, 1]})
     row = ["", "", 1, None, None, None, ""]
     told = {
-        0: {"ranks": {"0": ["waits", *row]}, "groups": {"9": [[[0], 3, [3, 0.1], [], ["barrier()", "a.py:1"]]]}},
+        0: {"ranks": {"0": ["waits", *row]}, "groups": {"9": [[[0], 3, [3, 0.1, 0.0], [], ["barrier()", "a.py:1"]]]}},
         1: {"ranks": {"1": ["raised", *row]}, "groups": {"9": [[[1], 2, None, [], ["barrier()", "a.py:1"]]]}},
     }
     finding, waits = machines.raised(job, told)
@@ -403,7 +403,7 @@ def test_that_the_first_machine_has_left_is_seen_by_those_that_wait_for_it() -> 
     first, place = Place(0, store), Place(1, store)
     first.rows((0, "ended"))
     first.far.look(0.1)
-    waits = {"ranks": {}, "groups": {"9": [[[1], 4, [4, 0.5], [], ["barrier()", "a.py:3 in f"]]]}}
+    waits = {"ranks": {}, "groups": {"9": [[[1], 4, [4, 0.5, 0.0], [], ["barrier()", "a.py:3 in f"]]]}}
     vars(place.far)["_own"] = lambda: waits
     place.session.members = [SimpleNamespace(far=(0,), key=9, ranks=(0, 1), first=lambda: None)]
     place.far.look(0.1)

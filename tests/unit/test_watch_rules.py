@@ -100,13 +100,13 @@ def test_what_machines_do_otherwise_is_found() -> None:
 
 @pytest.mark.parametrize("state, kind", [("died", "lost"), ("ended", "left"), ("frozen", "frozen")])
 def test_a_rank_that_will_not_come_is_found(state: str, kind: str) -> None:
-    assert found("", told(waits=[5, 1.0]), told(state, head=4)).startswith(f"{kind}: Rank 2 on host1 ")
-    assert found("", told(waits=[5, 1.0]), told(state, head=5)) == ""
-    assert found("", told(waits=[5, 1.0]), told(head=4)) == ""
+    assert found("", told(waits=[5, 1.0, 0.0]), told(state, head=4)).startswith(f"{kind}: Rank 2 on host1 ")
+    assert found("", told(waits=[5, 1.0, 0.0]), told(state, head=5)) == ""
+    assert found("", told(waits=[5, 1.0, 0.0]), told(head=4)) == ""
 
 
 def test_a_machine_that_is_lost_is_a_fault_if_others_wait_for_it() -> None:
-    waits = told(waits=[5, 1.0])
+    waits = told(waits=[5, 1.0, 0.0])
     assert found("", waits, told(head=4)) == ""
     assert found("lost", waits, told(head=4)).startswith("lost: Rank 2 on host1 is not heard of any more")
     assert found("died", waits, told(head=4)).startswith("lost: Rank 2 on host1 died while others waited")
@@ -117,7 +117,7 @@ def test_a_machine_that_is_lost_is_a_fault_if_others_wait_for_it() -> None:
 
 
 def test_slow_ranks_are_named() -> None:
-    assert [(late, waiting) for *_, late, waiting in slow_of(JOB, said(told(waits=[5, 6.0]), told(head=4)))] == [
+    assert [(late, waiting) for *_, late, waiting in slow_of(JOB, said(told(waits=[5, 6.0, 0.0]), told(head=4)))] == [
         ([2, 3], [0, 1])
     ]
 
