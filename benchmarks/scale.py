@@ -73,7 +73,7 @@ def traffic(body: Body, size: int) -> dict[str, float]:
 
 def checking(size: int, times: int = 20) -> dict[str, float]:
     """Bytes that a rank gets before a collective, and µs in which it looks at them: rows of all ranks, or a digest."""
-    call = Call(1000, False, 1 << 60, 1 << 61, 7, 1 << 62, 0)
+    call = Call(1000, False, False, 1 << 60, 1 << 61, 7, 1 << 62, 0)
     row = [1000, 1 << 60, 1 << 61, 7, 1 << 62]
     words = words_of(call)
 
