@@ -2,8 +2,10 @@
 # Everything is installed into .venv, once: again only when pyproject.toml, constraints.txt or a C file has changed.
 
 PYTHON       ?= python3
-TRAIN_FLAGS  ?= --data digits --model lenet --epochs 15 --global-batch 64 --workers auto
+TRAIN_FLAGS  ?= --data digits --model lenet --epochs 15 --global-batch-size 64 --workers auto
 PYTEST_FLAGS ?=
+# processes that run tests: one more than there are cores, because most tests wait for processes of their own
+TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PIP_FLAGS    ?=
 
 VENV  := .venv
@@ -12,6 +14,7 @@ LOG   := $(VENV)/install.log
 C     := $(wildcard src/lockstep/transports/shm/*.[ch])
 DEMO  := $(VENV)/.ready-demo
 TESTS := $(VENV)/.ready-test
+DOCS  := $(VENV)/.ready-docs
 
 # What pip writes when it cannot reach an index, and what it then takes to be wrong instead.
 NO_NETWORK := Could not fetch URL .*(connection error|timed out)|NewConnectionError|NameResolutionError|ProxyError
@@ -20,22 +23,24 @@ MISTAKEN   := Could not find a version|No matching distribution|Cannot install .
 MISTAKEN   := $(MISTAKEN)|ResolutionImpossible|subprocess-exited-with-error|installing build dependencies
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types floors clean distclean
+.PHONY: help train test lint types layers docs clean distclean
 
 help: ## show this list
 	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
 	@echo "make test     install what the tests need, then run them all (PYTEST_FLAGS=... for pytest)"
 	@echo "make lint     check style and formatting (ruff)"
 	@echo "make types    check types (mypy, strict)"
-	@echo "make floors   check which module imports which (docs/architecture.md)"
+	@echo "make layers   check which module imports which (docs/architecture.md)"
+	@echo "make docs     build the documentation as a site, in site/index.html"
 	@echo "make clean    remove caches and build output; make distclean removes .venv as well"
+	@echo "TEST_PROCESSES=...  the number of processes that run tests (now: $(TEST_PROCESSES))"
 	@echo "PYTHON=...    the Python that .venv is made with, 3.10 or newer (now: $(PYTHON))"
 
 train: $(DEMO)
 	@$(BIN)/lockstep train $(TRAIN_FLAGS)
 
 test: $(TESTS)
-	@$(BIN)/pytest $(PYTEST_FLAGS)
+	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 lint: $(TESTS)
 	@$(BIN)/ruff check .
@@ -43,23 +48,31 @@ lint: $(TESTS)
 
 types: $(TESTS)
 	@$(BIN)/mypy
+	@MYPYPATH=src:benchmarks:tests $(BIN)/mypy benchmarks/*.py packaging/*.py
 
 # -q twice leaves out pytest's count, so that the last one seen in CI is that of all tests
-floors: $(TESTS)
-	@$(BIN)/pytest -q tests/unit/test_floors.py
-	@echo "Every module keeps to its floor."
+layers: $(TESTS)
+	@$(BIN)/pytest -q tests/unit/test_layers.py
+	@echo "Every module keeps to its layer."
+
+# Mkdocs is quiet but for what is wrong, and fails then.
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "The documentation is in site/index.html."
 
 clean:
-	@rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf build dist site src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
 	@rm -rf $(VENV)
 
 # Each file stands for an installed extra. What the tests need includes what the demonstration needs.
-$(DEMO) $(TESTS): $(VENV)/.ready-%: pyproject.toml constraints.txt $(C) | $(BIN)/python
+# pip says that the network is at fault when it tries again. Bytecode is written for what is imported, not for all
+# 13,000 files, which takes pip more than a minute.
+$(DEMO) $(TESTS) $(DOCS): $(VENV)/.ready-%: pyproject.toml constraints.txt $(C) | $(BIN)/python
 	@echo "Installing Lockstep with extra '$*' into $(VENV); the first time this takes minutes (log: $(LOG)) ..."
-	@$(BIN)/python -m pip install -vv $(PIP_FLAGS) -c constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
+	@$(BIN)/python -m pip install --retries 3 --no-compile $(PIP_FLAGS) -c constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
 	    said=$$(grep -iE '^ *error:' $(LOG) | grep -vE '$(MISTAKEN)' | cut -c 1-200 | tail -n 5); \
 	    if [ -z "$$said" ] && grep -qE '$(NO_NETWORK)' $(LOG); then \
 	        echo "error: packages could not be downloaded: the package index cannot be reached." >&2; \
@@ -69,6 +82,7 @@ $(DEMO) $(TESTS): $(VENV)/.ready-%: pyproject.toml constraints.txt $(C) | $(BIN)
 	        echo "error: pip could not install Lockstep; $(LOG) says why." >&2; \
 	        echo "       Put that right, then run the same command again." >&2; \
 	    fi; exit 1; }
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch.distributed, torch._dynamo, lockstep.cli, lockstep.training'
 	@touch $@ $(if $(filter $(TESTS),$@),$(DEMO))
 
 $(BIN)/python:

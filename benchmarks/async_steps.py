@@ -30,7 +30,8 @@ from torch import nn
 import lockstep
 from common import Spread, describe_machine, load_images, make_model, markdown_table
 from frame import Benchmark
-from lockstep.training.settling import Unsettled
+from lockstep.communicator import wait_all
+from lockstep.training.in_flight import StepsInFlight
 
 BENCHMARK = Benchmark("async_steps", __doc__, "asynchronous.md")
 WAYS = {"at once": 1, "bounded": 2, "unbounded": None}
@@ -102,11 +103,11 @@ def work(case: Case, way: str) -> dict[str, float]:
     comm = lockstep.init("cpu" if case.kind == "all-reduces" else "auto", transport=case.transport)
     run = (reduce_all if case.kind == "all-reduces" else train)(comm, WAYS[way])
     run(4)
-    lockstep.wait_all()
+    lockstep.synchronize()
     comm.barrier()
     peak, started = Peak(comm.device), time.perf_counter()
     run(case.count)
-    lockstep.wait_all()
+    lockstep.synchronize()
     return {"seconds": time.perf_counter() - started, "megabytes": peak.megabytes()}
 
 
@@ -114,10 +115,10 @@ def reduce_all(comm: lockstep.Communicator, in_flight: int | None) -> Callable[[
     def run(count: int) -> None:
         under_way: deque[Any] = deque()
         for number in range(count):
-            under_way.append(comm.allreduce(torch.full((MEGABYTE,), float(number)), async_op=True))
+            under_way.append(comm.iallreduce(torch.full((MEGABYTE,), float(number))))
             while in_flight is not None and len(under_way) >= in_flight:
                 under_way.popleft().wait()
-        lockstep.wait_all(under_way)
+        wait_all(under_way)
 
     return run
 
@@ -129,12 +130,12 @@ def train(comm: lockstep.Communicator, in_flight: int | None) -> Callable[[int],
     loader = lockstep.Loader(images, 256)
 
     def run(count: int) -> None:
-        unsettled = Unsettled(comm.device, in_flight or count + 1)
+        steps_in_flight = StepsInFlight(comm.device, in_flight or count + 1)
         epochs = (batch for epoch in range(count) for batch in loader.epoch(epoch))
         for _, batch in zip(range(count), epochs, strict=False):
-            unsettled.add(step.run(batch))
-            unsettled.settle()
-        unsettled.check()
+            steps_in_flight.add(step.run(batch))
+            steps_in_flight.settle()
+        steps_in_flight.check()
 
     return run
 
@@ -186,7 +187,9 @@ def main() -> None:
     args = BENCHMARK.parse(BENCHMARK.parser("7"))
     rounds = args.rounds or (1 if args.quick else 7)
     cases = [replace(case, count=10) for case in CASES] if args.quick else CASES
-    machine, rows, kept = describe_machine(), [], {}
+    machine = describe_machine()
+    rows: list[Any] = []
+    kept: dict[str, Any] = {}
     for case in cases:
         kept[case.title] = measure(case, rounds)
         rows += summarise(case, kept[case.title])

@@ -41,17 +41,17 @@ class Case:
     """What is trained, and in blocks of how many steps: about a second each."""
 
     model: str
-    global_batch: int
+    global_batch_size: int
     timed_steps: int
     rounds: int
 
     def job(self, side: str, meter: str) -> StepJob:
         """One side's job; the first step of a block is not timed, and the first round not counted."""
         workers = 1 if side == ALONE else 2
-        return StepJob(self.model, self.global_batch, 1, self.timed_steps, self.rounds + 1, workers, meter, side)
+        return StepJob(self.model, self.global_batch_size, 1, self.timed_steps, self.rounds + 1, workers, meter, side)
 
 
-CASES = [Case("lenet", global_batch=256, timed_steps=12, rounds=12), Case("mlp", 256, timed_steps=5, rounds=12)]
+CASES = [Case("lenet", global_batch_size=256, timed_steps=12, rounds=12), Case("mlp", 256, timed_steps=5, rounds=12)]
 
 
 def measure(case: Case) -> dict[str, list[dict[str, float]]]:
@@ -69,7 +69,7 @@ def summarise(case: Case, speeds: Speeds) -> list[dict[str, Any]]:
     return [
         {
             "model": case.model,
-            "global_batch": case.global_batch,
+            "global_batch_size": case.global_batch_size,
             "side": side,
             "samples_per_second": asdict(Spread.of(speeds[side])),
             "over_one": ratio(speeds, side, ALONE),
@@ -87,7 +87,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         header,
         [
             [
-                f"{TITLES[row['model']]}, global batch {row['global_batch']}: {SIDES[row['side']]}",
+                f"{TITLES[row['model']]}, global batch {row['global_batch_size']}: {SIDES[row['side']]}",
                 f"{row['samples_per_second']['median']:,.0f}",
                 *(Spread(**row[name]).text(2) for name in ("over_one", "of_ideal", "over_apart", "over_gloo")),
             ]
@@ -105,9 +105,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     machine, rows, kept = describe_machine(), [], {}
-    for case in chosen(CASES, args, global_batch=32, timed_steps=2):
+    for case in chosen(CASES, args, global_batch_size=32, timed_steps=2):
         found = measure(case)
-        speeds = speeds_of(found, case.timed_steps * case.global_batch)
+        speeds = speeds_of(found, case.timed_steps * case.global_batch_size)
         rows += summarise(case, speeds)
         kept[case.model] = {
             "case": asdict(case),

@@ -44,12 +44,43 @@ def draw_scaling(rows: list[dict[str, Any]], titles: dict[str, str], path: Path)
     for panel, model in zip(panels[0], models, strict=True):
         own = [row for row in rows if row["model"] == model]
         _draw_panel(panel, own, [titles[row["side"]] for row in own])
-        panel.set_title(f"{TITLES[model]}, global batch {own[0]['global_batch']}", fontsize=11)
+        panel.set_title(f"{TITLES[model]}, global batch {own[0]['global_batch_size']}", fontsize=11)
     first = titles[rows[0]["side"]]
     panels[0][0].set_ylabel(f"samples/s over those of {first}\nwith one worker")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
+    _save(figure, path)
+
+
+def draw_one_idea(losses: dict[int, list[float]], times: dict[int, float], path: Path) -> None:
+    """The losses of all steps, one curve above the other, and beside them the time of an epoch.
+
+    Args:
+        losses: workers → the loss of each step.
+        times: workers → the time of an epoch over that of one worker.
+        path: the PNG file.
+    """
+    figure, (curves, bars) = plt.subplots(1, 2, figsize=(9.6, 3.4), width_ratios=(3, 1))
+    colours = ("#9CC9E8", "#0072B2", "#D55E00")
+    for (workers, values), colour, width in zip(losses.items(), colours, (7.0, 3.5, 1.0), strict=True):
+        label = f"{workers} worker{'s' if workers > 1 else ''}"
+        curves.plot(range(len(values)), values, color=colour, linewidth=width, label=label)
+    curves.set_title("The same losses, bit for bit, …", fontsize=11)
+    curves.set_xlabel("step")
+    curves.set_ylabel("loss")
+    curves.set_ylim(bottom=0)
+    curves.legend(frameon=False)
+    names = [str(workers) for workers in times]
+    bars.bar(names, list(times.values()), 0.6, color=colours[: len(times)])
+    for place, height in enumerate(times.values()):
+        bars.annotate(f"{height:.2f}", (place, height / 2), ha="center", color="black" if place == 0 else "white")
+    bars.set_title("… in less time", fontsize=11)
+    bars.set_xlabel("workers")
+    bars.set_ylabel("time of an epoch")
+    for panel in (curves, bars):
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
     _save(figure, path)
 
 

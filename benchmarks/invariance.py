@@ -1,4 +1,4 @@
-"""Measures what the same bits at any number of workers cost: Lockstep's steps with shards against DDP's.
+"""Measures what the same bits at any number of workers cost: Lockstep's steps with virtual workers against DDP's.
 
 DDP computes the same global batch in as many passes, of the same size, and adds gradients up (`no_sync`), or in a
 single large pass on each worker, as it usually does. A batch lies in memory; nothing is loaded; each worker has one
@@ -44,7 +44,7 @@ class Case:
     """What is trained, on how many workers, and in blocks of how many steps: about half a second each."""
 
     model: str
-    global_batch: int
+    global_batch_size: int
     timed_steps: int
     workers: int
     backend: str
@@ -55,7 +55,7 @@ class Case:
         """Over Gloo the two that are compared pass by pass alone."""
         if self.backend == GLOO:
             return [OURS, SAME]
-        return [SAME, LARGE, *((LOCKSTEP, shards) for shards in ALL_SHARDS)]
+        return [SAME, LARGE, *((LOCKSTEP, virtual_workers) for virtual_workers in ALL_SHARDS)]
 
     @property
     def title(self) -> str:
@@ -67,7 +67,7 @@ class Case:
         """One side's job; the first step of a block is not timed, and the first round not counted."""
         who, passes = side
         blocks, passes = self.rounds + 1, passes or self.workers
-        counts = (self.global_batch, 1, self.timed_steps, blocks, self.workers)
+        counts = (self.global_batch_size, 1, self.timed_steps, blocks, self.workers)
         return InvarianceJob(self.model, *counts, meter, who, self.backend, passes)
 
 
@@ -91,25 +91,25 @@ def measure(case: Case) -> dict[Side, list[dict[str, float]]]:
 
 def summarise(case: Case, seconds: Seconds) -> dict[str, Any]:
     """The row of a case."""
-    several = {shards: (LOCKSTEP, shards) for shards in ALL_SHARDS if LARGE in seconds}
+    several = {virtual_workers: (LOCKSTEP, virtual_workers) for virtual_workers in ALL_SHARDS if LARGE in seconds}
     return {
         **asdict(case),
         "title": case.title,
         "milliseconds": 1000 * Spread.of(seconds[OURS]).median,
         "over_same_passes": ratio(seconds, OURS, SAME),
-        "over_one_pass": {shards: ratio(seconds, side, LARGE) for shards, side in several.items()},
+        "over_one_pass": {virtual_workers: ratio(seconds, side, LARGE) for virtual_workers, side in several.items()},
     }
 
 
 def pass_by_pass(rows: list[dict[str, Any]]) -> str:
     """The table of what Lockstep adds to the passes themselves."""
-    header = [f"{SHARDS} shards", "global batch", "ms a step", f"over DDP with {SHARDS} passes"]
+    header = [f"{SHARDS} virtual workers", "global batch", "ms a step", f"over DDP with {SHARDS} passes"]
     return markdown_table(
         header,
         [
             [
                 row["title"],
-                str(row["global_batch"]),
+                str(row["global_batch_size"]),
                 f"{row['milliseconds']:.1f}",
                 Spread(**row["over_same_passes"]).text(2),
             ]
@@ -120,7 +120,7 @@ def pass_by_pass(rows: list[dict[str, Any]]) -> str:
 
 def by_shards(rows: list[dict[str, Any]]) -> str:
     """The table of what small passes cost beside large ones."""
-    header = ["over DDP with one pass on each worker", *(f"V = {shards}" for shards in ALL_SHARDS)]
+    header = ["over DDP with one pass on each worker", *(f"V = {virtual_workers}" for virtual_workers in ALL_SHARDS)]
     return markdown_table(
         header,
         [
@@ -142,7 +142,7 @@ def main() -> None:
     args = parse()
     machine, rows, kept = describe_machine(), [], {}
     cases = [case for case in CASES if args.workers in (None, case.workers)]
-    for case in chosen(cases, args, global_batch=32, timed_steps=1):
+    for case in chosen(cases, args, global_batch_size=32, timed_steps=1):
         found = measure(case)
         seconds = {side: [block["seconds"] / case.timed_steps for block in blocks] for side, blocks in found.items()}
         losses = last_losses(found)

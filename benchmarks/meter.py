@@ -34,7 +34,7 @@ class Job:
     """
 
     model: str
-    global_batch: int
+    global_batch_size: int
     warm_up: int
     timed_steps: int
     epochs: int
@@ -49,7 +49,7 @@ class Job:
     @property
     def samples(self) -> int:
         """The size of the data set that gives an epoch so many steps."""
-        return self.steps * self.global_batch
+        return self.steps * self.global_batch_size
 
     def arguments(self) -> list[str]:
         """The command line that `parse_job` understands."""

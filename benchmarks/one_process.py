@@ -63,14 +63,14 @@ class Case:
     model: str
     timed_steps: int
     rounds: int
-    global_batch: int = 256
+    global_batch_size: int = 256
     device: str = "cpu"
 
     def job(self, side: str, meter: str) -> StepJob:
         """One side's job; the first step of a block is not timed, and the first round not counted."""
         workers = 2 if side in BACKENDS else 1
         return StepJob(
-            self.model, self.global_batch, 1, self.timed_steps, self.rounds + 1, workers, meter, side, self.device
+            self.model, self.global_batch_size, 1, self.timed_steps, self.rounds + 1, workers, meter, side, self.device
         )
 
 
@@ -92,7 +92,7 @@ def summarise(case: Case, speeds: Speeds) -> list[dict[str, Any]]:
     return [
         {
             "model": case.model,
-            "global_batch": case.global_batch,
+            "global_batch_size": case.global_batch_size,
             "device": case.device,
             "side": side,
             "samples_per_second": asdict(Spread.of(speeds[side])),
@@ -108,7 +108,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         ["", "samples/s", *OVER[device].values()],
         [
             [
-                f"{TITLES[row['model']]}, batch {row['global_batch']}: {SIDES[device][row['side']]}",
+                f"{TITLES[row['model']]}, batch {row['global_batch_size']}: {SIDES[device][row['side']]}",
                 f"{row['samples_per_second']['median']:,.0f}",
                 *(Spread(**row["over"][other]).text(2) for other in OVER[device]),
             ]
@@ -131,9 +131,9 @@ def main() -> None:
     args = parse()
     machine, rows, kept = describe_machine(), [], {}
     cases = [replace(case, device=args.device or "cpu") for case in CASES]
-    for case in chosen(cases, args, global_batch=16, timed_steps=1):
+    for case in chosen(cases, args, global_batch_size=16, timed_steps=1):
         found = measure(case)
-        speeds = speeds_of(found, case.timed_steps * case.global_batch)
+        speeds = speeds_of(found, case.timed_steps * case.global_batch_size)
         rows += summarise(case, speeds)
         kept[case.model] = {
             "case": asdict(case),

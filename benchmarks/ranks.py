@@ -35,6 +35,6 @@ def join_group(side: str, rank: int, workers: int, meter: str) -> None:
         meter: the path of the controller's socket, beside which the ranks meet.
     """
     if side == SHM_PYTHON:
-        state: Any = import_module("lockstep.transports.shm.state")
+        state: Any = import_module("lockstep.transports.shm.rank_states")
         state._native = None
     dist.init_process_group(BACKENDS[side], init_method=f"file://{meter}.store", rank=rank, world_size=workers)

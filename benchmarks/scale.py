@@ -19,12 +19,12 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from common import describe_machine, markdown_table
 from frame import Benchmark
-from lockstep.recorder import Raw
-from lockstep.store_exchange import exchange, nothing
-from lockstep.transports.shm import host
-from lockstep.watch.digest import Call, Digest, words_of
-from lockstep.watch.judge import differences
-from lockstep.watch.meeting import _by_machine, _by_readiness
+from lockstep.flight_recorder import RawRecord
+from lockstep.stores import combine_nothing, exchange
+from lockstep.transports.runtime import host_identity
+from lockstep.watchdog.jobs import _group_by_host, _group_by_readiness
+from lockstep.watchdog.mismatch import compare_records
+from lockstep.watchdog.preflight import CallInfo, Digest, encode
 from support.stores import CountingStore, all_ranks
 
 BENCHMARK = Benchmark("scale", __doc__)
@@ -35,7 +35,7 @@ Body = Callable[[Any, int, int], None]
 
 def plainly(store: Any, rank: int, size: int) -> None:
     """A group over "shm" is made and watched, and every rank reads the words of each other, one by one."""
-    key, low = f"{host.host_key()} {rank // EACH}", rank // EACH * EACH
+    key, low = f"{host_identity.host_key()} {rank // EACH}", rank // EACH * EACH
     said = json.dumps({"machine": key, "pid": 12345, "token": "0123456789ab"})
     for topic, text, ranks in (
         ("host", json.dumps([key, None]), range(size)),
@@ -56,12 +56,12 @@ def plainly(store: Any, rank: int, size: int) -> None:
 
 def exchanging(store: Any, rank: int, size: int) -> None:
     """The same as it is done."""
-    key, low = f"{host.host_key()} {rank // EACH}", rank // EACH * EACH
-    exchange(store, "host", rank, json.dumps([key, None]), range(size), host._by_key)
+    key, low = f"{host_identity.host_key()} {rank // EACH}", rank // EACH * EACH
+    exchange(store, "host", rank, json.dumps([key, None]), range(size), host_identity._group_by_host)
     for topic in (f"mapped {low}", f"open {low}"):
-        exchange(store, topic, rank - low, "", range(low, low + EACH), nothing)
-    exchange(store, "who", rank, json.dumps([key, "0123456789ab"]), range(size), _by_machine)
-    exchange(store, "recorded", rank, "ready", range(size), _by_readiness)
+        exchange(store, topic, rank - low, "", range(low, low + EACH), combine_nothing)
+    exchange(store, "who", rank, json.dumps([key, "0123456789ab"]), range(size), _group_by_host)
+    exchange(store, "recorded", rank, "ready", range(size), _group_by_readiness)
 
 
 def traffic(body: Body, size: int) -> dict[str, float]:
@@ -73,17 +73,17 @@ def traffic(body: Body, size: int) -> dict[str, float]:
 
 def checking(size: int, times: int = 20) -> dict[str, float]:
     """Bytes that a rank gets before a collective, and µs in which it looks at them: rows of all ranks, or a digest."""
-    call = Call(1000, False, False, 1 << 60, 1 << 61, 7, 1 << 62, 0)
-    row = [1000, 1 << 60, 1 << 61, 7, 1 << 62]
-    words = words_of(call)
+    call = CallInfo(1000, False, False, 1 << 60, 1 << 61, 7, 1 << 62, 0)
+    row = (1000, 1 << 60, 1 << 61, 7, 1 << 62)
+    words = encode(call)
 
     def rows() -> None:
-        raws = [Raw(1, 2, *each, 0, 0, 0, 0, 0, 0, -1) for each in [row] * size]
-        assert not any(any(differences(raws[0], raw)) for raw in raws)
+        raws = [RawRecord(1, 2, *row, 0, 0, 0, 0, 0, 0, -1) for _ in range(size)]
+        assert not any(any(compare_records(raws[0], raw)) for raw in raws)
 
     def digest() -> None:
-        words_of(call)
-        assert Digest(words).is_alike
+        encode(call)
+        assert Digest(words).is_equal
 
     found = {"rows_bytes": 8.0 * 7 * size, "digest_bytes": 8.0 * len(words)}
     for name, look in (("rows_us", rows), ("digest_us", digest)):

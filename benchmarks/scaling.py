@@ -50,7 +50,7 @@ class Case:
     """What is trained, and in blocks of how many steps: a few seconds each."""
 
     model: str
-    global_batch: int
+    global_batch_size: int
     warm_up: int
     timed_steps: int
     rounds: int
@@ -58,12 +58,12 @@ class Case:
     def job(self, workers: int, meter: str) -> Job:
         """One side's job; the first round is not counted."""
         epochs = self.rounds + 1
-        return Job(self.model, self.global_batch, self.warm_up, self.timed_steps, epochs, workers, meter)
+        return Job(self.model, self.global_batch_size, self.warm_up, self.timed_steps, epochs, workers, meter)
 
 
 CASES = [
-    Case("lenet", global_batch=256, warm_up=2, timed_steps=13, rounds=8),
-    Case("resnet18", global_batch=32, warm_up=1, timed_steps=2, rounds=6),
+    Case("lenet", global_batch_size=256, warm_up=2, timed_steps=13, rounds=8),
+    Case("resnet18", global_batch_size=32, warm_up=1, timed_steps=2, rounds=6),
 ]
 
 
@@ -93,7 +93,7 @@ def summarise(case: Case, speeds: Speeds) -> list[dict[str, Any]]:
     return [
         {
             "model": case.model,
-            "global_batch": case.global_batch,
+            "global_batch_size": case.global_batch_size,
             "side": side,
             "samples_per_second": {k: asdict(Spread.of(speeds[side, k])) for k in WORKERS},
             "two_over_one": ratio(speeds, (side, two), (side, one)),
@@ -119,7 +119,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         header,
         [
             [
-                f"{TITLES[row['model']]}, global batch {row['global_batch']}: {SIDES[row['side']][0]}",
+                f"{TITLES[row['model']]}, global batch {row['global_batch_size']}: {SIDES[row['side']][0]}",
                 *(f"{row['samples_per_second'][k]['median']:,.0f}" for k in WORKERS),
                 Spread(**row["two_over_one"]).text(2),
                 *(Spread(**row["over_first"][k]).text(2) for k in WORKERS),
@@ -160,9 +160,9 @@ def main() -> None:
         machine["accelerate"] = version("accelerate")
         data += f"; Accelerate {machine['accelerate']}"
     rows, kept = [], {}
-    for case in chosen(CASES, args, global_batch=8, warm_up=1, timed_steps=2):
+    for case in chosen(CASES, args, global_batch_size=8, warm_up=1, timed_steps=2):
         found = measure(case, args.sides)
-        speeds = speeds_of(found, case.timed_steps * case.global_batch)
+        speeds = speeds_of(found, case.timed_steps * case.global_batch_size)
         rows += summarise(case, speeds)
         kept[case.model] = {
             "case": asdict(case),

@@ -14,7 +14,7 @@ from side_ddp import make_dataset
 def train(job: Job) -> None:
     accelerator = Accelerator(cpu=True)
     bare, bare_optimizer = make_model(job.model)
-    batch = job.global_batch // accelerator.num_processes
+    batch = job.global_batch_size // accelerator.num_processes
     model, optimizer, loader = accelerator.prepare(
         bare, bare_optimizer, DataLoader(make_dataset(job), batch_size=batch, shuffle=True)
     )

@@ -42,7 +42,7 @@ def train(job: Job, loader_of: Any = make_loader) -> None:
     model: nn.Module = DistributedDataParallel(bare) if size > 1 else bare
     dataset = make_dataset(job)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, size, rank, seed=0)
-    loader = loader_of(dataset, sampler, job.global_batch // size)
+    loader = loader_of(dataset, sampler, job.global_batch_size // size)
     loss_fn = nn.CrossEntropyLoss()
     meter = Meter(job, rank)
     model.train()

@@ -36,8 +36,8 @@ def train(job: StepJob, rank: int) -> None:
     bare, optimizer = make_model(job.model)
     bare.to(device)  # the optimizer keeps its parameters: a module's are moved in place
     model: nn.Module = DistributedDataParallel(bare) if together else bare
-    images = load_images(job.global_batch)
-    inputs, labels = (t.to(device) for t in images.collated_batch(range(rank, job.global_batch, job.workers)))
+    images = load_images(job.global_batch_size)
+    inputs, labels = (t.to(device) for t in images.collated_batch(range(rank, job.global_batch_size, job.workers)))
     loss_fn = nn.CrossEntropyLoss()
     meter = Meter(job, rank)
     model.train()

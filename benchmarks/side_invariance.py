@@ -1,4 +1,4 @@
-"""One side of the benchmark of shards: Lockstep with shards, or DDP with passes of the same size; a batch in memory."""
+"""One side of the benchmark of virtual workers: Lockstep with them, or DDP with passes of the same size; in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lockstep
 from common import LR, MODELS, MOMENTUM, load_images
 from lockstep.data.loader import Batch
-from lockstep.shards import bounds
+from lockstep.invariance.shards import bounds
 from meter import Job, Meter, parse_as
 from ranks import join_group, run_ranks
 
@@ -64,9 +64,9 @@ def make_step(job: InvarianceJob, rank: int) -> Callable[[], torch.Tensor]:
     torch.manual_seed(0)
     model = HERE[job.model]()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    images = load_images(job.global_batch)
+    images = load_images(job.global_batch_size)
     run = range(*bounds(job.passes, job.workers, rank))
-    cuts = [bounds(job.global_batch, job.passes, number) for number in run]
+    cuts = [bounds(job.global_batch_size, job.passes, number) for number in run]
     parts = [images.collated_batch(range(*cut)) for cut in cuts]
     make = shard_step if job.side == LOCKSTEP else ddp_step
     model.train()
@@ -79,9 +79,9 @@ Parts = list[tuple[torch.Tensor, torch.Tensor]]
 def shard_step(
     job: InvarianceJob, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Parts
 ) -> Callable[[], torch.Tensor]:
-    step = lockstep.TrainStep(model, optimizer, nn.CrossEntropyLoss(), shards=job.passes)
+    step = lockstep.TrainStep(model, optimizer, nn.CrossEntropyLoss(), virtual_workers=job.passes)
     size = sum(len(labels) for _, labels in parts)
-    batch = Batch([list(part) for part in parts], torch.arange(size), size, job.global_batch, 0, 0, job.passes)
+    batch = Batch([list(part) for part in parts], torch.arange(size), size, job.global_batch_size, 0, 0, job.passes)
     return lambda: step(batch)
 
 

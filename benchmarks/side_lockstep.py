@@ -8,6 +8,7 @@ from torch import nn
 
 import lockstep
 from common import load_images, make_model
+from lockstep.training.callbacks import TrainingContext
 from meter import Job, Meter, parse_job
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ class Metering(lockstep.callbacks.Callback):
     def __init__(self, job: Job) -> None:
         self.job = job
 
-    def on_start(self, trainer: lockstep.Trainer) -> None:
+    def on_train_start(self, trainer: TrainingContext) -> None:
         """The first step is about to be made."""
         self.meter = Meter(self.job, trainer.comm.rank)
 
-    def on_step(self, trainer: lockstep.Trainer, result: StepResult) -> None:
+    def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
         """One more."""
         self.meter.step(result.loss)
 
@@ -34,7 +35,9 @@ class Metering(lockstep.callbacks.Callback):
 def train(job: Job) -> None:
     lockstep.init("cpu")
     model, optimizer = make_model(job.model)
-    trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), job.global_batch, callbacks=[Metering(job)])
+    trainer = lockstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), job.global_batch_size, callbacks=[Metering(job)]
+    )
     trainer.fit(load_images(job.samples), job.epochs)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ def make_alone(model: nn.Module, optimizer: torch.optim.Optimizer, devices: list
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss: torch.Tensor = loss_fn(model(images), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss
 
@@ -41,16 +42,16 @@ def make_alone(model: nn.Module, optimizer: torch.optim.Optimizer, devices: list
 
 
 def make_torch(model: nn.Module, optimizer: torch.optim.Optimizer, devices: list[str]) -> Step:
-    return make_alone(nn.DataParallel(model, devices), optimizer, devices)
+    return make_alone(nn.DataParallel(model, [*map(torch.device, devices)]), optimizer, devices)
 
 
 def make_threads(model: nn.Module, optimizer: torch.optim.Optimizer, devices: list[str]) -> Step:
-    parallel = lockstep.DataParallel(model, devices, loss=nn.CrossEntropyLoss())
+    parallel = lockstep.DataParallel(model, [*devices], loss=nn.CrossEntropyLoss())
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss: torch.Tensor = parallel(images, target=labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss
 
@@ -61,7 +62,8 @@ def make_loop(model: nn.Module, optimizer: torch.optim.Optimizer, devices: list[
     """The tutorials' way: one replica after the other, a sum for each parameter, an update of each replica."""
     replicas = replicate(model, devices)
     loss_fn = nn.CrossEntropyLoss(reduction="sum")
-    kind, options = type(optimizer), optimizer.defaults
+    kind: Any = type(optimizer)
+    options = optimizer.defaults
     optimizers = [kind(replica.parameters(), lr=options["lr"], momentum=options["momentum"]) for replica in replicas]
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -100,8 +102,8 @@ def train(job: StepJob) -> None:
     devices = DEVICES[job.device]
     model, optimizer = make_model(job.model)
     step = MAKE[job.side](model.to(devices[0]), optimizer, devices)
-    images = load_images(job.global_batch)
-    inputs, labels = (t.to(devices[0]) for t in images.collated_batch(range(job.global_batch)))
+    images = load_images(job.global_batch_size)
+    inputs, labels = (t.to(devices[0]) for t in images.collated_batch(range(job.global_batch_size)))
     meter = Meter(job, 0)
     for _ in range(job.epochs * job.steps):
         meter.step(step(inputs, labels))

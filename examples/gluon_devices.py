@@ -1,4 +1,4 @@
-"""Gluon's way to train on a list of devices, with Lockstep's door in place of MXNet.
+"""Gluon's way to train on a list of devices, with lockstep.compat.gluon in place of MXNet.
 
 python examples/gluon_devices.py [NUMBER OF DEVICES]
 """
@@ -9,10 +9,10 @@ import time
 import torch
 
 import lockstep
-from lockstep.doors import gluon
-from lockstep.doors.gluon import autograd, cpu, gpu, init, nd, nn
-from lockstep.doors.gluon import loss as gloss
-from lockstep.doors.gluon import utils as gutils
+from lockstep.compat import gluon
+from lockstep.compat.gluon import autograd, cpu, gpu, init, nd, nn
+from lockstep.compat.gluon import loss as gloss
+from lockstep.compat.gluon import utils as gutils
 
 
 class Residual(nn.HybridBlock):

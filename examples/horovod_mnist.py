@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import lockstep
-import lockstep.doors.horovod.torch as hvd  # was: import horovod.torch as hvd
+import lockstep.compat.horovod.torch as hvd  # was: import horovod.torch as hvd
 
 parser = argparse.ArgumentParser(description="handwritten digits by several ranks")
 parser.add_argument("--data", choices=["digits", "fashion-mnist"], default="digits")

@@ -13,9 +13,9 @@ def train(epochs: int) -> float:
     training, test = lockstep.data.digits()
     model = lockstep.models.lenet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    trainer = lockstep.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), global_batch=64)
+    trainer = lockstep.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), global_batch_size=64)
     history = trainer.fit(training, epochs, validate=test)
-    return history[-1]["test_accuracy"]
+    return history[-1]["val_accuracy"]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ trainer = lockstep.Trainer(
     model,
     torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     torch.nn.CrossEntropyLoss(),
-    global_batch=256,  # over all workers: their number is a matter of speed
-    out="runs/quickstart",
+    global_batch_size=256,  # over all workers: their number is a matter of speed
+    run_dir="runs/quickstart",
 )
 trainer.fit(train, epochs=2, validate=test)

@@ -13,7 +13,7 @@ import lockstep
 comm = lockstep.init()
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/rank0_first")
 
-with comm.first():  # on rank 0, and then on the others, for which the folder is there
+with comm.rank0_first():  # on rank 0, and then on the others, for which the folder is there
     folder.mkdir(parents=True, exist_ok=True)
     if comm.rank == 0:
         (folder / "settings.json").write_text('{"lr": 0.1}')

@@ -60,11 +60,17 @@ def main() -> None:
     model = Writer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     trainer = lockstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), global_batch=32, strategy="sharded", clip_norm=1.0, callbacks=[]
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        global_batch_size=32,
+        strategy="sharded",
+        max_grad_norm=1.0,
+        callbacks=[],
     )
     for row in trainer.fit(rows(512), epochs=3, validate=rows(64)):
         if comm.rank == 0:
-            print(f"epoch {row['epoch']}: train loss {row['train_loss']:.5f}, test loss {row['test_loss']:.5f}")
+            print(f"epoch {row['epoch']}: train loss {row['train_loss']:.5f}, val loss {row['val_loss']:.5f}")
     each = comm.allgather_object(held(trainer))
     if comm.rank == 0:
         print("parameters and optimizer state, MB on each worker:", ", ".join(f"{n / 1e6:.2f}" for n in each))

@@ -4,8 +4,8 @@ python examples/sync_async.py [STEPS]
 
 One thread trains, as a device does; the program makes batches and hands them over. If it waits for the loss of each
 step, the device has nothing to do meanwhile. If it never waits, batches pile up. With a bound of a few steps it has the
-speed of the one and the memory of the other; `lockstep.Trainer(in_flight=...)` does that by itself. The memory that
-counts is the peak: once all steps are done, what had piled up is gone, and looking then would miss it.
+speed of the one and the memory of the other; `lockstep.Trainer(max_steps_in_flight=...)` does that by itself. The
+memory that counts is the peak: once all steps are done, what had piled up is gone, and looking then would miss it.
 """
 
 import sys

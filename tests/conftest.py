@@ -5,17 +5,28 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Collection, Generator, Iterator
 
 # torch.compile would otherwise keep a pool of compiler processes for the rest of the run
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# it would compile test programs and headers for half a minute first
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # torch asks for the name of every address that its stores connect to, and glibc waits 5 s for a lost answer
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# pytest-xdist would write the names of its processes over the variables that /proc shows
+os.environ.setdefault("SPT_NOENV", "1")
+# what a command writes while it starts would depend on how busy the host is
+os.environ["LOCKSTEP_PROGRESS"] = "off"
+
+# without bytecode each of hundreds of processes would compile the package anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
 
-from support import leaks
+from support import leaks, warm_python
 from support.pool import Pool
 from support.worker import fresh_store
 
@@ -25,12 +36,36 @@ FAILED = pytest.StashKey[bool]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaks(reason): the test may leave resources or settings behind")
+    sys.dont_write_bytecode = False  # nor do processes that multiprocessing starts
     torch.set_num_threads(1)
     # a job in the background begins with Ctrl-C ignored, and so would every program that a test starts
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch keeps two descriptors from its first store on; no test shall seem to leak them
     fresh_store()
+
+
+# Files that take minutes, which begin first where several processes run the tests.
+LONGEST = (
+    "test_desyncs.py",
+    "test_run_hosts.py",
+    "test_equal_bits.py",
+    "test_collectives.py",
+    "test_run.py",
+    "test_limits.py",
+    "test_examples.py",
+    "test_horovodrun.py",
+    "test_resume_commands.py",
+    "test_shm_endings.py",
+    "test_horovod_scripts.py",
+    "test_launch.py",
+    "test_properties.py",
+    "test_mpi.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish() -> None:
@@ -42,6 +77,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
     return report
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[None]:
+    """A process with PyTorch loaded, of which the programs of `support.warm_python` are forks."""
+    warm_python.load()
+    yield
+    warm_python.unload()
 
 
 @pytest.fixture(scope="session")

@@ -1,115 +1,128 @@
-"""Training a PyTorch model on one device, then many, then many machines, with the same script and the same answer."""
+"""Train a PyTorch model on one device, on several, or on several hosts, with the same script and the same result."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .transports.register import register
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DesyncError,
+    DivergedError,
+    InterruptedRunError,
+    LockstepError,
+    MismatchError,
+    RankLostError,
+    StallError,
+    TransportError,
+    WorkerError,
+)
+from .transports.backend import register
 
 if TYPE_CHECKING:
-    from . import data, models, replicas
-    from .communicator import Communicator, init, wait_all
-    from .data.loader import Batch, Loader
-    from .data_parallel import DataParallel
-    from .errors import DesyncError, LockstepError, RankLostError, StallError
-    from .fingerprints import fingerprint
-    from .hybrid import export, hybridize
-    from .launchers import launch
+    from . import callbacks, data, invariance, models, replicas
+    from .communicator import Communicator, init, synchronize
+    from .compilation import export
+    from .data.loader import Loader
+    from .invariance.fingerprints import fingerprint
+    from .launcher import launch
     from .pipelining import pipeline
-    from .randomness import seed_shard
-    from .reductions.ordered import OrderedReducer
+    from .replicas.data_parallel import DataParallel
     from .topology import World
-    from .training import callbacks
-    from .training.evaluate import evaluate
+    from .training.evaluate import evaluate, predict, whole_set
+    from .training.own_loop import prepare
     from .training.prepare import prepare_model
     from .training.schedules import make_schedule
     from .training.step import TrainStep
     from .training.trainer import Trainer
-    from .transports.shm.options import ShmOptions
 
 __all__ = [
-    "Batch",
+    "CheckpointError",
     "Communicator",
+    "ConfigError",
+    "DataError",
     "DataParallel",
     "DesyncError",
+    "DivergedError",
+    "InterruptedRunError",
     "Loader",
     "LockstepError",
-    "OrderedReducer",
+    "MismatchError",
     "RankLostError",
-    "ShmOptions",
     "StallError",
     "TrainStep",
     "Trainer",
+    "TransportError",
+    "WorkerError",
     "World",
     "callbacks",
+    "compat",
     "data",
     "evaluate",
     "export",
     "fingerprint",
-    "hybridize",
     "init",
+    "invariance",
     "launch",
     "make_schedule",
     "models",
     "pipeline",
+    "predict",
+    "prepare",
     "prepare_model",
     "replicas",
-    "seed_shard",
-    "wait_all",
+    "synchronize",
+    "whole_set",
 ]
 
-# Where each public name lives: "module:attribute", or a module. They are imported when first used, so that
-# `import lockstep` costs next to nothing. No module of the package itself may have the name of a function in this
-# list: importing it would put the module in the function's place.
-_HOMES = {
-    "Batch": "data.loader:Batch",
+# Public name → "module:attribute", or a module. They are imported at the first use, so that `import lockstep` is fast.
+# No module directly in the package may have the name of a function in this list: importing the module would replace it.
+_LAZY = {
     "Communicator": "communicator:Communicator",
-    "DataParallel": "data_parallel:DataParallel",
-    "DesyncError": "errors:DesyncError",
+    "DataParallel": "replicas.data_parallel:DataParallel",
     "Loader": "data.loader:Loader",
-    "LockstepError": "errors:LockstepError",
-    "OrderedReducer": "reductions.ordered:OrderedReducer",
-    "RankLostError": "errors:RankLostError",
-    "ShmOptions": "transports.shm.options:ShmOptions",
-    "StallError": "errors:StallError",
     "TrainStep": "training.step:TrainStep",
     "Trainer": "training.trainer:Trainer",
     "World": "topology:World",
-    "callbacks": "training.callbacks",
+    "callbacks": "callbacks",
+    "compat": "compat",
     "data": "data",
     "evaluate": "training.evaluate:evaluate",
-    "export": "hybrid:export",
-    "fingerprint": "fingerprints:fingerprint",
-    "hybridize": "hybrid:hybridize",
+    "export": "compilation:export",
+    "fingerprint": "invariance.fingerprints:fingerprint",
     "init": "communicator:init",
-    "launch": "launchers:launch",
+    "invariance": "invariance",
+    "launch": "launcher:launch",
     "make_schedule": "training.schedules:make_schedule",
     "models": "models",
     "pipeline": "pipelining:pipeline",
+    "predict": "training.evaluate:predict",
+    "prepare": "training.own_loop:prepare",
     "prepare_model": "training.prepare:prepare_model",
     "replicas": "replicas",
-    "seed_shard": "randomness:seed_shard",
-    "wait_all": "communicator:wait_all",
+    "synchronize": "communicator:synchronize",
+    "whole_set": "training.evaluate:whole_set",
 }
 
-register()  # init_process_group("shm") works from here on
+register()  # the backends for init_process_group: "shm" and the others
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version  # a third of the time that the rest takes
+        from importlib.metadata import PackageNotFoundError, version  # takes a third of the time of `import lockstep`
 
         try:
             return version("lockstep-train")
-        except PackageNotFoundError:  # used from a source folder that is not installed
+        except PackageNotFoundError:  # imported from a source folder, without installation
             return "0+unknown"
-    if name not in _HOMES:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home, _, attribute = _HOMES[name].partition(":")
-    module = importlib.import_module(f".{home}", __name__)
-    globals()[name] = found = getattr(module, attribute) if attribute else module
-    return found
+    module_name, _, attribute = _LAZY[name].partition(":")
+    module = importlib.import_module(f".{module_name}", __name__)
+    globals()[name] = value = getattr(module, attribute) if attribute else module
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,13 +1,15 @@
-"""Every exception that a user of Lockstep can meet."""
+"""The exceptions that Lockstep raises."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "OUTPUT_FAILED",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -20,37 +22,50 @@ __all__ = [
     "StallError",
     "TransportError",
     "WorkerError",
+    "unexpected_argument",
     "unknown_name",
 ]
 
+OUTPUT_FAILED = 74
+"""The exit code for files that cannot be written, such as on a full disk: EX_IOERR of sysexits.h."""
+
 
 class LockstepError(Exception):
-    """Base of all errors that Lockstep raises on purpose.
+    """Base class of all errors that Lockstep raises.
 
     Attributes:
-        exit_code: what the ``lockstep`` command returns to the shell for this error.
-        report_json: the report on all ranks that the watch over them has made, "" without one.
-        report_path: where that has been written to, "" where it has not.
-        report_text: the same in words, for errors whose message is another.
+        exit_code: the exit code of the ``lockstep`` command for this error.
+        report_json: the watchdog's report on all ranks; "" if there is none.
+        report_path: the file to which the report has been written; "" if it has not been.
+        report_text: the report as text, for errors whose message is not the report.
+        call_site: where the user's program was when a worker raised it, e.g. ``train.py:31 in main``; "" elsewhere.
+        checkpoint: path of the newest checkpoint of the job that ended with it; None if it saved none, or in a worker.
     """
 
     exit_code: int = 1
     report_json: str = ""
     report_path: str = ""
     report_text: str = ""
+    call_site: str = ""
+    checkpoint: str | None = None
+
+    @property
+    def run_dir(self) -> str | None:
+        """The run directory of the checkpoint, which is RUN/checkpoints/step-…; None without one."""
+        return None if self.checkpoint is None else str(Path(self.checkpoint).parent.parent)
 
 
 class ConfigError(LockstepError, ValueError):
-    """An option or argument has a value that cannot be used.
+    """An option or argument has an invalid value.
 
     Args:
-        argument: the argument as the library spells it, e.g. ``"global_batch"``; the command line shows it as
-            ``--global-batch``.
-        expected: what would have been right, e.g. ``"a whole number of at least 1"``.
-        got: the value that came; the message shows its `repr`.
+        argument: the argument's name in Python, e.g. ``"global_batch_size"``; the command line shows it as
+            ``--global-batch-size``.
+        expected: the valid values, e.g. ``"a whole number of at least 1"``.
+        got: the invalid value; the message shows its `repr`.
         hint: what to do about it, a full sentence.
-        found: what came, in words, where that is no single value: ``"both"``, ``"a folder without one"``. The message
-            shows it as it is, in place of `got`.
+        found: a description of the invalid value if it is not a single object: ``"both"``, ``"a folder without one"``.
+            The message shows it unquoted, in place of `got`.
     """
 
     exit_code = 2
@@ -66,25 +81,25 @@ class ConfigError(LockstepError, ValueError):
         return self.render(self.argument)
 
     def render(self, argument: str) -> str:
-        """The message with `argument` spelt the way its reader knows it."""
+        """Return the message with `argument` as the argument's name."""
         text = f"{argument}: expected {self.expected}, got {self.found or repr(self.got)}"
         return f"{text}. {self.hint}" if self.hint else text
 
 
 class DataError(LockstepError):
-    """A data file or data set is missing, damaged or not what it says it is."""
+    """A data file or data set is missing, damaged or in another format."""
 
     exit_code = 2
 
 
 class CheckpointError(LockstepError):
-    """A checkpoint cannot be written, or must not be read."""
+    """A checkpoint cannot be written, is damaged, or does not fit the run."""
 
     exit_code = 2
 
 
 class MismatchError(LockstepError):
-    """Ranks hold different things where they must hold the same."""
+    """Ranks have different values, models or arguments that must be the same on all of them."""
 
 
 class DivergedError(LockstepError, ArithmeticError):
@@ -92,10 +107,10 @@ class DivergedError(LockstepError, ArithmeticError):
 
 
 class InterruptedRunError(LockstepError):
-    """The run was stopped by a signal, after the step it was in had ended.
+    """A signal stopped the run after its current step.
 
     Attributes:
-        checkpoint: path of what was saved, or None where the run keeps no checkpoints.
+        checkpoint: path of the saved checkpoint; None if the run saves no checkpoints.
     """
 
     def __init__(self, message: str, signal_number: int, checkpoint: str | None = None) -> None:
@@ -108,16 +123,16 @@ class InterruptedRunError(LockstepError):
 
 
 class TransportError(LockstepError, RuntimeError):
-    """Ranks cannot exchange data, or can no longer."""
+    """Ranks cannot communicate."""
 
 
 class DesyncError(TransportError):
-    """Ranks have parted: they are in different collectives, on different batches, or one has failed.
+    """Ranks are desynchronised: in different collectives, on different batches, or one has failed.
 
     It is raised on every rank, with the same report.
 
     Attributes:
-        report_json: the whole report, see `lockstep explain`; "" without one.
+        report_json: the full report, see `lockstep explain`; "" if there is none.
     """
 
     def __init__(self, message: str, report_json: str = "") -> None:
@@ -129,10 +144,10 @@ class DesyncError(TransportError):
 
 
 class RankLostError(TransportError):
-    """A rank has ended or left while others waited for it.
+    """A rank's process ended, or left the group, while others waited for it.
 
     Attributes:
-        rank: the rank that is gone, as the group numbers it.
+        rank: the rank that is lost, as its number in the group.
         report_json: as in `DesyncError`.
     """
 
@@ -148,7 +163,7 @@ class StallError(TransportError):
     """Ranks did not arrive within the time limit.
 
     Attributes:
-        ranks: those that did not arrive, as the group numbers them.
+        ranks: the ranks that did not arrive, as their numbers in the group.
         report_json: as in `DesyncError`.
     """
 
@@ -161,17 +176,17 @@ class StallError(TransportError):
 
 
 class WorkerError(LockstepError):
-    """A worker process raised an exception or ended without an answer.
+    """A worker process raised an exception, or ended without a result.
 
     Attributes:
         rank: the rank that failed first.
-        kind: the class name of what it raised, or "exit" where it died.
-        reason: the message of what it raised, in one line or more.
-        worker_traceback: its traceback as text, "" where it left none.
-        host: the machine that it ran on, "" where there is one only.
-        others: what became of the others, "" where there is nothing to say.
-        time: when, in nanoseconds since the epoch on the clock of its machine; 0 where that is not known.
-        in_collective: whether it was raised while the worker talked to others, as it is where one of them has left.
+        kind: the class name of its exception; "exit" if the process ended without one.
+        reason: the message of its exception, of one or more lines.
+        worker_traceback: its traceback as text; "" if there is none.
+        host: its host; "" if the job has only one.
+        others: what happened to the other ranks; "" if that adds nothing.
+        time: the time of the failure on the clock of its host, in nanoseconds since the epoch; 0 if unknown.
+        in_collective: whether it was raised during communication, as it is if another rank has left.
     """
 
     host = others = ""
@@ -191,16 +206,28 @@ class WorkerError(LockstepError):
 
 
 def unknown_name(argument: str, name: object, known: Iterable[str], also: str = "", expected: str = "") -> ConfigError:
-    """The error for a name that is not among `known`, with the near ones offered.
+    """Return the error for a name that is not among `known`; it suggests similar names.
 
     Args:
-        argument: the argument that holds the name.
-        name: what came.
-        known: every name that would have been right.
-        also: another form that is accepted, e.g. ``"package.module:factory"``.
-        expected: said in place of the list of all names, where that would be long.
+        argument: the argument with the name.
+        name: the unknown name.
+        known: all valid names.
+        also: another accepted form, e.g. ``"package.module:factory"``.
+        expected: replaces the list of all names if that is long.
     """
     names = sorted(known)
     expected = expected or "one of " + ", ".join(names) + (f", or {also}" if also else "")
     near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)
     return ConfigError(argument, expected, name, f"Did you mean {' or '.join(near)}?" if near else "")
+
+
+def unexpected_argument(function: str, name: str, elsewhere: Mapping[str, str]) -> TypeError:
+    """Return the error for a keyword argument that a function does not have, in Python's words.
+
+    Args:
+        function: the name of the function.
+        name: the name of the argument.
+        elsewhere: what to do instead, a clause, by the name of the argument.
+    """
+    hint = f": {elsewhere[name]}" if name in elsewhere else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")

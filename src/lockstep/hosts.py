@@ -1,16 +1,18 @@
-"""Lists of machines, as launchers are given them: ``a:4,b:4`` and host files."""
+"""Host lists as launchers accept them: ``a:4,b:4`` and host files."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ConfigError
 
-__all__ = ["Host", "parse_hostfile", "parse_hosts", "read_hostfile"]
+__all__ = ["Host", "is_this_host", "parse_hostfile", "parse_hosts", "read_hostfile"]
 
 _ENTRY = re.compile(
     r"(?:(?P<user>\w[\w.-]*)@)?"
@@ -23,12 +25,12 @@ _FORM = "[user@]host[:slots], an IPv6 address in brackets"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One machine of a list.
+    """One host of a list.
 
     Attributes:
         name: a name or an address, without brackets.
-        slots: how many workers it takes.
-        user: whom ssh logs in as there; "" leaves it to ssh's configuration.
+        slots: the most workers to run on it.
+        user: the login name for ssh; "" leaves it to ssh's configuration.
     """
 
     name: str
@@ -37,29 +39,29 @@ class Host:
 
     @property
     def login(self) -> str:
-        """What ssh is told to connect to."""
+        """The destination for ssh."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
 def parse_hosts(text: str, argument: str = "hosts") -> list[Host]:
-    """The machines of ``a:4,user@b,[fe80::1]:2``; one without a number of slots takes one worker.
+    """Parse a list such as ``a:4,user@b,[fe80::1]:2``; a host has one slot by default.
 
     Args:
-        text: entries with commas between them.
-        argument: what errors call it.
+        text: entries separated by commas.
+        argument: its name in errors.
 
     Raises:
-        ConfigError: for an entry that cannot be read, a machine named twice, or no machine at all.
+        ConfigError: an entry is invalid, a host is named twice, or there is no host.
     """
     entries = [(argument, entry.strip()) for entry in text.split(",")]
-    return _distinct(((where, _parse_entry(entry, where)) for where, entry in entries), argument)
+    return _check_hosts(((where, _parse_entry(entry, where)) for where, entry in entries), argument)
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The machines of the host file `path`.
+    """Read the hosts of the host file `path`.
 
     Raises:
-        ConfigError: when it cannot be read; and as `parse_hostfile`.
+        ConfigError: the file cannot be read; and as `parse_hostfile`.
     """
     try:
         return parse_hostfile(path.read_text(encoding="utf-8"), str(path))
@@ -69,39 +71,39 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def parse_hostfile(text: str, source: str = "hostfile") -> list[Host]:
-    """The machines of a host file, as Open MPI, MPICH and Horovod write it.
+    """Parse the text of a host file, in the format of Open MPI, MPICH and Horovod.
 
-    A line is ``host``, ``host slots=4`` or ``host:4``, each perhaps with ``user@``. Empty lines and what follows a #
-    are left out, and so is ``max_slots=``: no machine gets more workers than it has slots.
+    A line is ``host``, ``host slots=4`` or ``host:4``, each optionally with ``user@``. Empty lines and text after a #
+    are ignored, and so is ``max_slots=``: no host gets more workers than it has slots.
 
     Args:
         text: the file's lines.
-        source: what errors call it, followed by the number of the line.
+        source: its name in errors, followed by the line number.
 
     Raises:
-        ConfigError: for a line that cannot be read, a machine named twice, or no machine at all.
+        ConfigError: a line is invalid, a host is named twice, or there is no host.
     """
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    found = ((f"{source}, line {number}", words) for number, words in enumerate(lines, 1) if words)
-    return _distinct(((where, _parse_line(words, where)) for where, words in found), source)
+    numbered = ((f"{source}, line {number}", fields) for number, fields in enumerate(lines, 1) if fields)
+    return _check_hosts(((where, _parse_line(fields, where)) for where, fields in numbered), source)
 
 
-def _parse_line(words: list[str], where: str) -> Host:
-    host, settings = _parse_entry(words[0], where), [word.partition("=") for word in words[1:]]
+def _parse_line(fields: list[str], where: str) -> Host:
+    host, settings = _parse_entry(fields[0], where), [word.partition("=") for word in fields[1:]]
     given = [value for key, _, value in settings if key == "slots"]
     unknown = [key for key, _, _ in settings if key not in ("slots", "max_slots", "max-slots")]
-    if unknown or len(given) > 1 or (given and ":" in words[0].rpartition("]")[2]):
-        raise ConfigError(where, "host slots=4, or host:4", found=" ".join(words))
+    if unknown or len(given) > 1 or (given and ":" in fields[0].rpartition("]")[2]):
+        raise ConfigError(where, "host slots=4, or host:4", found=" ".join(fields))
     return Host(host.name, _parse_slots(given[0], where), host.user) if given else host
 
 
 def _parse_entry(text: str, where: str) -> Host:
-    found = _ENTRY.fullmatch(text)
-    if found is None or (found["v6"] and not _is_ipv6(found["v6"])):
+    match = _ENTRY.fullmatch(text)
+    if match is None or (match["v6"] and not _is_ipv6(match["v6"])):
         hint = f"Write [{text}] for an IPv6 address." if _is_ipv6(text) else ""
         raise ConfigError(where, _FORM, text, hint)
-    slots = 1 if found["slots"] is None else _parse_slots(found["slots"], where)
-    return Host(found["v6"] or found["name"], slots, found["user"] or "")
+    slots = 1 if match["slots"] is None else _parse_slots(match["slots"], where)
+    return Host(match["v6"] or match["name"], slots, match["user"] or "")
 
 
 def _parse_slots(text: str, where: str) -> int:
@@ -117,17 +119,30 @@ def _is_ipv6(text: str) -> bool:
         return False
 
 
-def _distinct(hosts: Iterable[tuple[str, Host]], source: str) -> list[Host]:
-    found = list(_refuse_twice(hosts))
-    if not found:
-        raise ConfigError(source, "at least one machine", found="no machine")
-    return found
-
-
-def _refuse_twice(hosts: Iterable[tuple[str, Host]]) -> Iterator[Host]:
-    seen: set[str] = set()
+def _check_hosts(hosts: Iterable[tuple[str, Host]], source: str) -> list[Host]:
+    by_name: dict[str, Host] = {}
     for where, host in hosts:
-        if host.name in seen:
-            raise ConfigError(where, "each machine once", host.name, "Give it as many slots as it has in all.")
-        seen.add(host.name)
-        yield host
+        if host.name in by_name:
+            raise ConfigError(where, "each host once", host.name, "Add up its slots in one entry.")
+        by_name[host.name] = host
+    if not by_name:
+        raise ConfigError(source, "at least one host", found="no host")
+    return list(by_name.values())
+
+
+def is_this_host(host: str) -> bool:
+    """Return whether `host` is a name or an address of the host on which this program runs."""
+    if host in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+        return True
+    with suppress(OSError):
+        addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
+        return any(_is_own_address(str(address)) for address in addresses)
+    return False
+
+
+def _is_own_address(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind((address, 0))  # only an address of this host can be bound
+        return True
+    return False

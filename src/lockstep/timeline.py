@@ -1,4 +1,4 @@
-"""The records of a run as a trace that Perfetto and Chrome show: a lane for each rank."""
+"""Converts the records of a run to a trace for Perfetto and Chrome, with one track per rank."""
 
 from __future__ import annotations
 
@@ -13,32 +13,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from . import recorder
+from . import flight_recorder
 from .errors import DataError
-from .recorder import Record
+from .flight_recorder import Record
 
 __all__ = ["RankTime", "write_trace"]
 
 _RECORDS = "rank-*.records"
-_LANES = 8  # for collectives that are under way together; more are drawn as marks
+_MAX_TRACKS = 8  # for collectives in flight at the same time; further ones are drawn as instant events
 
-_FIRST = {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}}  # all others follow a comma
+_FIRST = {
+    "name": "process_sort_index",
+    "ph": "M",
+    "pid": 0,
+    "args": {"sort_index": 0},
+}  # further events begin with a comma
 
 _Key = tuple[str, int, str, int]
+"""Identifies a collective on all ranks: group, sequence number, signature, and how often these occurred before."""
 
 
 @dataclass
 class RankTime:
-    """Where the time of one rank has gone.
+    """How one rank spent its time.
 
     Attributes:
         rank: its number.
-        host: its machine.
-        collectives: how many collectives and messages there are.
-        seconds: from the first to the end of the last.
-        inside_s: seconds in which one was under way.
-        waiting_s: seconds of these in which a member of the group had not come yet.
-        last: in how many collectives it was the one that came last.
+        host: its host.
+        collectives: number of collectives and point-to-point messages.
+        seconds: from the start of the first to the end of the last.
+        inside_s: seconds with a collective in flight.
+        waiting_s: seconds of these in which another member of the group had not yet entered the collective.
+        last: number of collectives that this rank entered last.
     """
 
     rank: int
@@ -52,7 +58,7 @@ class RankTime:
 
 @dataclass
 class _Source:
-    """The records of one rank. Attributes: offset, from their clock to the common one; read, gives the oldest first."""
+    """The records of one rank. Attributes: offset, from their clock to Unix time; read, returns them oldest first."""
 
     rank: int
     size: int
@@ -62,28 +68,33 @@ class _Source:
 
 
 @dataclass
-class _Span:
-    """First and last time of all ranks, and for each collective when its last member came, and who that was."""
+class _Arrivals:
+    """The times of the first and last event of all ranks, and the last arrival at each collective.
+
+    Attributes:
+        first, last: Unix times.
+        of: collective → (when its last member entered it, that member's rank, number of members that entered it).
+    """
 
     first: float = math.inf
     last: float = -math.inf
-    came: dict[_Key, tuple[float, int, int]] = field(default_factory=dict)  # when, who, and how many have come
+    of: dict[_Key, tuple[float, int, int]] = field(default_factory=dict)
 
 
 def write_trace(folder: Path, path: Path) -> list[RankTime]:
-    """Write the trace of the run whose records are in `folder` to `path`, compressed where that ends in ".gz".
+    """Write the trace of the run whose records are in `folder` to `path`, compressed if that ends in ".gz".
 
-    Each rank has a lane with what it computed, every collective, and within that the time until the last member of the
-    group came; collectives that are under way together have lanes of their own below. The ranks of one machine share a
-    clock; that of several machines is as exact as their clocks agree.
+    Each rank has a track with its computation, every collective, and within that the time until the last member of the
+    group entered it; collectives in flight at the same time have further tracks below. The ranks of one host share a
+    clock; between hosts, times are as exact as their clocks agree.
 
     Args:
-        folder: what ``lockstep run --timeline`` was given, or the folder of a running job's recordings, which hold the
-            last few hundred collectives.
-        path: of the file; it is there whole or not at all.
+        folder: the folder given to ``lockstep run --timeline``, or the folder with the flight records of a running job,
+            which hold the last few hundred collectives.
+        path: the output file; it is written atomically.
 
     Returns:
-        Where each rank's time has gone.
+        How each rank spent its time.
 
     Raises:
         DataError: there are no records, or they cannot be read.
@@ -94,86 +105,88 @@ def write_trace(folder: Path, path: Path) -> list[RankTime]:
     """
     sources = _sources(folder)
     try:
-        span = _survey(sources)
-        if span.last < span.first:
-            raise DataError(f"{folder} holds the files of {len(sources)} ranks, and no collective in any of them")
+        arrivals = _find_arrivals(sources)
+        if arrivals.last < arrivals.first:
+            raise DataError(f"{folder} contains the files of {len(sources)} ranks, without any collective")
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with _opened(draft, path.suffix == ".gz") as file:
+            with _open(draft, path.suffix == ".gz") as file:
                 file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + json.dumps(_FIRST))
-                times = [_write_rank(file, source, span) for source in sources]
+                times = [_write_rank(file, source, arrivals) for source in sources]
                 file.write("\n]}\n")
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
     except (ValueError, TypeError) as error:
-        raise DataError(f"{folder} holds records that are damaged: {error}") from None
+        raise DataError(f"{folder} contains damaged records: {error}") from None
     return times
 
 
-def _opened(path: Path, compressed: bool) -> IO[str]:
+def _open(path: Path, compressed: bool) -> IO[str]:
     return gzip.open(path, "wt", encoding="utf-8") if compressed else path.open("w", encoding="utf-8")
 
 
 def _sources(folder: Path) -> list[_Source]:
-    found = _files(folder) or _live(folder)
-    if not found:
-        hint = "`lockstep run --timeline DIR` or LOCKSTEP_TIMELINE=DIR makes them."
+    sources = _sources_of_logs(folder) or _sources_of_job(folder)
+    if not sources:
+        hint = "`lockstep run --timeline DIR` or LOCKSTEP_TIMELINE=DIR writes them."
         raise DataError(f"{folder}: expected a folder with records of ranks, {_RECORDS}, got one without. {hint}")
-    if len({source.size for source in found}) > 1:
+    if len({source.size for source in sources}) > 1:
         hint = "Remove it, and let the next run write to an empty one."
-        raise DataError(f"{folder} holds records of several runs, with different numbers of ranks. {hint}")
+        raise DataError(f"{folder} contains records of several runs, with different numbers of ranks. {hint}")
     offsets: dict[str, float] = {}
-    for source in found:  # ranks of one machine have one clock, and have asked for the time of day at different moments
+    for source in sources:  # the ranks of one host share a clock, but measured its offset at different times
         source.offset = offsets.setdefault(source.host, source.offset)
-    return sorted(found, key=lambda source: source.rank)
+    return sorted(sources, key=lambda source: source.rank)
 
 
-def _files(folder: Path) -> list[_Source]:
-    found = []
+def _sources_of_logs(folder: Path) -> list[_Source]:
+    sources = []
     for path in folder.glob(_RECORDS):
         try:
-            header = recorder.log_header(path)
+            header = flight_recorder.read_log_header(path)
             rank, size = int(header["rank"]), int(header["world_size"])
             host, offset = str(header["host"]), float(header["unix_offset"])
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged: {error}") from None
-        found.append(_Source(rank, size, host, offset, functools.partial(recorder.read_log, path)))
-    return found
+        sources.append(_Source(rank, size, host, offset, functools.partial(flight_recorder.read_log, path)))
+    return sources
 
 
-def _live(folder: Path) -> list[_Source]:
-    found = []
-    for rank, recording in recorder.open_job(folder).items():
-        records = recording.records()
-        found.append(_Source(rank, recording.world_size, recording.host, recording.unix_offset, records.copy))
-        recording.close()
-    return found
+def _sources_of_job(folder: Path) -> list[_Source]:
+    sources = []
+    for rank, reader in flight_recorder.open_job(folder).items():
+        records = reader.records()
+        sources.append(_Source(rank, reader.world_size, reader.host, reader.unix_offset, records.copy))
+        reader.close()
+    return sources
 
 
-# --- first look: when did the last member come? ---------------------------------------------------------------
+# --- First pass: the last arrival at each collective ------------------------------------------------------------------
 
 
-def _survey(sources: Iterable[_Source]) -> _Span:
-    span = _Span()
+def _find_arrivals(sources: Iterable[_Source]) -> _Arrivals:
+    arrivals = _Arrivals()
     for source in sources:
-        for record, key in _keyed(source):
+        for record, key in _keyed_records(source):
             entered = record.entered + source.offset
-            span.first = min(span.first, entered)
-            span.last = max(span.last, entered, (record.left or 0.0) + source.offset)
-            when, who, count = span.came.get(key, (-math.inf, 0, 0))
-            span.came[key] = (entered, source.rank, count + 1) if entered > when else (when, who, count + 1)
-    return span
+            arrivals.first = min(arrivals.first, entered)
+            arrivals.last = max(arrivals.last, entered, (record.left or 0.0) + source.offset)
+            latest, rank, count = arrivals.of.get(key, (-math.inf, 0, 0))
+            if entered > latest:
+                latest, rank = entered, source.rank
+            arrivals.of[key] = latest, rank, count + 1
+    return arrivals
 
 
-def _keyed(source: _Source) -> Iterator[tuple[Record, _Key]]:
-    """The records, with what the same collective is called on every rank; a group may be made again under its name."""
+def _keyed_records(source: _Source) -> Iterator[tuple[Record, _Key]]:
+    """Yield the records with their keys; a program may create several groups of the same name, one after the other."""
     seen: Counter[tuple[str, int, str]] = Counter()
     for record in source.read():
         if not (_is_time(record.entered) and (record.left is None or _is_time(record.left))):
-            raise ValueError(f"the times of rank {source.rank}'s record {record.number}")
+            raise ValueError(f"invalid times in record {record.number} of rank {source.rank}")
         name = (record.group, record.sequence, record.what if record.sequence else f"{source.rank} {record.number}")
         yield record, (*name, seen[name])
         seen[name] += record.sequence > 0
@@ -183,110 +196,110 @@ def _is_time(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# --- second look: draw ----------------------------------------------------------------------------------------
+# --- Second pass: writing the events ----------------------------------------------------------------------------------
 
 
 @dataclass
-class _Pen:
-    """Writes events of one rank. Attributes: zero, the time that is 0 in the trace."""
+class _EventWriter:
+    """Writes the events of one rank. Attributes: zero, the Unix time that is 0 in the trace."""
 
     file: IO[str]
     rank: int
     zero: float
 
-    def slice(self, lane: int, name: str, kind: str, start: float, end: float, **about: Any) -> None:
-        first, last = self._at(start), self._at(end)
-        # Perfetto cuts both down to whole nanoseconds, and drops a slice that reaches into the next one
+    def write_slice(self, track: int, name: str, category: str, start: float, end: float, **details: Any) -> None:
+        first, last = self._nanoseconds(start), self._nanoseconds(end)
+        # Perfetto rounds both down to whole nanoseconds, and drops a slice that overlaps with the next one
         times = {"ts": first / 1e3, "dur": max(0, last - first - 1) / 1e3}
-        self._put({"name": name, "cat": kind, "ph": "X", "tid": lane, **times, "args": about})
+        self._write({"name": name, "cat": category, "ph": "X", "tid": track, **times, "args": details})
 
-    def mark(self, name: str, time: float, **about: Any) -> None:
-        ts = self._at(time) / 1e3
-        self._put({"name": name, "cat": "collective", "ph": "i", "s": "t", "tid": 1, "ts": ts, "args": about})
+    def write_instant(self, name: str, time: float, **details: Any) -> None:
+        ts = self._nanoseconds(time) / 1e3
+        self._write({"name": name, "cat": "collective", "ph": "i", "s": "t", "tid": 1, "ts": ts, "args": details})
 
-    def label(self, what: str, lane: int = 0, **about: Any) -> None:
-        self._put({"name": what, "ph": "M", "tid": lane, "args": about})
+    def write_metadata(self, key: str, track: int = 0, **values: Any) -> None:
+        self._write({"name": key, "ph": "M", "tid": track, "args": values})
 
-    def _at(self, time: float) -> int:
-        """Nanoseconds since the first of all."""
+    def _nanoseconds(self, time: float) -> int:
         return round((time - self.zero) * 1e9)
 
-    def _put(self, event: dict[str, Any]) -> None:
+    def _write(self, event: dict[str, Any]) -> None:
         self.file.write(",\n" + json.dumps({"pid": self.rank, **event}))
 
 
-def _write_rank(file: IO[str], source: _Source, span: _Span) -> RankTime:
-    pen, time = _Pen(file, source.rank, span.first), RankTime(source.rank, source.host)
-    pen.label("process_name", name=f"rank {source.rank}" + (f" on {source.host}" if source.host else ""))
-    pen.label("process_sort_index", sort_index=source.rank)
-    pen.label("thread_name", 0, name="batches")
-    pen.label("thread_name", 1, name=f"rank {source.rank}")
-    busy = [-math.inf] * _LANES
+def _write_rank(file: IO[str], source: _Source, arrivals: _Arrivals) -> RankTime:
+    writer, time = _EventWriter(file, source.rank, arrivals.first), RankTime(source.rank, source.host)
+    writer.write_metadata("process_name", name=f"rank {source.rank}" + (f" on {source.host}" if source.host else ""))
+    writer.write_metadata("process_sort_index", sort_index=source.rank)
+    writer.write_metadata("thread_name", 0, name="batches")
+    writer.write_metadata("thread_name", 1, name=f"rank {source.rank}")
+    busy_until = [-math.inf] * _MAX_TRACKS
     start = covered = -math.inf
-    batches = _Batches(pen)
-    for record, key, end in _ended(source, span):
+    batches = _BatchSlices(writer)
+    for record, key, end in _records_with_ends(source, arrivals):
         entered = record.entered + source.offset
         if covered == -math.inf:
             start = covered = entered
         if entered > covered:
-            pen.slice(1, "compute", "compute", covered, entered)
-        waiting = _waiting(span, key, source.rank, entered, end)
-        _draw(pen, busy, record, entered, end, waiting)
-        batches.see(record, entered)
+            writer.write_slice(1, "compute", "compute", covered, entered)
+        latest, last_rank, count = arrivals.of[key]
+        waited_until = min(latest, end or entered) if last_rank != source.rank else entered
+        _write_collective(writer, busy_until, record, entered, end, waited_until)
+        batches.add(record, entered)
         time.collectives += 1
-        _, who, count = span.came[key]
-        time.last += count > 1 and who == source.rank
+        time.last += count > 1 and last_rank == source.rank
         time.inside_s += max(0.0, (end or entered) - max(entered, covered))
-        time.waiting_s += max(0.0, min(waiting, end or entered) - max(entered, covered))
+        time.waiting_s += max(0.0, min(waited_until, end or entered) - max(entered, covered))
         covered = max(covered, end or entered)
     batches.close(covered)
     time.seconds = covered - start if time.collectives else 0.0
     return time
 
 
-def _ended(source: _Source, span: _Span) -> Iterator[tuple[Record, _Key, float | None]]:
-    """The records with their ends; a rank's last one, if it has not ended, lasts to the end of the trace."""
-    before: tuple[Record, _Key] | None = None
-    for record, key in _keyed(source):
-        if before is not None:
-            yield (*before, None if before[0].left is None else before[0].left + source.offset)
-        before = record, key
-    if before is not None:
-        yield (*before, span.last if before[0].left is None else before[0].left + source.offset)
+def _records_with_ends(source: _Source, arrivals: _Arrivals) -> Iterator[tuple[Record, _Key, float | None]]:
+    """Yield the records with their ends; the last record of a rank, if unfinished, lasts to the end of the trace."""
+    previous: tuple[Record, _Key] | None = None
+    for record, key in _keyed_records(source):
+        if previous is not None:
+            yield (*previous, None if previous[0].left is None else previous[0].left + source.offset)
+        previous = record, key
+    if previous is not None:
+        yield (*previous, arrivals.last if previous[0].left is None else previous[0].left + source.offset)
 
 
-def _waiting(span: _Span, key: _Key, rank: int, entered: float, end: float | None) -> float:
-    """Until when the rank has waited for another to come."""
-    when, who, _ = span.came[key]
-    return min(when, end or entered) if who != rank else entered
-
-
-def _draw(pen: _Pen, busy: list[float], record: Record, entered: float, end: float | None, waiting: float) -> None:
-    about = {"place": record.place, "source": record.source, "batch": record.batch}
-    about |= {"group": record.group or "all ranks", "number": record.sequence}
-    lane = next((lane for lane, until in enumerate(busy) if until <= entered), None)
-    if end is None or lane is None:
-        pen.mark(record.what, entered, **about)
+def _write_collective(
+    writer: _EventWriter,
+    busy_until: list[float],
+    record: Record,
+    entered: float,
+    end: float | None,
+    waited_until: float,
+) -> None:
+    details = {"call site": record.call_site, "source": record.source, "batch": record.batch}
+    details |= {"group": record.group or "all ranks", "number": record.sequence}
+    track = next((track for track, until in enumerate(busy_until) if until <= entered), None)
+    if end is None or track is None:
+        writer.write_instant(record.what, entered, **details)
         return
-    if lane and busy[lane] == -math.inf:
-        pen.label("thread_name", lane + 1, name=f"beside it, {lane}")
-    busy[lane] = max(end, entered)
+    if track and busy_until[track] == -math.inf:
+        writer.write_metadata("thread_name", track + 1, name=f"concurrent {track}")
+    busy_until[track] = max(end, entered)
     if record.left is None:
-        about["ended"] = "no"
-    pen.slice(lane + 1, record.name or record.what, "collective", entered, end, **about)
-    if waiting > entered:
-        pen.slice(lane + 1, "waiting", "waiting", entered, waiting)
+        details["ended"] = "no"
+    writer.write_slice(track + 1, record.name or record.what, "collective", entered, end, **details)
+    if waited_until > entered:
+        writer.write_slice(track + 1, "waiting", "waiting", entered, waited_until)
 
 
 @dataclass
-class _Batches:
-    """Draws the batches that a rank was on."""
+class _BatchSlices:
+    """Writes a slice for each batch of a rank."""
 
-    pen: _Pen
+    writer: _EventWriter
     batch: int | None = None
     since: float = 0.0
 
-    def see(self, record: Record, entered: float) -> None:
+    def add(self, record: Record, entered: float) -> None:
         batch = None if record.finished else record.batch
         if batch != self.batch:
             self.close(entered)
@@ -294,5 +307,5 @@ class _Batches:
 
     def close(self, now: float) -> None:
         if self.batch is not None:
-            self.pen.slice(0, f"batch {self.batch}", "batch", self.since, now)
+            self.writer.write_slice(0, f"batch {self.batch}", "batch", self.since, now)
         self.batch = None

@@ -1,4 +1,4 @@
-"""Where one worker stands among all workers of a job; data only."""
+"""The position of one worker among all workers of a job; data only."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["World"]
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One worker's place: which rank of how many, on which node.
+    """The position of one worker in its job: rank, world size, local rank, node and device.
 
     Attributes:
         rank: 0 ≤ rank < world_size, unique in the job.
         world_size: number of workers in the job.
         local_rank: 0 ≤ local_rank < local_world_size, unique on the node.
         local_world_size: number of workers on this node.
-        node: 0 ≤ node < nodes, this machine's number.
-        nodes: number of machines in the job.
-        source: which environment said so ("alone", "torchrun", "lockstep", …).
-        device: where this worker computes, e.g. "cpu" or "cuda:3"; `lockstep.init()` fills it in.
+        node: 0 ≤ node < nodes, the number of this host.
+        nodes: number of hosts in the job.
+        source: the launcher from whose variables it was read ("alone", "torchrun", "lockstep", …).
+        device: the device on which this worker computes, e.g. "cpu" or "cuda:3"; `lockstep.init()` sets it.
     """
 
     rank: int = 0

@@ -35,7 +35,7 @@ def stream(): return Stream()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _server() -> None:
+def _server(warm: None) -> None:
     """Whoever launches workers first starts the fork server, and decides what all later ones find imported."""
     start_server()
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import lockstep
-from lockstep import environment, launchers
+from lockstep import environment, launcher
 from lockstep.cli import main, train
 from lockstep.cli.main import _parser
 from lockstep.errors import ConfigError, WorkerError
-from lockstep.training import job
+from lockstep.training import training_run
 from lockstep.training.options import TrainOptions
 
 # every option with another value than its default: as typed, and as it arrives
@@ -30,35 +30,38 @@ TYPED: dict[str, tuple[str, Any]] = {
     "device": ("cpu", "cpu"),
     "strategy": ("sharded", "sharded"),
     "sync_batchnorm": ("", True),
-    "global_batch": ("100", 100),
+    "global_batch_size": ("100", 100),
     "lr": ("2.5e-2", 0.025),
     "optimizer": ("adamw", "adamw"),
     "momentum": ("0.5", 0.5),
     "weight_decay": ("0.01", 0.01),
-    "clip_norm": ("2", 2.0),
-    "accumulate": ("4", 4),
+    "beta1": ("0.8", 0.8),
+    "beta2": ("0.95", 0.95),
+    "param_groups": ("fc*:lr=0.1", "fc*:lr=0.1"),
+    "max_grad_norm": ("2", 2.0),
+    "gradient_accumulation_steps": ("4", 4),
     "precision": ("bf16", "bf16"),
     "compile": ("", True),
     "channels_last": ("", True),
     "epochs": ("7", 7),
     "schedule": ("step", "step"),
     "warmup_epochs": ("0.5", 0.5),
-    "base_batch": ("50", 50),
+    "base_batch_size": ("50", 50),
     "seed": ("11", 11),
     "checkpoint_every": ("20steps", "20steps"),
     "async_save": ("", True),
     "replica_check": ("7", 7),
-    "keep": ("5", 5),
-    "out": ("somewhere", "somewhere"),
+    "keep_checkpoints": ("5", 5),
+    "run_dir": ("somewhere", "somewhere"),
     "log": ("tensorboard", "tensorboard"),
     "loader_workers": ("2", 2),
-    "in_flight": ("4", 4),
+    "max_steps_in_flight": ("4", 4),
     "quiet": ("", True),
-    "allow_different": ("", True),
+    "allow_different_hardware": ("", True),
 }
 
 # those that contradict some of the others
-WITH_SHARDS = {"shards": ("12", 12), "threads": ("3", 3)}
+WITH_VIRTUAL_WORKERS = {"virtual_workers": ("12", 12), "threads": ("3", 3)}
 WITH_REPLICAS = {"devices": ("cpu,cpu", "cpu,cpu")}
 
 
@@ -81,13 +84,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return {}
 
     runs: list[Any] = []
-    monkeypatch.setattr(job, "run", here)
-    monkeypatch.setattr(launchers, "launch", launch)
+    monkeypatch.setattr(training_run, "run", here)
+    monkeypatch.setattr(launcher, "launch", launch)
     return runs
 
 
 def test_every_option_is_tried_here() -> None:
-    every = {**TYPED, **WITH_SHARDS, **WITH_REPLICAS}
+    every = {**TYPED, **WITH_VIRTUAL_WORKERS, **WITH_REPLICAS}
     assert set(every) == {option.name for option in fields(TrainOptions)} - {"resume"}
     assert all(getattr(TrainOptions(), name) != value for name, (_, value) in every.items())
 
@@ -101,12 +104,11 @@ def test_flags_become_options(started: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected"),
-    [("--shards 12 --threads 3", (12, 3)), ("--shards", (8, None)), ("--shards --keep 2", (8, None))],
+    ("typed", "expected"), [("--virtual-workers 12 --threads 3", (12, 3)), ("--virtual-workers 8", (8, None))]
 )
-def test_shards_with_a_number_and_without(started: list[Any], typed: str, expected: tuple[int, int | None]) -> None:
+def test_virtual_workers_and_their_threads(started: list[Any], typed: str, expected: tuple[int, int | None]) -> None:
     assert main(["train", "--workers", "1", "--quiet", *typed.split()]) == 0
-    assert (started[0].shards, started[0].threads) == expected
+    assert (started[0].virtual_workers, started[0].threads) == expected
 
 
 def test_devices_of_replicas(started: list[Any]) -> None:
@@ -125,10 +127,10 @@ def test_keys_of_a_file_become_options(started: list[Any], empty_folder: Path) -
 def test_defaults(started: list[Any]) -> None:
     assert main(["train", "--workers", "1", "--quiet"]) == 0
     (options,) = started
-    folder = options.out
+    folder = options.run_dir
     assert Path(folder).parent == Path("runs")
     assert "-lenet-digits-" in Path(folder).name
-    assert options == TrainOptions(workers="1", quiet=True, out=folder)
+    assert options == TrainOptions(workers="1", quiet=True, run_dir=folder)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +147,16 @@ def test_defaults(started: list[Any]) -> None:
         ("train --lr=-1e-3", "lockstep train: error: --lr: expected a finite number above 0, got -0.001"),
         ("train --compile=yes", "lockstep train: error: --compile/--no-compile: ignored explicit argument 'yes'"),
         ("train --epoch 3", "lockstep train: error: option: .*got '--epoch'. Did you mean --epochs"),
-        ("train --global-bach=3", "lockstep train: error: option: .*got '--global-bach'. Did you mean --global-batch?"),
+        (
+            "train --global-bach=3",
+            "lockstep train: error: option: .*got '--global-bach'. Did you mean --global-batch-size?",
+        ),
         ("train -epochs 3", "lockstep train: error: option: .*got '-epochs'. Did you mean --epochs"),
         ("train --no-compil", "lockstep train: error: option: .*Did you mean --no-compile"),
         ("train lenet", "lockstep train: error: option: expected one that `lockstep train --help` lists, got 'lenet'"),
         ("train --seed 18446744073709551616", "lockstep train: error: --seed: expected a whole number from 0 to"),
-        ("train --out=", "lockstep train: error: --out: expected a text, got ''"),
-        ("train --out " + "a" * 300, "lockstep train: error: --out: expected a folder that can be written"),
+        ("train --run-dir=", "lockstep train: error: --run-dir: expected a text, got ''"),
+        ("train --run-dir " + "a" * 300, "lockstep train: error: --run-dir: expected a folder that can be written"),
         ("train --resume " + "a" * 300, "lockstep train: error: --resume: expected a folder that can be read"),
     ],
 )
@@ -226,29 +231,30 @@ def test_help_does_not_load_torch() -> None:
 
 
 def test_the_summary_shows_paths_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    result = {"test_accuracy": 0.987, "epochs": 1, "workers": 2, "devices": ["CPU"] * 2, "samples_per_second": 1234.5}
-    train._show(Path("a [/b] :cat: " + "long" * 30), result)
+    result = {"val_accuracy": 0.987, "epochs": 1, "workers": 2, "devices": ["CPU"] * 2, "samples_per_second": 1234.5}
+    train._print_summary(Path("a [/b] :cat: " + "long" * 30), result)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == ["test accuracy  98.70% after 1 epoch", "speed          1,234 samples/s with 2 workers"]
+    assert lines[1] == "accuracy       98.70% of the test set, after 1 epoch"
+    assert lines[2] == "speed          1,234 samples/s with 2 workers"
     assert lines[-1] == "all files      a [/b] :cat: " + "long" * 30
-    train._show(Path("a"), {**result, "test_accuracy": None})
+    train._print_summary(Path("a"), {**result, "val_accuracy": None})
     assert "accuracy" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("gpus", "mps", "options", "workers"),
     [
-        (0, False, {"global_batch": 1024}, 8),  # as many as there are cores
-        (0, False, {"global_batch": 64}, 2),  # with 32 samples each
-        (0, False, {"global_batch": 10}, 1),
+        (0, False, {"global_batch_size": 1024}, 8),  # as many as there are cores
+        (0, False, {"global_batch_size": 64}, 2),  # with 32 samples each
+        (0, False, {"global_batch_size": 10}, 1),
         (0, False, {"workers": "5"}, 5),
         (4, False, {}, 4),
         (4, False, {"device": "cuda"}, 4),
-        (4, False, {"device": "cpu"}, 8),
-        (4, False, {"global_batch": 3}, 3),
+        (4, False, {"device": "cpu", "global_batch_size": 256}, 8),
+        (4, False, {"global_batch_size": 3}, 3),
         (0, True, {}, 1),
         (0, True, {"device": "mps"}, 1),
-        (0, True, {"device": "cpu"}, 8),
+        (0, True, {"device": "cpu", "data": "fashion-mnist"}, 8),
     ],
 )
 def test_the_number_of_workers(
@@ -261,7 +267,7 @@ def test_the_number_of_workers(
     assert train.choose_workers(TrainOptions(**options)) == workers
 
 
-def test_a_launcher_says_how_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_sets_the_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "33")
     assert train.choose_workers(TrainOptions()) == 33
@@ -280,7 +286,7 @@ def test_launched_workers_run_here(monkeypatch: pytest.MonkeyPatch, started: lis
 @pytest.mark.parametrize(
     ("kind", "reason", "said"),
     [
-        ("ConfigError", "global_batch: expected more", "--global-batch: expected more [rank 1]\n"),
+        ("ConfigError", "global_batch_size: expected more", "--global-batch-size: expected more [rank 1]\n"),
         ("DataError", "x.npy: damaged", "x.npy: damaged [rank 1]\n"),
         ("KeyError", "'x'", "rank 1: KeyError: 'x'\n\nits traceback\n"),
     ],
@@ -291,7 +297,7 @@ def test_errors_of_workers(
     def launch(*_: Any, **__: Any) -> None:
         raise WorkerError(1, kind, reason, "its traceback", 2)
 
-    monkeypatch.setattr(launchers, "launch", launch)
+    monkeypatch.setattr(launcher, "launch", launch)
     assert main(["train", "--workers", "2"]) == 2
     assert capsys.readouterr().err == f"lockstep train: error: {said}"
 

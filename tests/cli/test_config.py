@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from lockstep.cli import main
-from lockstep.cli.gather import resolve
 from lockstep.cli.main import _parser
+from lockstep.cli.train_options import resolve
 from lockstep.training.options import TrainOptions
 
 SMALL = ["--data", "synthetic", "--model", "mlp", "--workers", "1", "--epochs", "1", "--quiet"]
@@ -31,7 +31,7 @@ def resolved(*arguments: str) -> TrainOptions:
     ("name", "text", "said"),
     [
         ("a.yaml", "epoch: 3", "Did you mean epochs"),
-        ("a.yaml", "global_bach: 3", "Did you mean global_batch"),
+        ("a.yaml", "global_bach: 3", "Did you mean global_batch_size"),
         ("a.yaml", "epochs: three", "a.yaml: epochs: expected a whole number, got 'three'"),
         ("a.yaml", "- 1\n- 2", "to hold options by name"),
         ("a.yaml", "", "to hold options by name, such as `epochs: 20`, got an empty file"),
@@ -40,14 +40,14 @@ def resolved(*arguments: str) -> TrainOptions:
         ("a.toml", "lr = ", "to be YAML, or TOML with the ending .toml"),
         ("a.yaml", "!!python/object/apply:os.mkdir [hacked]", "to be YAML"),
         ("a.yaml", "compile: maybe", "a.yaml: compile: expected true or false, got 'maybe'"),
-        ("a.toml", "clip-norm = 'big'", "a.toml: clip-norm: expected a number, got 'big'"),
+        ("a.toml", "max-grad-norm = 'big'", "a.toml: max-grad-norm: expected a number, got 'big'"),
         # of the right kind, but not to be used
         ("a.yaml", "lr: -1", "a.yaml: lr: expected a finite number above 0, got -1.0"),
         ("a.yaml", "optimizer: adamm", "a.yaml: optimizer: expected one of adam, adamw, sgd, got 'adamm'. Did you"),
         ("a.yaml", "momentum: .nan", "a.yaml: momentum: expected a finite number"),
         ("a.yaml", "warmup-epochs: 2", "a.yaml: warmup_epochs: expected less than the 1 epochs"),
-        ("a.yaml", "resume: nowhere", "a.yaml: resume: expected a checkpoint, a run folder, or latest, got nowhere"),
-        ("a.yaml", "out: mine.py/run", "a.yaml: out: expected a folder that can be written"),
+        ("a.yaml", "resume: nowhere", "a.yaml: resume: expected a checkpoint, a run directory, or latest, got nowhere"),
+        ("a.yaml", "run_dir: mine.py/run", "a.yaml: run_dir: expected a folder that can be written"),
         ("a.yaml", "data_dir: here", "a.yaml: data_dir: expected nothing, as synthetic reads no files"),
     ],
 )
@@ -90,23 +90,28 @@ def test_switches_can_be_turned_off_again(folder: Path) -> None:
 def test_home_is_found_in_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder / "home"))
     (folder / "home").mkdir()
-    (folder / "home/a.yaml").write_text("out: ~/runs/one\n")
-    assert resolved("--config=~/a.yaml").out == str(folder / "home/runs/one")
+    (folder / "home/a.yaml").write_text("run_dir: ~/runs/one\n")
+    assert resolved("--config=~/a.yaml").run_dir == str(folder / "home/runs/one")
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a.yaml", "global-batch: 100\nlr: 0.25\nout: done\nquiet: false\n"),
-        ("a.toml", "global_batch = 100\nlr = 0.25\nout = 'done'\n"),
+        ("a.yaml", "global-batch-size: 100\nlr: 0.25\nrun-dir: done\nquiet: false\n"),
+        ("a.toml", "global_batch_size = 100\nlr = 0.25\nrun_dir = 'done'\n"),
     ],
 )
 def test_flags_win_over_a_config_file_and_all_is_written_down(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
     assert run("--config", name, "--lr", "0.01") == 0
     config = yaml.safe_load((folder / "done/config.yaml").read_text())
-    assert set(config) == {option.name for option in fields(TrainOptions)} - {"out", "resume", "allow_different"}
-    expected: dict[str, Any] = {"global_batch": 100, "lr": 0.01, "workers": "1", "device": "cpu", "quiet": True}
+    assert set(config) == {option.name for option in fields(TrainOptions)} - {
+        "run_dir",
+        "resume",
+        "allow_different_hardware",
+        "quiet",
+    }
+    expected: dict[str, Any] = {"global_batch_size": 100, "lr": 0.01, "workers": "1", "device": "cpu"}
     assert {key: config[key] for key in expected} == expected
     # and the file is itself a config file, for a run in another folder
     assert main(["train", "--config", "done/config.yaml"]) == 0

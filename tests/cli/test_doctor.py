@@ -34,7 +34,7 @@ FOUND: list[Section] = []
 
 @pytest.fixture(autouse=True)
 def found() -> Iterator[list[Section]]:
-    FOUND[:] = [Section("machine")]
+    FOUND[:] = [Section("host")]
     FOUND[0].add("cores", "2")
     FOUND[0].add("memory", LONG, good=True)
     yield FOUND
@@ -44,7 +44,7 @@ def found() -> Iterator[list[Section]]:
 def test_nothing_to_fix(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["machine", "  cores         2"]
+    assert lines[:2] == ["host", "  cores         2"]
     assert lines[-1] == "Nothing to fix."
     assert max(map(len, lines)) <= 60
     assert all(line == line.rstrip() and "\x1b" not in line for line in lines)
@@ -62,7 +62,7 @@ def test_what_to_fix(asked: list[Any], found: list[Section], capsys: pytest.Capt
 
 def test_json(asked: list[Any], found: list[Section], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sections"]["machine"]["cores"] == {"text": "2", "good": None}
+    assert json.loads(capsys.readouterr().out)["sections"]["host"]["cores"] == {"text": "2", "good": None}
     found[0].add("files", "256", Problem("few files", "Have more."))
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problems"] == [{"what": "few files", "fix": "Have more."}]
@@ -98,11 +98,11 @@ def test_bad_input(asked: list[Any], typed: list[str], told: str, capsys: pytest
     assert asked == []
 
 
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     """The real thing: two ranks sum over every backend that is here."""
     main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert list(report["sections"]) == ["machine", "devices", "versions", "network", "job", "backends"]
+    assert list(report["sections"]) == ["host", "devices", "versions", "network", "job", "backends"]
     assert "4 MiB in" in report["sections"]["backends"]["shm"]["text"]
     assert "4 MiB in" in report["sections"]["backends"]["gloo"]["text"]
     assert not [problem for problem in report["problems"] if "cannot sum" in problem["what"]]

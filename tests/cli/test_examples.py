@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from support import warm_python
 from support.command import Here
 from support.examples import EXAMPLES, alone
 from support.pool import Pool
@@ -22,9 +21,9 @@ for sys.argv in (["own_loop.py", "3"], ["array_work.py"]):
 """
 
 
-def run(*command: str, cwd: Path) -> str:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True, check=False)
+def run(*words: str, cwd: Path) -> str:
+    """Run Python with `words`, and return what it has printed."""
+    done = warm_python.run(words, cwd, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout=100.0)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -37,7 +36,7 @@ def test_own_loop_and_array_work_under_torchrun(pool: Pool, tmp_path: Path) -> N
     own_loop, array_work = alone(pool, "own_loop.py", "3"), alone(pool, "array_work.py")
     program = tmp_path / "both.py"
     program.write_text(f"EXAMPLES = {str(EXAMPLES)!r}\n{BOTH}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     *together, last = run(*torchrun, str(program), cwd=tmp_path).splitlines()
     assert last_accuracy(own_loop) > 85
     assert last_accuracy(together[-1]) == pytest.approx(last_accuracy(own_loop), abs=1.5)
@@ -45,8 +44,14 @@ def test_own_loop_and_array_work_under_torchrun(pool: Pool, tmp_path: Path) -> N
     assert last == "workers 2  sum 28  squares [0, 1, 4, 9, 16, 25, 36, 49]"
 
 
+def test_a_gan_trains_the_same_on_three_workers(pool: Pool, here: Here) -> None:
+    ended = here("run", "-np", 3, "--threads", 1, EXAMPLES / "gan.py", 1)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.replace("[0] ", "") == alone(pool, "gan.py", "1")
+
+
 def test_notebook(tmp_path: Path) -> None:
-    assert last_accuracy(run(sys.executable, str(EXAMPLES / "notebook.py"), cwd=tmp_path)) > 90
+    assert last_accuracy(run(str(EXAMPLES / "notebook.py"), cwd=tmp_path)) > 90
 
 
 def test_ddp_runs_as_it_is_under_lockstep_run(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

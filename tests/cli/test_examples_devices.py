@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import hybrid
+from lockstep import compilation
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TWO = ["cpu", "cpu"]
@@ -63,7 +63,7 @@ def test_cnn_with_adam_is_saved_on_the_cpu(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_hybrid_against_imperative(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hybrid, "_ONNX", ("no_such_package",))  # ONNX has a test of its own
+    monkeypatch.setattr(compilation, "_ONNX", ("no_such_package",))  # ONNX has a test of its own
     torch.compiler.reset()
     load("hybrid_against_imperative.py")["main"]("eager")
     assert "the same as the model: True" in capsys.readouterr().out

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.watch.report import RankRow, Report, write_once
+from lockstep.watchdog.report import RankStatus, Report, write_once
 
 
 def write(folder: Path, sentence: str) -> Path:
     folder.mkdir(parents=True)
-    assert write_once(folder, Report("lost", sentence, (RankRow(0, "died", "a \x1b[31mred\x1b[0m end"),)))
+    assert write_once(folder, Report("lost", sentence, (RankStatus(0, "died", "a \x1b[31mred\x1b[0m end"),)))
     return folder / "report.json"
 
 
@@ -32,8 +32,8 @@ def test_a_file_a_folder_or_the_newest(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "FILE: expected a report below runs/, got none there. Name one: lockstep explain FILE."),
-        (["gone.json"], "FILE: expected a report that is there, got 'gone.json'"),
+        ([], "FILE: expected a report in reports/ or runs/, got none. Name one: lockstep explain FILE."),
+        (["gone.json"], "FILE: expected an existing report, got 'gone.json'"),
         (["folder"], "FILE: expected a report, or a folder with report.json, got folder (it has none)"),
         (["damaged.json"], "damaged.json is damaged, or no report of Lockstep's: "),
         (["damaged.json", "--hlep"], "--help"),

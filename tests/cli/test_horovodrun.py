@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import any_command
-from lockstep.cli.horovodrun import handed_down, program_of
-from lockstep.cli.host_discovery import Discovery
+from lockstep.cli.horovodrun import Discovery, child_variables, program_of
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError
+from support import warm_python
 
 SCRIPTS = Path(__file__).parent / "horovod_scripts"
 DEADLINE = 100.0
@@ -24,8 +24,7 @@ ANY = "lockstep.cli.any_command"
 
 def lockstep(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_NUM", "HOROVOD_"))}
-    command = [sys.executable, "-m", "lockstep", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=own | env, capture_output=True, text=True, timeout=DEADLINE)
+    return warm_python.run(["-m", "lockstep", *words], cwd, own | env, timeout=DEADLINE)
 
 
 # --- what is made of the options ----------------------------------------------------------------------------
@@ -52,16 +51,16 @@ def test_the_program_of_a_command(command: str, script: str, arguments: list[str
 def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     warning = "LOCKSTEP_STALL_WARNING"
-    assert handed_down({"timeline_filename": "t.json"}, {}) == {"HOROVOD_TIMELINE": str(tmp_path / "t.json")}
-    assert handed_down({"timeline_mark_cycles": True}, {}) == {"HOROVOD_TIMELINE_MARK_CYCLES": "1"}
+    assert child_variables({"timeline_filename": "t.json"}, {}) == {"HOROVOD_TIMELINE": str(tmp_path / "t.json")}
+    assert child_variables({"timeline_mark_cycles": True}, {}) == {"HOROVOD_TIMELINE_MARK_CYCLES": "1"}
     seconds = "HOROVOD_STALL_CHECK_TIME_SECONDS"
-    assert handed_down({}, {seconds: "7"}) == {warning: "7", seconds: "7"}
-    assert handed_down({"stall_warning": "9"}, {seconds: "7"}) == {warning: "9", seconds: "9"}
-    assert handed_down({"no_stall_check": True}, {}) == handed_down({}, {"HOROVOD_STALL_CHECK_DISABLE": "1"})
-    assert float(handed_down({"no_stall_check": True}, {})[warning]) > 1e5
+    assert child_variables({}, {seconds: "7"}) == {warning: "7", seconds: "7"}
+    assert child_variables({"stall_warning": "9"}, {seconds: "7"}) == {warning: "9", seconds: "9"}
+    assert child_variables({"no_stall_check": True}, {}) == child_variables({}, {"HOROVOD_STALL_CHECK_DISABLE": "1"})
+    assert float(child_variables({"no_stall_check": True}, {})[warning]) > 1e5
     disable = "HOROVOD_STALL_CHECK_DISABLE"
-    assert handed_down({"no_stall_check": True}, {})[disable] == "1"
-    assert handed_down({"no_stall_check": False}, {disable: "1"}) == {disable: "0"}
+    assert child_variables({"no_stall_check": True}, {})[disable] == "1"
+    assert child_variables({"no_stall_check": False}, {disable: "1"}) == {disable: "0"}
 
 
 @pytest.mark.parametrize(
@@ -70,10 +69,10 @@ def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest
         ("-np 2", "command: expected a command"),
         ("-np two python x.py", "-np: expected a whole number"),
         ("-np 2 --max-np 1 python x.py", "--max-np: expected at least 2"),
-        ("-np 2 -H a:2 --host-discovery-script s python x.py", "--host-discovery-script: expected either that"),
+        ("-np 2 -H a:2 --host-discovery-script s python x.py", "--host-discovery-script: expected either this option"),
         ("-np 2 --stall-check-warning-time-seconds 0 python x.py", "--stall-check-warning-time-seconds: expected"),
         ("-np 2 --slot-per-host 3 python x.py", "Did you mean --slots-per-host?"),
-        ("-np 2 python not-there.py", "script: expected a Python file that is there"),
+        ("-np 2 python not-there.py", "script: expected an existing Python file"),
         ("-np 2 -hostfile not-there python x.py", "-hostfile: expected a text file"),
         ("-np 2 --mpi-args --oversubscribe python x.py", "error: --mpi-args: expected 1 argument"),
     ],
@@ -83,7 +82,7 @@ def test_bad_options_are_named(words: str, said: str, folder: Path, capsys: pyte
     assert said in capsys.readouterr().err
 
 
-def test_options_without_meaning_are_said_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ignored_options_are_reported_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "-np 2 --autotune --fusion-threshold-mb 32 --blacklist-cooldown-range 1 2 --mpi-args=-x --gloo --verbose"
     assert main(["horovodrun", *words.split(), "python", "not-there.py", "--autotune"]) == 2
     ignored, run, _ = capsys.readouterr().err.splitlines()
@@ -106,7 +105,7 @@ def discovery(path: Path, body: str, **wanted: float) -> Discovery:
     return Discovery(str(script), **{"timeout": 60.0, **wanted})  # type: ignore[arg-type]
 
 
-def test_machines_are_found_by_a_script_and_keep_their_order(tmp_path: Path) -> None:
+def test_hosts_are_found_by_a_script_and_keep_their_order(tmp_path: Path) -> None:
     # at first there is b; later a comes, and is named first
     again = f"test -e {tmp_path}/again && echo a:3; touch {tmp_path}/again; echo b"
     hosts = discovery(tmp_path, again, needed=5, slots=2).find()
@@ -117,13 +116,13 @@ def test_machines_are_found_by_a_script_and_keep_their_order(tmp_path: Path) -> 
     ("body", "said"),
     [
         ("echo a:1", "expected 2 slots within 0 s, got 1: a:1"),
-        ("true", "expected 2 slots within 0 s, got 0: no machine"),
+        ("true", "expected 2 slots within 0 s, got 0: no host"),
         ("echo no >&2; exit 3", "exit code 3: no"),
         ("echo a:b:c", "expected"),
-        ("echo a:1,b:1", "one machine a line"),
+        ("echo a:1,b:1", "one host per line"),
     ],
 )
-def test_a_script_that_does_not_name_enough_machines_is_an_error(tmp_path: Path, body: str, said: str) -> None:
+def test_a_script_that_does_not_print_enough_hosts_is_an_error(tmp_path: Path, body: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         discovery(tmp_path, body, needed=2, timeout=0.0).find()
 
@@ -164,24 +163,24 @@ def test_a_training_with_checkpoints_runs_unchanged_and_resumes(tmp_path: Path) 
     assert (tmp_path / "checkpoint-2.pth.tar").exists()
 
 
-def test_an_elastic_training_goes_on_from_its_last_commit(tmp_path: Path) -> None:
+def test_an_elastic_training_resumes_from_its_last_commit(tmp_path: Path) -> None:
     script = tmp_path / "discover.sh"
     script.write_text("#!/bin/sh\necho localhost:3\n")
     script.chmod(0o700)
     options = ("-np", 2, "--min-np", 2, "--max-np", 2, "--host-discovery-script", script)
     ended = lockstep("horovodrun", *options, sys.executable, SCRIPTS / "elastic.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert "horovodrun: 2 ranks, to the end of the job" in ended.stderr
+    assert "horovodrun: 2 workers until the end of the job" in ended.stderr
     assert endings(ended.stdout, "reset at (.*)") == ["epoch 1, batch 2, with 2 ranks"] * 2
     # six batches in the first epoch, three up to the failure, and the four that were not done before the commit
     weights = endings(ended.stdout, "ended with 1 failure, 13 batches, weights (.*)")
     assert weights[0] == weights[1]
 
 
-def test_other_commands_and_their_children_find_the_door(tmp_path: Path) -> None:
+def test_other_commands_and_their_children_find_horovods_modules(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(
-        "import horovod, horovod.torch as hvd, lockstep.doors.horovod.torch as door, importlib.util, torch, sys\n"
-        "assert hvd is door and hvd.__spec__.name == door.__name__, hvd.__spec__\n"
+        "import horovod, horovod.torch as hvd, lockstep.compat.horovod.torch as own, importlib.util, torch, sys\n"
+        "assert hvd is own and hvd.__spec__.name == own.__name__, hvd.__spec__\n"
         "assert importlib.util.find_spec('horovod.tensorflow') is None\n"
         "from horovod.runner.util.threads import in_thread\n"
         "hvd.init()\n"
@@ -199,7 +198,7 @@ def test_other_commands_and_their_children_find_the_door(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir() if "records" in path.name] == []
 
 
-def test_a_command_that_cannot_be_run_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_cannot_be_run_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").touch()
     assert any_command.main(["no-such-command"]) == 127
     assert any_command.main([str(tmp_path / "text")]) == 126

@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from lockstep import checkpoint
+from lockstep.checkpoint import folder
+from support import warm_python
 
 PROGRAM = """
 import time
 import torch
 import lockstep
-from lockstep.training.callbacks import Callback
+from lockstep.training.callbacks import Callback, Checkpoints
 
 class Say(Callback):
-    def on_step(self, trainer, result):
+    def on_train_step_end(self, trainer, result):
         if result.step == 3:
             print("training", flush=True)
 
@@ -36,7 +35,7 @@ def train(evaluate):
     model = torch.nn.Linear(4, 2)
     trainer = lockstep.Trainer(
         model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.CrossEntropyLoss(), 16,
-        out="run", callbacks=[Say()], metrics={"slow": slow},
+        run_dir="run", callbacks=[Say(), Checkpoints("0")], metrics={"slow": slow},
     )
     trainer.fit(few if evaluate else data, 10 if evaluate else 100_000, validate=data if evaluate else None)
 
@@ -48,15 +47,7 @@ lockstep.launch(train, EVALUATE, workers=2)
 def test_it_saves_before_it_ends(tmp_path: Path, where: str) -> None:
     code = PROGRAM.replace("EVALUATE", str(where == "evaluating"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    with warm_python.popen(["-c", code], tmp_path, environment, start_new_session=True) as process:
         try:
             assert process.stdout is not None
             while process.stdout.readline().strip() != where:
@@ -65,7 +56,13 @@ def test_it_saves_before_it_ends(tmp_path: Path, where: str) -> None:
             _, errors = process.communicate(timeout=100)
         finally:
             process.kill()
-    said = re.search(r"InterruptedRunError: stopped by SIGINT after step (\d+) \(epoch 1 of \d+\); saved (\S+)", errors)
+    (line,) = errors.splitlines()
+    said = re.fullmatch(
+        r"python: stopped by SIGINT after step (\d+) \(epoch 1 of \d+\); saved (\S+)\. To resume, start it again with "
+        r"the environment variable LOCKSTEP_RESUME=run",
+        line,
+    )
     assert said is not None, errors
-    checkpoint.verify(tmp_path / said[2])
-    assert int(said[1]) == (10 if where == "evaluating" else checkpoint.read(tmp_path / said[2]).step)
+    assert process.returncode == 130
+    folder.verify(tmp_path / said[2])
+    assert int(said[1]) == (10 if where == "evaluating" else folder.read(tmp_path / said[2]).step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import multiprocessing
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,8 @@ import torch.distributed as dist
 
 from lockstep import environment
 from lockstep.errors import ConfigError, DataError, InterruptedRunError, LockstepError, WorkerError
-from lockstep.launchers import agent, launch, supervision
-from lockstep.launchers.call import pack
-from lockstep.launchers.folder import Folder, Report
-from lockstep.launchers.outcome import Ending, conclude, first_failure, shared_failure
+from lockstep.launcher import agent, launch, supervisor
+from support import warm_python
 
 DEADLINE = 60.0  # seconds that a test waits for what must happen
 
@@ -77,7 +73,7 @@ def join_group() -> None:
 # --- what a worker is ---------------------------------------------------------------------------------------
 
 
-def test_rank_0_returns_and_every_worker_has_its_place(tmp_path: Path) -> None:
+def test_rank_0_returns_and_every_worker_has_its_rank(tmp_path: Path) -> None:
     def work(folder: Path, *, word: str) -> str:
         (folder / f"{rank()}.json").write_text(json.dumps(dict(os.environ)))
         return f"{word} {rank()}"
@@ -290,10 +286,10 @@ def test_a_death_is_named_before_the_failures_that_follow_from_it(
 def test_a_worker_that_vanishes_with_exit_code_0_does_not_leave_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervision, "FAILURE_GRACE", 0.2)
-    with pytest.raises(WorkerError, match="rank 1: exit: left with exit code 0 before its work was done"):
+    monkeypatch.setattr(supervisor, "FAILURE_GRACE", 0.2)
+    with pytest.raises(WorkerError, match="rank 1: exit: ended with exit code 0 before its work was done"):
         launch(lambda: os._exit(0) if rank() == 1 else signal.pause())
-    with pytest.raises(WorkerError, match="rank 0: exit: left with exit code 0"):
+    with pytest.raises(WorkerError, match="rank 0: exit: ended with exit code 0"):
         launch(os._exit, 0, workers=1)  # nobody is left to be waited for
 
 
@@ -307,19 +303,19 @@ def test_workers_that_do_not_end_after_a_failure_are_killed(monkeypatch: pytest.
         while True:
             signal.pause()
 
-    monkeypatch.setattr(supervision, "FAILURE_GRACE", 0.2)
+    monkeypatch.setattr(supervisor, "FAILURE_GRACE", 0.2)
     with pytest.raises(WorkerError, match="rank 1: ValueError: first"):
         launch(work)
 
 
-def test_an_error_that_all_workers_raise_alike_is_no_workers_own() -> None:
+def test_an_error_that_all_workers_raise_is_not_attributed_to_one() -> None:
     def work() -> None:
-        raise ConfigError("global_batch", "at least 1", 0)
+        raise ConfigError("global_batch_size", "at least 1", 0)
 
     for workers in (1, 2):
         with pytest.raises(ConfigError) as caught:
             launch(work, workers=workers)
-        assert str(caught.value) == "global_batch: expected at least 1, got 0"
+        assert str(caught.value) == "global_batch_size: expected at least 1, got 0"
         cause = caught.value.__cause__
         assert isinstance(cause, WorkerError)
         assert "in work" in cause.worker_traceback
@@ -327,9 +323,9 @@ def test_an_error_that_all_workers_raise_alike_is_no_workers_own() -> None:
 
 def test_the_others_have_a_moment_to_raise_the_same() -> None:
     def work() -> None:
-        from lockstep.launchers import worker
+        from lockstep.launcher import worker
 
-        worker.COMPANY_SECONDS = 60.0
+        worker.SAME_ERROR_WAIT_SECONDS = 60.0
         join_group()
         if rank() == 1:
             time.sleep(0.5)  # enough for the agent to see that the other has ended, had it not waited
@@ -351,7 +347,7 @@ def test_an_error_of_one_worker_names_it_and_keeps_its_exit_code() -> None:
     assert caught.value.exit_code == 2
 
 
-def test_an_error_that_cannot_be_sent_is_told_as_text() -> None:
+def test_an_error_that_cannot_be_pickled_is_sent_as_text() -> None:
     def work() -> None:
         raise ConfigError("lock", "none", threading.Lock())
 
@@ -359,7 +355,7 @@ def test_an_error_that_cannot_be_sent_is_told_as_text() -> None:
         launch(work, workers=1)
 
 
-@pytest.mark.parametrize(("argument", "reason", "code"), [("no data", "no data", 1), (7, "left with exit code 7", 7)])
+@pytest.mark.parametrize(("argument", "reason", "code"), [("no data", "no data", 1), (7, "ended with exit code 7", 7)])
 def test_sys_exit_is_a_failure(argument: object, reason: str, code: int) -> None:
     with pytest.raises(WorkerError) as caught:
         launch(sys.exit, argument, workers=1)
@@ -389,10 +385,10 @@ def test_a_result_that_cannot_be_sent_is_the_workers_failure() -> None:
 
 
 def test_a_worker_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LockstepError, match="this process is a worker already"):
+    with pytest.raises(LockstepError, match="this process is already a worker"):
         launch(lambda: launch(rank), workers=1)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(LockstepError, match="this process is a worker already"):
+    with pytest.raises(LockstepError, match="this process is already a worker"):
         launch(rank)
 
 
@@ -471,7 +467,7 @@ def call_launcher(launcher: int, numbers: list[int], ignore: bool = False) -> No
 
 
 def test_ctrl_c_without_more_from_the_workers_is_a_keyboard_interrupt(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt, match="have left"):
+    with pytest.raises(KeyboardInterrupt, match="the workers have exited"):
         launch(call_launcher, os.getpid(), [signal.SIGINT])
     assert capfd.readouterr() == ("", "")
     assert launch(rank) == 0
@@ -493,7 +489,7 @@ def test_workers_that_do_not_leave_in_their_grace_are_killed() -> None:
         launch(call_launcher, os.getpid(), [signal.SIGINT], ignore=True, grace=0.1)
 
 
-def test_a_failure_while_stopping_is_told() -> None:
+def test_a_failure_while_stopping_is_reported() -> None:
     def work(launcher: int) -> None:
         try:
             call_launcher(launcher, [signal.SIGINT])
@@ -577,19 +573,19 @@ def test_an_exception_in_the_waiting_thread_ends_the_workers(tmp_path: Path) -> 
 # --- whole programs -----------------------------------------------------------------------------------------
 
 
-def program(folder: Path, text: str) -> list[str]:
+def program(folder: Path, text: str) -> str:
     script = folder / "script.py"
     script.write_text(textwrap.dedent(text))
-    return [sys.executable, script.name]
+    return script.name
 
 
 def test_a_script_needs_no_main_guard_and_runs_once(tmp_path: Path) -> None:
-    command = program(
+    name = program(
         tmp_path,
         """
         import os
         from dataclasses import dataclass
-        from lockstep.launchers import launch
+        from lockstep.launcher import launch
         print("script runs as", __name__)
 
         @dataclass
@@ -610,10 +606,10 @@ def test_a_script_needs_no_main_guard_and_runs_once(tmp_path: Path) -> None:
         launch(lambda: 1 / 0)
         """,
     )
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE)
+    done = warm_python.run([name], tmp_path)
     assert done.stdout == f"script runs as __main__\nworker\nworker\nAnswer(value=2) {tmp_path / 'script.py'}\n"
     assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 2  # the program's own, and in it the worker's
+    assert done.stderr.count("Traceback (most recent call last)") == 2  # the program's own, and in it the worker's
     assert "WorkerError: rank " in done.stderr
     assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
 
@@ -621,7 +617,7 @@ def test_a_script_needs_no_main_guard_and_runs_once(tmp_path: Path) -> None:
 WAITING = """
     import os, signal, subprocess, sys, tempfile, time
     from lockstep.errors import InterruptedRunError
-    from lockstep.launchers import launch
+    from lockstep.launcher import launch
 
     tempfile.tempdir = sys.argv[1]
 
@@ -649,23 +645,22 @@ WAITING = """
 
 
 @pytest.fixture
-def waiting(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def private() -> Iterator[str]:
+    """A folder for temporary files of a program; sockets in it have a path of limited length."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield folder
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, private: str) -> Iterator[warm_python.WarmProcess]:
     """A program whose two workers wait for a signal, in a process group of its own."""
-    private = tmp_path / "private"
-    private.mkdir()
-    with subprocess.Popen(
-        [*program(tmp_path, WAITING), private],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,
-    ) as process:
+    words = [program(tmp_path, WAITING), private]
+    with warm_python.popen(words, tmp_path, start_new_session=True) as process:
         yield process
         process.kill()
 
 
-def read_pids(process: subprocess.Popen[str]) -> list[int]:
+def read_pids(process: warm_python.WarmProcess) -> list[int]:
     """The process ids that both workers write, each with its child's."""
     assert process.stdout is not None
     pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
@@ -675,7 +670,7 @@ def read_pids(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_process_group_reaches_each_worker_once(
-    number: signal.Signals, waiting: subprocess.Popen[str]
+    number: signal.Signals, waiting: warm_python.WarmProcess
 ) -> None:
     read_pids(waiting)
     os.killpg(waiting.pid, number)  # what a terminal does on Ctrl-C, and a shell on "kill %1"
@@ -683,23 +678,27 @@ def test_a_signal_to_the_process_group_reaches_each_worker_once(
     assert (output, errors, waiting.returncode) == (f"stopped by [{int(number)}]\n", "", 128 + number)
 
 
-def test_a_scheduler_that_signals_every_process_interrupts_the_run(waiting: subprocess.Popen[str]) -> None:
+def test_a_scheduler_that_signals_every_process_interrupts_the_run(waiting: warm_python.WarmProcess) -> None:
     workers_and_children = read_pids(waiting)
     for each in psutil.Process(waiting.pid).children(recursive=True):  # the fork server does not survive this
         if each.pid not in workers_and_children[1::2]:
             each.terminate()
-    waiting.terminate()
+    waiting.send_signal(signal.SIGTERM)
     output, errors = waiting.communicate(timeout=DEADLINE)
     assert output.startswith("stopped by [15")
     assert "2" not in output  # the end of the fork server is no Ctrl-C
     assert (errors, waiting.returncode) == ("", 143)
 
 
-def test_ctrl_c_while_the_fork_server_is_loading_is_as_quiet(waiting: subprocess.Popen[str]) -> None:
-    wait_for(lambda: any(map(is_loading, psutil.Process(waiting.pid).children())), "the fork server loads PyTorch")
-    os.killpg(waiting.pid, signal.SIGINT)
-    _output, errors = waiting.communicate(timeout=DEADLINE)
-    assert (errors, waiting.returncode) == ("", 130)
+def test_ctrl_c_while_the_fork_server_is_loading_is_as_quiet(tmp_path: Path, private: str) -> None:
+    command = [sys.executable, program(tmp_path, WAITING), private]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
+    ) as process:
+        wait_for(lambda: any(map(is_loading, psutil.Process(process.pid).children())), "the fork server loads PyTorch")
+        os.killpg(process.pid, signal.SIGINT)
+        _output, errors = process.communicate(timeout=DEADLINE)
+    assert (errors, process.returncode) == ("", 130)
 
 
 def is_loading(process: psutil.Process) -> bool:
@@ -710,13 +709,13 @@ def is_loading(process: psutil.Process) -> bool:
 
 
 def test_workers_and_what_they_have_started_end_with_a_launcher_that_is_killed(
-    waiting: subprocess.Popen[str], tmp_path: Path
+    waiting: warm_python.WarmProcess, private: str
 ) -> None:
     pids = read_pids(waiting)
     waiting.kill()
     waiting.communicate(timeout=DEADLINE)
     wait_for(lambda: not any(map(is_running, pids)), "the workers and their children end")
-    assert list((tmp_path / "private").glob("lockstep-*")) == []
+    assert list(Path(private).glob("lockstep-*")) == []
 
 
 def is_running(pid: int) -> bool:
@@ -724,96 +723,3 @@ def is_running(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-# --- pure: who failed first, and what the end means ---------------------------------------------------------
-
-
-def failed(rank: int, time: int, *after: int, kind: str = "RuntimeError") -> Report:
-    return Report(rank, time, kind, f"of rank {rank}", after=after)
-
-
-@pytest.mark.parametrize(
-    ("ending", "first"),
-    [
-        (Ending(), None),
-        (Ending([failed(1, 5), failed(0, 6)], codes={0: 1}), 1),
-        # a silent death comes before a failure that saw it, whatever the agent saw first
-        (Ending([failed(0, 5, 1)], lost=[1], codes={1: -9}), 1),
-        (Ending([failed(0, 5, 1)], lost=[1], codes={0: 1}), 1),
-        # an exception comes before the deaths that follow from it
-        (Ending([failed(2, 5)], lost=[0], codes={0: -6}), 2),
-        # of those found dead together, the one that the agent did not end itself
-        (Ending([], lost=[0, 1, 2], codes={1: -9}), 1),
-        (Ending([], lost=[1], codes={0: -9}), 1),
-        (Ending([], codes={2: 4}), 2),
-        (Ending([failed(0, 5, 1), failed(1, 4, 2)], codes={}), 0),
-    ],
-)
-def test_the_first_failure(ending: Ending, first: int | None) -> None:
-    error = first_failure(ending)
-    assert (error and error.rank) == first
-
-
-def bad(rank: int, text: str = "a") -> Report:
-    error = DataError(text)
-    return Report(rank, rank, "DataError", text, packed=base64.b64encode(pack(error)).decode())
-
-
-@pytest.mark.parametrize(
-    ("ending", "said"),
-    [
-        (Ending([bad(0), bad(1)], workers=2), "a"),
-        (Ending([bad(1)], workers=1), "a"),
-        (Ending([bad(1)], workers=2), None),
-        (Ending([bad(0), bad(1, "b")], workers=2), None),
-        (Ending([bad(0), failed(1, 2)], workers=2), None),
-        (Ending([failed(0, 1), failed(0, 1)], workers=2), None),
-        (Ending(lost=[0], workers=1), None),
-    ],
-)
-def test_the_failure_that_all_share(ending: Ending, said: str | None) -> None:
-    error = shared_failure(ending)
-    assert said == (None if error is None else str(error))
-
-
-STOPPED = Report(1, 9, "InterruptedRunError", "stopped", signal_number=15, checkpoint="c")
-
-
-@pytest.mark.parametrize(
-    ("ending", "raised"),
-    [
-        (Ending(), None),
-        (Ending(signals=[2]), KeyboardInterrupt),
-        (Ending(signals=[15]), InterruptedRunError),
-        (Ending([STOPPED]), InterruptedRunError),
-        (Ending([STOPPED], signals=[15]), InterruptedRunError),
-        (Ending([failed(0, 1), STOPPED], signals=[15]), WorkerError),
-        (Ending([failed(0, 1, kind="KeyboardInterrupt"), STOPPED], signals=[2]), InterruptedRunError),
-        (Ending([failed(0, 1, kind="KeyboardInterrupt")], signals=[2]), KeyboardInterrupt),
-        (Ending([failed(0, 1, kind="KeyboardInterrupt")]), WorkerError),
-        (Ending([replace(failed(0, 1), in_collective=True)], signals=[2]), KeyboardInterrupt),
-        (Ending([replace(failed(0, 1), in_collective=True), STOPPED]), InterruptedRunError),
-        (Ending([replace(failed(0, 1), in_collective=True)]), WorkerError),
-        (Ending(lost=[0], codes={0: -15}, signals=[15]), InterruptedRunError),
-        (Ending(lost=[0], codes={0: -15}), WorkerError),
-        (Ending(lost=[0], codes={0: -9}, signals=[2]), WorkerError),
-        (Ending(lost=[0], codes={0: -9}, signals=[2], killed=True), KeyboardInterrupt),
-        (Ending([STOPPED], lost=[0], codes={0: -9}, killed=True), InterruptedRunError),
-        (Ending(lost=[0], codes={1: -9}, killed=True), WorkerError),
-    ],
-)
-def test_what_the_end_means(ending: Ending, raised: type[BaseException] | None) -> None:
-    if raised is None:
-        conclude(ending)
-    else:
-        with pytest.raises(raised):
-            conclude(ending)
-
-
-def test_a_report_arrives_as_it_was_written(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    report = Report(3, 17, "ValueError", "text\nof two lines", "trace", 4, (0, 2))
-    assert folder.read(3) is None
-    folder.write(report)
-    assert folder.read(3) == report

@@ -43,7 +43,7 @@ def make(folder: Path, said: str) -> str:
 
 @pytest.mark.parametrize("reason", [RETRIED, NOT_FETCHED])
 @pytest.mark.parametrize("consequence", [NOT_FOUND, CONFLICT])
-def test_a_missing_network_is_all_that_is_said(tmp_path: Path, reason: str, consequence: str) -> None:
+def test_a_missing_network_is_the_only_message(tmp_path: Path, reason: str, consequence: str) -> None:
     seen = make(tmp_path, f"{reason}\n{consequence}")
     assert "the package index cannot be reached" in seen
     assert "Check the network" in seen

@@ -13,13 +13,13 @@ import pytest
 import torch
 import yaml
 
-from lockstep.checkpoint import CheckpointStore, read
+from lockstep.checkpoint.folder import CheckpointStore, read
 from lockstep.cli import main
-from lockstep.cli.gather import resolve
 from lockstep.cli.main import _parser
+from lockstep.cli.train_options import resolve
 from lockstep.training.options import TrainOptions
 
-SMALL = ["--data", "synthetic", "--model", "mlp", "--workers", "1", "--quiet", "--global-batch", "512"]  # 4 steps
+SMALL = ["--data", "synthetic", "--model", "mlp", "--workers", "1", "--quiet", "--global-batch-size", "512"]  # 4 steps
 pytestmark = pytest.mark.leaks("matplotlib keeps its fonts open")
 
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.leaks("matplotlib keeps its fonts open")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of two epochs, `runs/first`."""
     folder = tmp_path_factory.mktemp("trained")
-    assert main(["train", *SMALL, "--epochs", "2", "--seed", "3", "--out", str(folder / "runs/first")]) == 0
+    assert main(["train", *SMALL, "--epochs", "2", "--seed", "3", "--run-dir", str(folder / "runs/first")]) == 0
     return folder
 
 
@@ -63,36 +63,38 @@ def config(run: Path) -> dict[str, Any]:
     ],
 )
 def test_where_from_and_where_to(runs: Path, resume: str, out: str | None, checkpoint: str, to: str) -> None:
-    options = resolved("--resume", resume, *([] if out is None else ["--out", out]))
-    assert (options.resume, options.out) == (checkpoint, to)
+    options = resolved("--resume", resume, *([] if out is None else ["--run-dir", out]))
+    assert (options.resume, options.run_dir) == (checkpoint, to)
     # and the options are those of the run
-    assert (options.model, options.global_batch, options.seed, options.epochs) == ("mlp", 512, 3, 2)
+    assert (options.model, options.global_batch_size, options.seed, options.epochs) == ("mlp", 512, 3, 2)
 
 
 def test_the_latest_run_is_that_with_the_newest_checkpoint(runs: Path) -> None:
     shutil.copytree(runs / "first", runs / "second")
     os.utime(runs / "second/checkpoints/step-0000000008", (2e9, 2e9))
-    assert resolved("--resume", "latest").out == "runs/second"
+    assert resolved("--resume", "latest").run_dir == "runs/second"
     os.utime(runs / "first/checkpoints/step-0000000004", (3e9, 3e9))
-    assert resolved("--resume", "latest").out == "runs/first"
+    assert resolved("--resume", "latest").run_dir == "runs/first"
 
 
 def test_flags_win_over_a_file_and_a_file_over_the_run(runs: Path, folder: Path) -> None:
-    (folder / "a.yaml").write_text("lr: 0.3\nmomentum: 0.5\nresume: latest\nout: second\n")
+    (folder / "a.yaml").write_text("lr: 0.3\nmomentum: 0.5\nresume: latest\nrun_dir: second\n")
     options = resolved("--config", "a.yaml", "--lr", "0.2")
     assert (options.lr, options.momentum, options.seed) == (0.2, 0.5, 3)
-    assert (options.resume, options.out) == ("runs/first", "second")
+    assert (options.resume, options.run_dir) == ("runs/first", "second")
 
 
 def test_a_checkpoint_without_a_run(runs: Path, folder: Path) -> None:
     (runs / "first/checkpoints/step-0000000008").rename(folder / "kept")
     options = resolved("--resume", "kept")
     assert options.resume == "kept"
-    assert Path(str(options.out)).parent == Path("runs")
-    assert options == TrainOptions(resume="kept", out=options.out)
+    assert Path(str(options.run_dir)).parent == Path("runs")
+    assert options == TrainOptions(resume="kept", run_dir=options.run_dir)
 
 
-def test_a_launcher_has_the_last_word_on_workers(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_workers_is_the_launchers_and_not_the_saved_one(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert resolved("--resume", "latest").workers == "auto"
@@ -104,30 +106,30 @@ def test_a_launcher_has_the_last_word_on_workers(runs: Path, monkeypatch: pytest
         ("--resume runs/first --epochs 1", "--epochs: expected a whole number of at least 2, as 2 are done already"),
         ("--resume runs/first --model lenet --epochs 3", "a checkpoint of another model"),
         ("--resume runs/first --optimizer adam --epochs 3", "a run with Adam, got one with SGD"),
-        ("--resume runs/first --global-batch 100 --epochs 3", "global_batch was 512, here it is 100"),
+        ("--resume runs/first --global-batch-size 100 --epochs 3", "global_batch_size was 512, here it is 100"),
         (
-            "--resume runs/first --out runs/other",
-            "--out: expected a folder without an earlier run, got 'runs/other'. Go on with --resume runs/other, or",
+            "--resume runs/first --run-dir runs/other",
+            "--run-dir: expected a folder without an earlier run, got 'runs/other'. Resume it with --resume runs/other",
         ),
-        ("--out runs/first", "got 'runs/first'. Go on with --resume runs/first, or choose another folder."),
+        ("--run-dir runs/first", "got 'runs/first'. Resume it with --resume runs/first, or choose another folder."),
         (
             "--resume runs/first/checkpoints/step-0000000004 --epochs 3",
             "--resume: expected the newest checkpoint of that run, runs/first/checkpoints/step-0000000008, "
-            "got 'runs/first/checkpoints/step-0000000004'. To go on from an earlier one, add --out DIR",
+            "got 'runs/first/checkpoints/step-0000000004'. To resume from an earlier one, add --run-dir DIR",
         ),
         (
-            "--resume runs/first/checkpoints/step-0000000004 --out runs/../runs/first --epochs 3",
-            "got 'runs/first/checkpoints/step-0000000004'. To go on from an earlier one, add --out DIR",
+            "--resume runs/first/checkpoints/step-0000000004 --run-dir runs/../runs/first --epochs 3",
+            "got 'runs/first/checkpoints/step-0000000004'. To resume from an earlier one, add --run-dir DIR",
         ),
         (
             "--resume runs/stopped",
             "expected a checkpoint in runs/stopped/checkpoints, got an empty folder or none",
         ),
-        ("--resume runs/first/result.json", "--resume: expected a checkpoint, a run folder, or latest"),
+        ("--resume runs/first/result.json", "--resume: expected a checkpoint, a run directory, or latest"),
         ("--resume runs/odd", "runs/odd/config.yaml: lr: expected a finite number above 0, got -1.0"),
     ],
 )
-def test_what_cannot_go_on_gets_one_line_and_changes_nothing(
+def test_what_cannot_be_resumed_gets_one_line_and_changes_nothing(
     runs: Path, folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str
 ) -> None:
     for name, text in (("other", ""), ("stopped", "epochs: 1\n"), ("odd", "lr: -1\n")):
@@ -143,9 +145,11 @@ def test_what_cannot_go_on_gets_one_line_and_changes_nothing(
     assert {path for path in contents(folder) if path.suffix != ".pyc"} == set(before)
 
 
-def test_going_on_is_as_if_it_had_never_stopped(runs: Path, folder: Path) -> None:
-    assert main(["train", *SMALL, "--epochs", "3", "--seed", "3", "--out", "straight", "--schedule", "constant"]) == 0
-    assert main(["train", *SMALL, "--epochs", "1", "--seed", "3", "--out", "parts", "--schedule", "constant"]) == 0
+def test_resuming_gives_the_result_of_an_uninterrupted_run(runs: Path, folder: Path) -> None:
+    assert (
+        main(["train", *SMALL, "--epochs", "3", "--seed", "3", "--run-dir", "straight", "--schedule", "constant"]) == 0
+    )
+    assert main(["train", *SMALL, "--epochs", "1", "--seed", "3", "--run-dir", "parts", "--schedule", "constant"]) == 0
     assert main(["train", "--resume", "parts", "--epochs", "3"]) == 0
     results = [json.loads((folder / name / "result.json").read_text()) for name in ("parts", "straight")]
     assert results[0]["fingerprint"] == results[1]["fingerprint"]
@@ -153,7 +157,7 @@ def test_going_on_is_as_if_it_had_never_stopped(runs: Path, folder: Path) -> Non
 
 
 @pytest.mark.parametrize("resume", ["latest", "runs/first"])
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     runs: Path, folder: Path, caplog: pytest.LogCaptureFixture, resume: str
 ) -> None:
     older, newest = (Path(f"runs/first/checkpoints/step-000000000{step}") for step in (4, 8))
@@ -166,11 +170,22 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert json.loads((runs / "first/result.json").read_text())["epochs"] == 3
 
 
-def test_going_on_with_another_learning_rate_in_another_folder(
+def test_resuming_with_another_learning_rate_in_another_folder(
     runs: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = contents(runs)
-    arguments = ["--resume", "runs/first", "--out", "second", "--lr", "0.02", "--schedule", "constant", "--epochs", "3"]
+    arguments = [
+        "--resume",
+        "runs/first",
+        "--run-dir",
+        "second",
+        "--lr",
+        "0.02",
+        "--schedule",
+        "constant",
+        "--epochs",
+        "3",
+    ]
     assert main(["train", *arguments]) == 0
     assert contents(runs) == before
     # what is written down is what was done
@@ -199,14 +214,14 @@ def test_the_speed_is_that_of_the_epochs_made_now(runs: Path, folder: Path) -> N
 
 
 def test_a_run_that_is_done_is_written_out_again(runs: Path, folder: Path) -> None:
-    assert main(["train", "--resume", "runs/first", "--out", "second"]) == 0
+    assert main(["train", "--resume", "runs/first", "--run-dir", "second"]) == 0
     results = [json.loads((path / "result.json").read_text()) for path in (runs / "first", folder / "second")]
     assert results[0]["fingerprint"] == results[1]["fingerprint"]
 
 
 def test_only_so_many_checkpoints_stay(folder: Path) -> None:
     torch.manual_seed(0)
-    arguments = [*SMALL, "--epochs", "1", "--checkpoint-every", "1steps", "--keep", "2", "--out", "one"]
+    arguments = [*SMALL, "--epochs", "1", "--checkpoint-every", "1steps", "--keep-checkpoints", "2", "--run-dir", "one"]
     assert main(["train", *arguments]) == 0
     names = sorted(path.name for path in (folder / "one/checkpoints").iterdir())
     assert names == ["step-0000000003", "step-0000000004"]

@@ -1,4 +1,4 @@
-"""`lockstep run` on one machine: what the program sees, what is shown, how it ends, and that nothing stays behind."""
+"""`lockstep run` on one host: what the program sees, what is shown, how it ends, and that nothing stays behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,8 @@ import psutil
 import pytest
 
 from lockstep.cli import main
-from lockstep.launchers import local
+from lockstep.launcher import local
+from support import warm_python
 from support.command import Here
 
 DEADLINE = 60.0  # seconds that a test waits for what must happen
@@ -41,9 +43,13 @@ def command(*words: object) -> list[str]:
 def run(*words: object, cwd: Path | None = None, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= env
-    return subprocess.run(
-        command(*words), cwd=cwd, env=variables, input=stdin, capture_output=True, text=True, timeout=DEADLINE
-    )
+    return warm_python.run(["-m", "lockstep", "run", *words], cwd, variables, stdin, DEADLINE)
+
+
+def run_as_process(*words: object) -> subprocess.CompletedProcess[str]:
+    """As `run`, but not as a fork: /proc has its command line and variables."""
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(command(*words), env=variables, capture_output=True, text=True, timeout=DEADLINE, check=False)
 
 
 def wait_for(path: Path, count: int) -> list[Path]:
@@ -72,7 +78,7 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
 # --- who else can see and reach it ---------------------------------------------------------------------------
 
 
-def test_a_job_on_one_machine_listens_on_the_loopback_interface_alone(tmp_path: Path, here: Here) -> None:
+def test_a_job_on_one_host_listens_on_the_loopback_interface_only(tmp_path: Path, here: Here) -> None:
     program = write(
         tmp_path,
         """
@@ -102,25 +108,26 @@ import psutil
 secret = " ".join(["s3cret", "of", "the", "user"])
 assert os.environ["TOKEN"] == os.environ["OTHER"] == os.environ["NCCL_TOKEN"] == secret
 lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
-print([line for line in lines if secret in line], sum("bin/ssh" in line for line in lines))
+print([line for line in lines if secret in line], sum(os.environ["SSH_HERE"] in line for line in lines))
 """
 
 
 @pytest.mark.parametrize("far", [False, True], ids=["here", "over ssh"])
 def test_values_of_variables_stand_in_no_command_line(
-    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch, far: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, far: bool
 ) -> None:
-    """`ps` shows command lines to every user of a machine."""
+    """`ps` shows command lines to every user of a host."""
     ssh = tmp_path / "bin" / "ssh"  # as far as command lines are concerned: it stays, with all its words
     ssh.parent.mkdir()
     ssh.write_text('#!/bin/sh\n# fake ssh\nfor last; do :; done\nsh -c "$last"\nexit $?\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SSH_HERE", str(ssh))  # other tests beside this one have an ssh of their own
     monkeypatch.setenv("OTHER", SECRET)
     monkeypatch.setenv("NCCL_TOKEN", SECRET)
     program = write(tmp_path, SEEN)
     hosts = ("-H", "203.0.113.77:2") if far else ("-np", 2)  # reserved for examples
-    ended = here("run", *hosts, "-x", f"TOKEN={SECRET}", "-x", "OTHER", "--quiet", "--no-prefix", program)
+    ended = run(*hosts, "-x", f"TOKEN={SECRET}", "-x", "OTHER", "--quiet", "--no-prefix", program)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [f"[] {int(far)}"] * 2
 
@@ -143,6 +150,9 @@ def test_a_program_finds_what_python_would_give_it_and_its_rank(tmp_path: Path) 
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
         assert all(name in os.environ for name in names)
         assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+        shown = Path("/proc/self/cmdline").read_text().split(chr(0))[0]  # by ps
+        assert shown == f"lockstep rank {rank}: program.py", shown
+        assert b"LOCKSTEP_RUN_ID=" in Path("/proc/self/environ").read_bytes()  # by which orphans are found
         dist.init_process_group("gloo")
         total = torch.tensor([float(rank)])
         dist.all_reduce(total)
@@ -152,7 +162,7 @@ def test_a_program_finds_what_python_would_give_it_and_its_rank(tmp_path: Path) 
         sys.exit(0)
         """,
     )
-    ended = run("-np", 2, program, "--lr", "0.1", "a b", "--", "-x")
+    ended = run_as_process("-np", 2, program, "--lr", "0.1", "a b", "--", "-x")
     assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         wanted = [f"[{rank}] sum 1.0", f"[{rank}] thread of {rank}", f"[{rank}] at exit of {rank}"]
@@ -224,8 +234,8 @@ def test_the_first_failure_comes_last_and_whole_with_its_exit_code(tmp_path: Pat
     lines = ended.stderr.splitlines()
     assert lines[1].startswith("lockstep run: error: rank 1: Failed: the reason")
     assert lines[-1].endswith("Failed: the reason") and any("in work" in line for line in lines)
-    assert ended.stderr.count("Traceback") == 1
-    assert "runpy" not in ended.stderr and "launchers" not in ended.stderr
+    assert ended.stderr.count("Traceback (most recent call last)") == 1
+    assert "runpy" not in ended.stderr and "lockstep/launcher" not in ended.stderr
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
@@ -262,11 +272,32 @@ def test_no_process_survives_a_signal_to_the_launcher(tmp_path: Path, number: in
     wait_until_gone(pids, 10.0)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_in_the_users_program_names_its_line_and_no_flag(tmp_path: Path, here: Here, workers: int) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        """
+import torch, lockstep
+model = torch.nn.Linear(2, 2)
+def make():
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return lockstep.Trainer(model, optimizer, torch.nn.MSELoss(), 8, precision="bfloat16")
+make()
+"""
+    )
+    ended = here("run", "-np", workers, "--quiet", program)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        f"lockstep run: error: {program}:6 in make: precision: expected one of bf16, fp16, fp32, got 'bfloat16'. "
+        "Did you mean bf16?"
+    ]
+
+
 def test_what_ranks_leave_behind_may_clear_up_and_is_named(
     tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when all has gone well. It may be a program that others use, which its user has forgotten."""
-    monkeypatch.setattr(local, "MOMENT", 0.5)
+    monkeypatch.setattr(local, "TERM_GRACE_S", 0.5)
     program = write(
         tmp_path,
         """
@@ -285,13 +316,13 @@ def test_what_ranks_leave_behind_may_clear_up_and_is_named(
     assert ended.returncode == 0
     assert not (tmp_path / "done").exists()
     (told,) = ended.stderr.splitlines()
-    assert told.startswith("lockstep: ended what the ranks had left behind: ")
+    assert told.startswith("lockstep: ended processes that the ranks left running: ")
     assert f"{polite} sh" in told and f"{polite} sh (killed)" not in told
     assert f"{stubborn} sh (killed)" in told
     wait_until_gone([polite, stubborn], 10.0)
 
 
-def test_a_job_that_leaves_nothing_behind_has_nothing_said_of_it(tmp_path: Path, here: Here) -> None:
+def test_a_job_without_orphan_processes_prints_no_message_about_them(tmp_path: Path, here: Here) -> None:
     program = write(tmp_path, "subprocess.Popen(['sleep', '0.1'])")  # it is about to leave by itself
     assert here("run", "-np", 2, "--quiet", program) == (0, "", "")
 
@@ -300,7 +331,7 @@ def test_a_trainer_saves_after_ctrl_c_however_long_it_takes(tmp_path: Path) -> N
     program = write(
         tmp_path,
         """
-        from lockstep.training.signals import StopSignals
+        from lockstep.training.stopping import StopSignals
         with StopSignals() as stop:
             Path(sys.argv[1], f"{rank}").touch()
             while stop.received is None:
@@ -311,7 +342,7 @@ def test_a_trainer_saves_after_ctrl_c_however_long_it_takes(tmp_path: Path) -> N
     )
     folder = tmp_path / "there"
     folder.mkdir()
-    with subprocess.Popen(command("-np", 2, program, folder), stdout=subprocess.PIPE, text=True) as launcher:
+    with warm_python.popen(["-m", "lockstep", "run", "-np", 2, program, folder]) as launcher:
         wait_for(folder, 2)
         launcher.send_signal(signal.SIGINT)
         assert sorted(launcher.communicate(timeout=DEADLINE)[0].splitlines()) == ["[0] saved", "[1] saved"]
@@ -335,7 +366,26 @@ def test_all_ranks_are_started_afresh_when_one_fails(tmp_path: Path, here: Here)
     ended = here("run", "-np", 2, "--restarts", 1, program)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["[0] attempt 1: 2.0", "[1] attempt 1: 2.0"]
-    assert "started afresh after rank 1: RuntimeError: the first time" in ended.stderr
+    assert "restarting the workers after rank 1: RuntimeError: the first time" in ended.stderr
+
+
+def test_two_launchers_on_one_host_run_one_job(tmp_path: Path) -> None:
+    program = write(
+        tmp_path,
+        """
+        import torch, lockstep
+        comm = lockstep.init()
+        print(comm.rank, comm.nodes, comm.allreduce(torch.tensor([rank + 1.0])).item())
+        """,
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["-m", "lockstep", "run", "--no-prefix", "-q", "-np", 1, "--nnodes", 2, "--master-addr", "127.0.0.1"]
+    nodes = [[*words, "--master-port", port, "--node-rank", node, program] for node in range(2)]
+    with warm_python.popen(nodes[0]) as first, warm_python.popen(nodes[1]) as second:
+        outputs = [node.communicate(timeout=DEADLINE) for node in (first, second)]
+    assert outputs == [("0 2 3.0\n", ""), ("1 2 3.0\n", "")]
 
 
 # --- bad input ----------------------------------------------------------------------------------------------
@@ -344,13 +394,13 @@ def test_all_ranks_are_started_afresh_when_one_fails(tmp_path: Path, here: Here)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nothing.py"], "script: expected a Python file that is there"),
+        (["nothing.py"], "script: expected an existing Python file"),
         (["-np", "0", "x.py"], "-np: expected a whole number from 1 to"),
         (["-np", "2", "--debug-rank", "2", __file__], "--debug-rank: expected a rank from 0 to 1, got 2"),
         (["--start-method", "fork", "x.py"], "--start-method: expected forkserver or spawn, got 'fork'"),
         (["-H", "a:2", "--hostfile", "b", "x.py"], "--hostfile: expected either -H or --hostfile, got both"),
         (["-H", "a:2,b:1", "-np", "4", "x.py"], "-np: expected at most 3, the slots of a:2, b:1, got 4"),
-        (["--nnodes", "2", "x.py"], "--master-addr: expected the name or address of the first machine"),
+        (["--nnodes", "2", "x.py"], "--master-addr: expected the name or address of the first host"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x.py"], "--node-rank: expected a number from 0"),
         (["--hots", "a", "x.py"], "--hosts"),
     ],

@@ -13,7 +13,7 @@ import pytest
 from lockstep import timeline
 from lockstep.cli import main
 from lockstep.errors import DataError
-from lockstep.recorder import Record
+from lockstep.flight_recorder import Record
 from lockstep.timeline import write_trace
 
 SUM = Record(1, "all_reduce(float32[4], sum)", "train.py:3 in main", "dist.all_reduce(x)", "", 1, 0, False, 10.0, 10.2)
@@ -45,7 +45,7 @@ def two_ranks(tmp_path: Path) -> Path:
     """Rank 1 comes 100 ms late to the first collective, and never to the second."""
     second = replace(SUM, number=2, sequence=2, batch=1, entered=10.5, left=None, name="loss")
     write(tmp_path, 0, [SUM, second])
-    # asked for the time of day a moment later: the same machine, the same clock
+    # asked for the time of day a moment later: the same host, the same clock
     write(tmp_path, 1, [replace(SUM, entered=10.1, left=10.21)], offset=1000.003)
     return tmp_path
 
@@ -62,7 +62,7 @@ def test_each_rank_has_a_lane_with_computing_collectives_and_waiting(two_ranks: 
     labels = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert labels == ["rank 0 on a", "rank 1 on a"]
     about = next(event["args"] for event in events if event.get("cat") == "collective")
-    assert (about["place"], about["source"], about["group"]) == (
+    assert (about["call site"], about["source"], about["group"]) == (
         "train.py:3 in main",
         "dist.all_reduce(x)",
         "all ranks",
@@ -77,7 +77,7 @@ def test_a_collective_that_never_ended_lasts_to_the_end(tmp_path: Path) -> None:
     assert [event["args"].get("ended") for event in events if event.get("cat") == "collective"] == ["no", None]
 
 
-def test_collectives_that_are_under_way_together_have_lanes(tmp_path: Path) -> None:
+def test_collectives_in_flight_together_have_lanes_of_their_own(tmp_path: Path) -> None:
     both = [replace(SUM, number=n, sequence=n, entered=10 + n / 10, left=10.5 + n / 10) for n in range(1, 12)]
     events = drawn_of(tmp_path, both)
     assert [lane for lane, *_ in slices(events, 0, "collective")] == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1]
@@ -100,14 +100,14 @@ def test_a_group_that_is_made_again_is_another(tmp_path: Path) -> None:
     assert [span[2:] for span in slices(events, 0, "waiting")] == [(0, 100), (10_000, 10_500)]
 
 
-def test_machines_keep_their_own_clocks(tmp_path: Path) -> None:
+def test_hosts_have_their_own_clocks(tmp_path: Path) -> None:
     write(tmp_path, 0, [SUM], offset=1000.0, host="a")
     write(tmp_path, 1, [replace(SUM, entered=510.0, left=510.2)], offset=500.1, host="b")
     events = drawn(tmp_path)
     assert slices(events, 0, "waiting") == [(1, "waiting", 0, 100)]
 
 
-def test_the_command_says_where_time_has_gone(two_ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_where_time_was_spent(two_ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(two_ranks)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[1:3]] == [
@@ -157,12 +157,12 @@ def test_a_file_that_was_cut_off_is_read_up_to_there(two_ranks: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "rank-0.records is damaged: .* no file of records"),
+        ("", "rank-0.records is damaged: .* is not a log of Lockstep's flight recorder"),
         ('{"lockstep_records": 9}\n', "another version"),
         ('{"lockstep_records": 1, "rank": "x"}\n', "damaged"),
         (
             '{"lockstep_records": 1, "rank": 0, "world_size": 2, "host": "a", "unix_offset": 0}\n',
-            "no collective in any",
+            "without any collective",
         ),
         (None, "expected a folder with records of ranks, rank-.*got one without"),
     ],
@@ -195,15 +195,15 @@ def test_records_of_several_runs_are_refused(two_ranks: Path) -> None:
 @pytest.mark.parametrize("time", ["soon", float("nan"), None])
 def test_times_that_are_none_are_refused(tmp_path: Path, time: Any) -> None:
     write(tmp_path, 0, [replace(SUM, entered=time)])
-    with pytest.raises(DataError, match="damaged: the times of rank 0's record 1"):
+    with pytest.raises(DataError, match="damaged records: invalid times in record 1 of rank 0"):
         write_trace(tmp_path, tmp_path / "t.json")
 
 
 def test_bad_input(tmp_path: Path, two_ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in [
         ([str(tmp_path / "gone")], "DIR: expected a folder with the records of a run"),
-        ([str(two_ranks), "-o", str(tmp_path / "no" / "t.json")], "--out: expected a file in a folder that is there"),
-        ([str(two_ranks), "-o", "/dev/full/x"], "--out: expected a file in a folder that is there"),
+        ([str(two_ranks), "-o", str(tmp_path / "no" / "t.json")], "--out: expected a file in an existing folder"),
+        ([str(two_ranks), "-o", "/dev/full/x"], "--out: expected a file in an existing folder"),
     ]:
         assert main(["timeline", *words]) == 2
         assert said in capsys.readouterr().err

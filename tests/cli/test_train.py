@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from safetensors.torch import load_file
 
 import lockstep
 from lockstep.cli import main
-from lockstep.cli.run_folders import choose_folder
-from lockstep.training import job
+from lockstep.cli.train_options import choose_folder
+from lockstep.training import training_run
 from lockstep.training.callbacks import Callback
 from lockstep.training.options import TrainOptions
 from lockstep.training.trainer import Trainer
+from support import warm_python
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -39,18 +39,18 @@ def left(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--global-batch 0", "--global-batch: expected a whole number of at least 1, got 0"),
-        ("--global-batch -4", "--global-batch: expected a whole number of at least 1, got -4"),
-        ("--global-batch many", "--global-batch: expected a whole number, got 'many'"),
+        ("--global-batch-size 0", "--global-batch-size: expected a whole number of at least 1, got 0"),
+        ("--global-batch-size -4", "--global-batch-size: expected a whole number of at least 1, got -4"),
+        ("--global-batch-size many", "--global-batch-size: expected a whole number, got 'many'"),
         ("--epochs 0", "--epochs: expected"),
         ("--epochs 1.5", "--epochs: expected a whole number, got '1.5'"),
         ("--lr nan", "--lr: expected a finite number above 0, got nan"),
         ("--lr 0", "--lr: expected"),
         ("--momentum -1", "--momentum: expected"),
         ("--weight-decay inf", "--weight-decay: expected"),
-        ("--clip-norm 0", "--clip-norm: expected"),
-        ("--accumulate 0", "--accumulate: expected"),
-        ("--base-batch 0", "--base-batch: expected"),
+        ("--max-grad-norm 0", "--max-grad-norm: expected"),
+        ("--gradient-accumulation-steps 0", "--gradient-accumulation-steps: expected"),
+        ("--base-batch-size 0", "--base-batch-size: expected"),
         ("--seed -1", "--seed: expected"),
         ("--workers 0", "--workers: expected a whole number of at least 1 or auto, got '0'"),
         ("--workers some", "--workers: expected"),
@@ -72,7 +72,7 @@ def left(folder: Path) -> set[str]:
         ("--log csv,wandb", "--log: expected one of csv, tensorboard, got 'wandb'"),
         ("--checkpoint-every often", "--checkpoint-every: expected"),
         ("--config none.yaml", "--config: expected a YAML or TOML file that can be read, got none.yaml"),
-        ("--resume nowhere", "--resume: expected a checkpoint, a run folder, or latest"),
+        ("--resume nowhere", "--resume: expected a checkpoint, a run directory, or latest"),
         ("--resume latest", "--resume: expected an earlier run"),
         ("--worker 3", "Did you mean --workers"),
         ("--seed 18446744073709551616", "--seed: expected a whole number from 0 to 9223372036854775807"),
@@ -80,7 +80,7 @@ def left(folder: Path) -> set[str]:
         ("--data mine:no_data", "--data: expected at least one sample in each data set"),
         ("--data mine:stream", "--data: expected a factory that returns (train, test)"),
         ("--data mine:listed", "--data: expected items that are pairs (input, label)"),
-        ("--out mine.py/run", "--out: expected a folder that can be written"),
+        ("--run-dir mine.py/run", "--run-dir: expected a folder that can be written"),
     ],
 )
 def test_bad_input_gets_one_line_and_leaves_nothing(
@@ -124,14 +124,14 @@ def test_the_run_folder(folder: Path) -> None:
     lockstep.models.mlp().load_state_dict(weights)
     result = json.loads((made / "result.json").read_text())
     assert set(result) >= {
-        "test_accuracy",
+        "val_accuracy",
         "train_loss",
         "epochs",
         "seconds_per_epoch",
         "samples_per_second",
         "workers",
         "devices",
-        "global_batch",
+        "global_batch_size",
         "torch",
         "fingerprint",
     }
@@ -150,7 +150,7 @@ def test_what_a_run_has_written_before_it_diverged_stays(folder: Path) -> None:
         module.write("import os\nclass Noted(nn.Linear):\n    def __init__(self): super().__init__(784, 10)\n")
         module.write("    def forward(self, x):\n        if os.path.isdir('out'): open('out/notes', 'w').close()\n")
         module.write("        return super().forward(x.flatten(1)) * (float('nan') if self.training else 1)\n")
-    assert run("--model", "mine:Noted", "--out", "out") == 1
+    assert run("--model", "mine:Noted", "--run-dir", "out") == 1
     assert {path.name for path in (folder / "out").iterdir()} == {"config.yaml", "notes"}
 
 
@@ -178,35 +178,37 @@ def test_data_that_fail_get_one_line_and_leave_nothing(folder: Path, capsys: pyt
     with (folder / "mine.py").open("a") as module:
         module.write(BAD_DATA)
     (folder / "kept").mkdir()
-    for arguments in ([], ["--out", "made/here"], ["--out", "kept", "--debug"]):
-        assert run("--data", "mine:Bad", "--global-batch", "2", *arguments) == 1
+    for arguments in ([], ["--run-dir", "made/here"], ["--run-dir", "kept", "--debug"]):
+        assert run("--data", "mine:Bad", "--global-batch-size", "2", *arguments) == 2
         errors = capsys.readouterr().err
         *traceback, last = errors.splitlines()
-        assert last == "lockstep train: error: OSError: no such picture. --debug shows where."
+        assert re.fullmatch(
+            r"lockstep train: error: sample 150 of Bad: OSError: no such picture, at mine.py:\d+ in __getitem__", last
+        )
         assert bool(traceback) == ("--debug" in arguments)
-        assert ("in __getitem__" in errors) == ("--debug" in arguments)
+        assert ("raise OSError" in errors) == ("--debug" in arguments)
         assert left(folder) == {"kept"}
     (folder / "mine.py").write_text((folder / "mine.py").read_text().replace("index == 150", "False"))
     sys.modules.pop("mine")
-    assert run("--data", "mine:Bad", "--out", "made/here") == 0
+    assert run("--data", "mine:Bad", "--run-dir", "made/here") == 0
 
 
 @pytest.mark.leaks("matplotlib keeps its fonts open")
 def test_a_run_that_loses_its_folder_to_another_spares_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make = job.make_callbacks
+    make = training_run.make_callbacks
 
     def be_overtaken(options: TrainOptions) -> list[Callback]:
-        monkeypatch.setattr(job, "make_callbacks", make)
-        assert run("--out", "same") == 0
+        monkeypatch.setattr(training_run, "make_callbacks", make)
+        assert run("--run-dir", "same") == 0
         return make(options)
 
-    monkeypatch.setattr(job, "make_callbacks", be_overtaken)
-    assert run("--out", "same") == 2
+    monkeypatch.setattr(training_run, "make_callbacks", be_overtaken)
+    assert run("--run-dir", "same") == 2
     assert (
-        "--out: expected a folder without an earlier run, got 'same'. Go on with that run (resume), or choose another"
-        in capsys.readouterr().err
+        "--run-dir: expected a folder without an earlier run, got 'same'. Continue with that run (resume), or choose "
+        "another" in capsys.readouterr().err
     )
     assert (folder / "same/result.json").exists()
 
@@ -220,12 +222,12 @@ def test_a_signal_after_the_last_step_leaves_all_files_and_the_code_of_a_signal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Last(Callback):
-        def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+        def on_train_end(self, trainer: Trainer, error: BaseException | None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    make = job.make_callbacks
-    monkeypatch.setattr(job, "make_callbacks", lambda options: [*make(options), Last()])
-    assert run("--out", "one") == 128 + signal.SIGTERM
+    make = training_run.make_callbacks
+    monkeypatch.setattr(training_run, "make_callbacks", lambda options: [*make(options), Last()])
+    assert run("--run-dir", "one") == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in capsys.readouterr().err
     assert {"result.json", "model.safetensors", "curve.png"} <= {path.name for path in (folder / "one").iterdir()}
 
@@ -249,37 +251,33 @@ def environment() -> dict[str, str]:
 
 
 def test_launched_workers(folder: Path) -> None:
-    base = [sys.executable, "-m", "lockstep", "train", "--data", "synthetic", "--model", "mlp", "--epochs", "2"]
-    done = subprocess.run(
-        [*base, "--workers", "2", "--out", "two"], env=environment(), capture_output=True, text=True, check=False
-    )
+    base = ["-m", "lockstep", "train", "--data", "synthetic", "--model", "mlp", "--epochs", "2"]
+    done = warm_python.run([*base, "--workers", "2", "--run-dir", "two"], env=environment())
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "epoch 2/2" in done.stdout
     assert "two/model.safetensors" in done.stdout
-    assert main([*base[3:], "--workers", "1", "--out", "one", "--quiet"]) == 0
+    assert main([*base[2:], "--workers", "1", "--run-dir", "one", "--quiet"]) == 0
     results = [json.loads((folder / name / "result.json").read_text()) for name in ("one", "two")]
     assert [result["workers"] for result in results] == [1, 2]
     assert results[1]["devices"] == ["cpu", "cpu"]
     assert results[1]["train_loss"] == pytest.approx(results[0]["train_loss"], rel=1e-3)
-    assert results[1]["test_accuracy"] == pytest.approx(results[0]["test_accuracy"], abs=0.01)
+    assert results[1]["val_accuracy"] == pytest.approx(results[0]["val_accuracy"], abs=0.01)
 
-    bad = subprocess.run(
-        [*base, "--workers", "3", "--global-batch", "2"], env=environment(), capture_output=True, text=True, check=False
-    )
+    bad = warm_python.run([*base, "--workers", "3", "--global-batch-size", "2"], env=environment())
     assert bad.returncode == 2
-    assert bad.stderr.startswith("lockstep train: error: --global-batch: expected at least one sample for each of 3")
+    assert bad.stderr.startswith(
+        "lockstep train: error: --global-batch-size: expected at least one sample for each of 3"
+    )
     assert len(bad.stderr.splitlines()) == 1
     assert left(folder) == {"one", "two"}
 
 
 @pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, "2"), (signal.SIGTERM, "1")])
-def test_a_signal_saves_and_says_how_to_go_on(folder: Path, number: int, workers: str) -> None:
-    command = [sys.executable, "-m", "lockstep", "train", "--data", "synthetic", "--model", "mlp", "--out", "long"]
+def test_a_signal_saves_and_prints_how_to_resume(folder: Path, number: int, workers: str) -> None:
+    command = ["-m", "lockstep", "train", "--data", "synthetic", "--model", "mlp", "--run-dir", "long"]
     command += ["--epochs", "100000", "--checkpoint-every", "0", "--workers", workers]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    with warm_python.popen(command, env=environment(), start_new_session=True) as process:
         assert process.stdout is not None
         assert "epoch" in process.stdout.readline()
         if number == signal.SIGINT:
@@ -288,6 +286,6 @@ def test_a_signal_saves_and_says_how_to_go_on(folder: Path, number: int, workers
             process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
-    assert re.search(r"saved long/checkpoints/step-\d+\. Go on with: lockstep train --resume long$", errors.strip())
+    assert re.search(r"saved long/checkpoints/step-\d+\. Resume with: lockstep train --resume long$", errors.strip())
     assert "Traceback" not in errors
     assert len(list((folder / "long/checkpoints").iterdir())) == 1

@@ -20,7 +20,7 @@ REPLICAS = ["--strategy", "replicas", "--devices", "cpu,cpu"]
 
 
 def train(out: str, *arguments: str) -> int:
-    return main(["train", *SMALL, "--out", out, *arguments])
+    return main(["train", *SMALL, "--run-dir", out, *arguments])
 
 
 def left(out: str, name: str) -> Any:
@@ -34,12 +34,12 @@ def test_two_devices_learn_what_one_learns(capsys: pytest.CaptureFixture[str]) -
     assert "samples/s with 1 worker on 2 devices" in said
     assert left("two", "result.json")["devices"] == ["cpu", "cpu"]
     assert [left("two", "config.yaml")[name] for name in ("strategy", "devices")] == ["replicas", "cpu,cpu"]
-    assert train("one", "--epochs", "1", "--quiet", "--workers", "1", "--in-flight", "1") == 0
-    for name in ("train_loss", "test_loss"):
+    assert train("one", "--epochs", "1", "--quiet", "--workers", "1", "--max-steps-in-flight", "1") == 0
+    for name in ("train_loss", "val_loss"):
         assert left("two", "result.json")[name] == pytest.approx(left("one", "result.json")[name], rel=1e-4)
     assert main(["train", "--resume", "two", "--epochs", "2", "--quiet", "--strategy", "distributed"]) == 2
-    assert "under another, --devices auto." in capsys.readouterr().err
-    alone = ["--strategy", "distributed", "--devices", "auto", "--out", "on", "--workers", "1"]
+    assert "to resume a run of that strategy under another one." in capsys.readouterr().err
+    alone = ["--strategy", "distributed", "--devices", "auto", "--run-dir", "on", "--workers", "1"]
     assert main(["train", "--resume", "two", "--epochs", "2", "--quiet", *alone]) == 0
     assert left("on", "result.json")["epochs"] == 2
 
@@ -48,13 +48,16 @@ def test_two_devices_learn_what_one_learns(capsys: pytest.CaptureFixture[str]) -
     ("arguments", "said"),
     [
         (["--devices", "cpu"], "--devices: expected auto without the strategy replicas, got 'cpu'"),
-        ([*REPLICAS, "--shards", "4"], "--shards: expected none with the strategy replicas, got 4. Shards are shared"),
+        (
+            [*REPLICAS, "--virtual-workers", "4"],
+            "--virtual-workers: expected none with the strategy replicas, got 4. Virtual workers need",
+        ),
         ([*REPLICAS, "--compile"], "--compile: expected false with the strategy replicas"),
         ([*REPLICAS, "--sync-batchnorm"], "--sync-batchnorm: expected false with the strategy replicas"),
         ([*REPLICAS, "--devices", "cpu,,cpu"], "--devices: expected a device"),
-        ([*REPLICAS, "--devices", "cpu,xpu:7"], "--devices: expected devices that are there (cpu"),
-        ([*REPLICAS, "--device", "mps"], "--devices: expected mps in the first place, as in device, got 'cpu,cpu'"),
-        (["--in-flight", "0"], "--in-flight: expected a whole number of at least 1, got 0"),
+        ([*REPLICAS, "--devices", "cpu,xpu:7"], "--devices: expected available devices (cpu"),
+        ([*REPLICAS, "--device", "mps"], "--devices: expected mps as the first device, as in device, got 'cpu,cpu'"),
+        (["--max-steps-in-flight", "0"], "--max-steps-in-flight: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_what_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,8 +66,8 @@ def test_what_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureF
     assert not Path("run").exists()
 
 
-def test_one_process_unless_more_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_unless_more_are_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "usable_cores", lambda: 4)
-    assert choose_workers(TrainOptions(device="cpu")) == 4
+    assert choose_workers(TrainOptions(device="cpu", data="mnist")) == 4
     assert choose_workers(TrainOptions(device="cpu", strategy="replicas")) == 1
     assert choose_workers(TrainOptions(device="cpu", strategy="replicas", workers="2")) == 2

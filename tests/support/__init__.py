@@ -1,1 +1,1 @@
-"""What the tests stand on: leak checks, the warm worker pool, and the floor checks."""
+"""What the tests stand on: leak checks, the warm worker pool, and the layer checks."""

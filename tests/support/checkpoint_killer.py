@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import CheckpointStore, save_weights
+from lockstep.checkpoint.folder import CheckpointStore, save_weights
 from support.checkpoints import save
 
 TOUCHING = {"open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink", "remove", "rmdir"}

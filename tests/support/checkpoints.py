@@ -12,7 +12,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from lockstep.checkpoint import CheckpointStore, read
+from lockstep.checkpoint.folder import CheckpointStore, read
 
 FILES = ["manifest.json", "model.safetensors", "state.json", "state.safetensors"]
 

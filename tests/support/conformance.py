@@ -81,21 +81,21 @@ class Ranks:
         if self.transport == PURE:
             # the pool looks at the outer function only
             cloudpickle.register_pickle_by_value(sys.modules[fn.__module__])
-            return self.pool.run(_uncompiled, fn, *args, workers=self.size, init=False, **options)
+            return self.pool.run(_without_native, fn, *args, workers=self.size, init=False, **options)
         return self.pool.run(fn, *args, workers=self.size, backend=self.transport, **options)
 
 
-def _uncompiled(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` where rank 0 has the compiled part of shm and the others have only its Python form."""
-    state = importlib.import_module("lockstep.transports.shm.state")
-    compiled = state._native
+def _without_native(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` where rank 0 has the native extension of shm and the others have only the Python form."""
+    state = importlib.import_module("lockstep.transports.shm.rank_states")
+    native = state._native
     try:
         if int(os.environ["RANK"]) > 0:
             state._native = None
         dist.init_process_group("shm")
         return fn(*args)
     finally:
-        state._native = compiled
+        state._native = native
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Programs in which ranks part, in all the ways in which users have seen them hang."""
+"""Programs whose ranks diverge, in all the ways in which users have seen them hang."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 last, me = rank == size - 1, rank
 os.environ.update({environment!r})
-from lockstep import watch
-from lockstep.transports.shm import host
-{machines}
-watch.install(lambda: host.host_key(), lasting=True)
+from lockstep import watchdog
+from lockstep.transports.runtime import host_identity
+{hosts}
+watchdog.install(lambda: host_identity.host_key(), lasting=True)
 dist.init_process_group({backend!r}, init_method="file://" + path, rank=rank, world_size=size)
 x = torch.ones(4)
 dist.all_reduce(x)
@@ -32,10 +32,13 @@ for number, batch in enumerate(DataLoader(data[:{samples}], batch_size=4)):
 
 # what the last rank does otherwise than the rest: (program, what every living rank says)
 CASES: dict[str, tuple[str, str]] = {
-    "one rank alone, the others end": ("if last: dist.all_reduce(x)", r"Ranks? .*(end|destroyed).*while others waited"),
+    "one rank alone, the others end": (
+        "if last: dist.all_reduce(x)",
+        r"Ranks? .*(exited|destroyed).*while other ranks waited",
+    ),
     "one rank alone, the others go on": (
         "if last: dist.all_reduce(x)\ndist.broadcast(x, 0)\ndist.barrier()",
-        r"called broadcast\(float32\[4\], root=0\)",
+        r"Desync at collective #[0-9]+ of the default group: .*called broadcast\(float32\[4\], root=0\)",
     ),
     "other shape": ("dist.all_reduce(torch.ones(4 + last))\nprint('wrong')", r"all_reduce\(float32\[5\], sum\)"),
     "other shape of the same size": (
@@ -49,7 +52,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "other operation": (
         "dist.broadcast(x, 0) if last else dist.all_reduce(x)\ndist.barrier()",
-        r"called broadcast\(float32\[4\], root=0\)",
+        r"Desync at collective #[0-9]+ of the default group: .*called broadcast\(float32\[4\], root=0\)",
     ),
     "other reduction": (
         "dist.all_reduce(x, dist.ReduceOp.MAX if last else dist.ReduceOp.SUM)",
@@ -60,26 +63,35 @@ CASES: dict[str, tuple[str, str]] = {
         "for n in (4, 5) if last else (5, 4): dist.all_reduce(torch.ones(n))",
         r"all_reduce\(float32\[5\], sum\)",
     ),
+    "evaluation on one rank": (
+        "import lockstep\nfrom torch.utils.data import TensorDataset as Data\nif me == 0:\n"
+        "  loader = lockstep.Loader(Data(torch.ones(8, 4), torch.zeros(8, dtype=torch.long)), 4, shuffle=False)\n"
+        "  lockstep.evaluate(torch.nn.Linear(4, 2), loader, torch.nn.CrossEntropyLoss())\ndist.barrier()",
+        r"Rank 0 is in lockstep\.evaluate, rank \d is not.*Call lockstep\.evaluate on every rank",
+    ),
     "other group": (
         "pair = dist.new_group([0, size - 1])\nif me: dist.all_reduce(x)\nelse: dist.all_reduce(x, group=pair)",
-        r"waits in all_reduce.*waits in all_reduce",
+        r"Deadlock: .*waits in all_reduce.*waits in all_reduce",
     ),
-    "exception": ("if last: raise ValueError('mine')\ndist.all_reduce(x)", r"has raised ValueError: mine"),
+    "exception": ("if last: raise ValueError('mine')\ndist.all_reduce(x)", r"raised ValueError: mine"),
     "exception beside a thread": (
         "import threading\nif last:\n  threading.Thread(target=time.sleep, args=(60,)).start()\n"
         "  raise ValueError('mine')\ndist.all_reduce(x)",
-        r"has raised ValueError: mine",
+        r"raised ValueError: mine",
     ),
     "exception while the others compute": (
         "if last: raise ValueError('mine')\nwhile True: pass",
-        r"has raised ValueError: mine",
+        r"raised ValueError: mine",
     ),
-    "undefined name": ("if not last: name = 1\nname\ndist.all_reduce(x)", r"has raised NameError: .*'name'"),
+    "undefined name": ("if not last: name = 1\nname\ndist.all_reduce(x)", r"raised NameError: .*'name'"),
     "full disk": (
         "if last:\n  with open('/dev/full', 'w', buffering=1) as f: f.write('line\\n')\ndist.all_reduce(x)",
-        r"has raised OSError: .*No space left",
+        r"raised OSError: .*No space left",
     ),
-    "killed": ("if last: os.kill(os.getpid(), 9)\ndist.all_reduce(x)", r"Rank \d (on \S+ )?died while others waited"),
+    "killed": (
+        "if last: os.kill(os.getpid(), 9)\ndist.all_reduce(x)",
+        r"Rank \d (on \S+ )?died while other ranks waited",
+    ),
     "stopped": (
         # stopped until the first rank has ended, but not for ever
         "with open(path + f'.pid{rank}', 'w') as f: f.write(str(os.getpid()))\ndist.barrier()\n"
@@ -87,30 +99,33 @@ CASES: dict[str, tuple[str, str]] = {
         "    for _ in range(400):\n      os.path.exists(first) and time.sleep(0.1)\n"
         "    os.kill(os.getppid(), 9); os._exit(0)\n"
         "  os.kill(os.getpid(), 19)\ndist.all_reduce(x)",
-        r"Rank \d .*is stopped, and others wait",
+        r"Rank \d .*is stopped while other ranks wait",
     ),
-    "exits early": ("if last: sys.exit(0)\ndist.all_reduce(x)", r"Rank \d (on \S+ )?has come to its end while others"),
-    "recv without send": ("dist.recv(x, size - 1) if me == 0 else dist.all_reduce(x)", r"waits in recv\(float32\[4\]"),
+    "exits early": ("if last: sys.exit(0)\ndist.all_reduce(x)", r"Rank \d (on \S+ )?exited while other ranks"),
+    "recv without send": (
+        "dist.recv(x, size - 1) if me == 0 else dist.all_reduce(x)",
+        r"Deadlock: .*waits in recv\(float32\[4\]",
+    ),
     "skipped batch": (
         # a warning, until this rank has run out of batches
         _LOOP.format(samples=40, first="if last and number == 3: continue"),
-        r"(end|destroyed its process group) after 10 batches while others waited",
+        r"(exited|destroyed its process group) after 10 batches while other ranks waited",
     ),
-    "uneven batches": (_LOOP.format(samples="40 - 8 * last", first=""), r"end after 8 batches|destroyed.*8 batches"),
+    "uneven batches": (_LOOP.format(samples="40 - 8 * last", first=""), r"exited after 8 batches|destroyed.*8 batches"),
     "uneven batches, then a metric": (
         _LOOP.format(samples="40 - 8 * last", first="") + "dist.all_reduce(torch.ones(1))",
         r"called all_reduce\(float32\[1\], sum\)",
     ),
     "uneven batches, then a like metric": (
         _LOOP.format(samples="40 - 8 * last", first="") + "dist.all_reduce(torch.ones(20))",
-        r"has run out of batches after 8",
+        r"ran out of batches after 8",
     ),
     "unused parameters": (
         "class Model(torch.nn.Module):\n  def __init__(self):\n    super().__init__()\n"
         "    self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)\n"
         "  def forward(self, x): return self.a(x) if last else self.b(self.a(x))\n"
         "ddp = DDP(Model())\nfor _ in range(3): ddp(x[None]).sum().backward()",
-        r"has parameters without gradients \(numbers 2, 3",
+        r"has parameters without gradients \(indices 2, 3",
     ),
     "more layers": (
         "DDP(torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(1 + last)]))",
@@ -128,14 +143,14 @@ CASES: dict[str, tuple[str, str]] = {
 }
 
 
-def program(text: str, backend: str, machines: str = "", **environment: str) -> str:
+def program(text: str, backend: str, hosts: str = "", **environment: str) -> str:
     """The source of a program whose ranks are watched.
 
     Args:
         text: what they do.
         backend: of their group.
-        machines: the machine of each rank, a letter each; "" where they are on one.
+        hosts: the host of each rank, a letter each; "" where they are on one.
         environment: variables.
     """
-    apart = f"host.host_key = lambda: 'machine ' + {machines!r}[rank]" if machines else ""
-    return _START.format(backend=backend, machines=apart, environment=environment) + text
+    apart = f"host_identity.host_key = lambda: 'host ' + {hosts!r}[rank]" if hosts else ""
+    return _START.format(backend=backend, hosts=apart, environment=environment) + text

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.transports.shm import waiting
+from lockstep.transports.runtime import backoff
 
 __all__ = ["SOON_S", "Ended", "attempt", "attempt_to_start", "interrupted_nap", "kill"]
 
-# A dead rank is found at the next look, every 50 ms; this is for machines that are very busy. The groups' own time
+# A dead rank is found at the next look, every 50 ms; this is for hosts that are very busy. The groups' own time
 # limit is 60 s.
 SOON_S = 10.0
 
@@ -71,8 +71,8 @@ def interrupted_nap() -> Iterator[None]:
     def nap(seconds: float) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    real, waiting.time = waiting.time, SimpleNamespace(monotonic=time.monotonic, sleep=nap)  # type: ignore[assignment]
+    real, backoff.time = backoff.time, SimpleNamespace(monotonic=time.monotonic, sleep=nap)  # type: ignore[assignment]
     try:
         yield
     finally:
-        waiting.time = real
+        backoff.time = real

@@ -1,4 +1,4 @@
-"""Several machines on one: ranks that take each other for far away, and network namespaces in which they are."""
+"""Several hosts on one: ranks that take each other for far away, and network namespaces in which they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import pytest
 
-from lockstep.transports.shm import host
+from lockstep.transports.runtime import host_identity
 
 __all__ = ["Network", "inside", "network", "or_skip", "pretending"]
 
@@ -23,14 +23,14 @@ _CLONE_NEWNET = 0x40000000
 
 
 @contextmanager
-def pretending(machines: str) -> Iterator[None]:
-    """Let this rank take itself to be on a machine of the name ``machines[rank]``."""
-    mine = machines[int(os.environ["RANK"])]
-    real, host.host_key = host.host_key, lambda: f"machine {mine}"
+def pretending(placement: str) -> Iterator[None]:
+    """Make this rank believe that it is on a host of the name ``placement[rank]``."""
+    mine = placement[int(os.environ["RANK"])]
+    real, host_identity.host_key = host_identity.host_key, lambda: f"host {mine}"
     try:
         yield
     finally:
-        host.host_key = real
+        host_identity.host_key = real
 
 
 @dataclass(frozen=True)

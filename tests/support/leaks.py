@@ -103,7 +103,8 @@ def _children(known: Collection[int]) -> list[str]:
         if pid not in known:
             with suppress(psutil.NoSuchProcess):
                 child = psutil.Process(pid)
-                found.append(f"child process {pid} ({child.status()}): {_command(child)}")
+                state = "zombie" if child.status() == psutil.STATUS_ZOMBIE else "alive"
+                found.append(f"child process {pid} ({state}): {_command(child)}")
     return found
 
 
@@ -265,7 +266,7 @@ def _value(text: str | None) -> str:
 
 def forget_communicator() -> None:
     """Let the next `lockstep.init()` look for its job anew; one process serves many jobs here."""
-    module: Any = sys.modules.get("lockstep.communicator.joining")
+    module: Any = sys.modules.get("lockstep.communicator.initialization")
     if module is not None:
         assert hasattr(module, "_default"), "lockstep.communicator keeps its communicator elsewhere now; follow it"
         module._default = None

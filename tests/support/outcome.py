@@ -24,7 +24,7 @@ class Outcome:
         trace: its traceback; for one that hung, the stacks of its threads.
         exception: the exception itself where it could be pickled.
         exit_code: of one that died; negative for a signal.
-        at: when it ended, in seconds on the machine's monotonic clock.
+        at: when it ended, in seconds on the host's monotonic clock.
         left: what it left open although it returned.
         output: what it wrote to standard output and standard error.
     """

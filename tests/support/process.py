@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import psutil
 
-from lockstep.launchers.fork_server import start_fork_server
+from lockstep.launcher.fork_server import start_fork_server
 
 from .outcome import Outcome
 from .worker import STACK_SIGNAL, Job, Release, serve
@@ -74,7 +74,8 @@ class WorkerProcess:
 
     def is_usable(self) -> bool:
         """Whether it lives and waits for a job."""
-        if not self.gone and not self.process.is_alive():
+        # its end of the connection closes before the fork server knows that it has ended; no answer is due otherwise
+        if not self.gone and (self.connection.poll() or not self.process.is_alive()):
             self.kill()
         return not self.gone
 

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ending", "run_programs"]
+__all__ = ["Ending", "ProgramServer", "run_programs"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Ending:
         code: its exit code; negative for a signal.
         out: what it wrote to standard output.
         err: what it wrote to standard error.
-        at: when it ended, in seconds on the machine's monotonic clock.
+        at: when it ended, in seconds on the host's monotonic clock.
     """
 
     code: int
@@ -33,60 +34,133 @@ class Ending:
     at: float
 
 
-# Imports what is slow to import, then forks a process for each rank of each program. A rank leaves the loop, becomes
-# the program, and ends as any Python program does.
+# Imports what is slow to import, then forks a process for each rank of each program. A rank leaves the loops, becomes
+# the program, and ends as any Python program does. Each line of standard input has a folder and programs.
 _SERVER = """
 import gc, json, os, sys, time
-import torch, torch.distributed, torch.nn.parallel, lockstep.transports.make
+import torch, torch.distributed, torch.nn.parallel, lockstep.transports.creation
 torch.set_num_threads(1)
 gc.freeze()  # a rank's last collection would otherwise copy every page of what is imported
-folder, source = sys.argv[1], None
-for number, (source, ranks) in enumerate(json.loads(sys.stdin.read())):
-    pids = {}
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            break
-        pids[pid] = rank
-    else:
-        ended = []
-        while pids:
-            pid, status = os.wait()
-            ended.append((pids.pop(pid), os.waitstatus_to_exitcode(status), time.monotonic()))
-        print(json.dumps(sorted(ended)), flush=True)
-        source = None
-        continue
-    break
-if source is not None:
-    name = f"{folder}/{number}"
-    sys.argv = ["program", str(rank), str(ranks), name]
-    for kind, descriptor in (("out", 1), ("err", 2)):
-        os.dup2(os.open(f"{name}.{rank}.{kind}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
-    exec(compile(source, "program", "exec"), {"__name__": "__main__"})
+
+def become_rank():
+    print("ready", flush=True)
+    for line in sys.stdin:
+        folder, programs = json.loads(line)
+        for number, (source, ranks) in enumerate(programs):
+            pids = {}
+            for rank in range(ranks):
+                pid = os.fork()
+                if pid == 0:
+                    return source, rank, ranks, f"{folder}/{number}"
+                pids[pid] = rank
+            ended = []
+            while pids:
+                pid, status = os.wait()
+                ended.append((pids.pop(pid), os.waitstatus_to_exitcode(status), time.monotonic()))
+            print(json.dumps(sorted(ended)), flush=True)
+    sys.exit()
+
+source, rank, ranks, name = become_rank()
+del become_rank
+sys.argv = ["program", str(rank), str(ranks), name]
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+for kind, descriptor in (("out", 1), ("err", 2)):
+    os.dup2(os.open(f"{name}.{rank}.{kind}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+program = compile(source, "program", "exec")
+if not FULL_END:
+    exec(LEAVE)
+exec(program, {"__name__": "__main__"})
 """
+
+# Runs the program and ends the process where the interpreter would begin to take PyTorch apart: 0.3 s of a core.
+_LEAVE = """
+import atexit, threading
+code = 1
+try:
+    exec(program, {"__name__": "__main__"})
+    code = 0
+except SystemExit as end:
+    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+except BaseException:
+    sys.excepthook(*sys.exc_info())
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)
+"""
+
+
+class ProgramServer:
+    """A process that has imported `preload`, and runs programs on their numbers of ranks, one after the other.
+
+    A program finds in `sys.argv` its rank, the number of ranks, and a path that is its own.
+
+    Args:
+        preload: modules.
+        full_end: whether ranks end as a Python program does, down to the end of its libraries, or faster: with the
+            functions of `atexit`.
+    """
+
+    def __init__(self, preload: Sequence[str] = (), full_end: bool = True) -> None:
+        imports = f"import {', '.join(preload)}\n" if preload else ""
+        code = f"{imports}FULL_END, LEAVE = {full_end}, {_LEAVE!r}\n{_SERVER}"
+        self._command = [sys.executable, "-W", "error", "-c", code]
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        server = subprocess.Popen(self._command, stdin=-1, stdout=-1, text=True, start_new_session=True)
+        assert server.stdout is not None
+        server.stdout.readline()  # it is ready: from now on it sleeps whenever a test begins or ends
+        return server
+
+    def run(self, programs: Sequence[tuple[str, int]], folder: Path, timeout: float) -> list[list[Ending]]:
+        """Run the programs; returns how each rank of each has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: all together have taken longer than `timeout` seconds; the server has ended.
+        """
+        if self._process.poll() is not None:  # killed by the limit of an earlier call
+            self.close()
+            self._process = self._start()
+        server = self._process
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps([str(folder), programs]) + "\n")
+        server.stdin.flush()
+        limit = threading.Timer(timeout, _kill_group, [server.pid])
+        limit.start()
+        try:
+            lines = [line for line in (server.stdout.readline() for _ in programs) if line]
+        finally:
+            late = not limit.is_alive()
+            limit.cancel()
+            limit.join()
+        if late and len(lines) < len(programs):
+            raise subprocess.TimeoutExpired(f"{len(programs)} programs in {folder}", timeout)
+        assert len(lines) == len(programs), f"{len(lines)} of {len(programs)} programs have ended"
+        return [_endings(json.loads(line), f"{folder}/{number}") for number, line in enumerate(lines)]
+
+    def close(self) -> None:
+        """End the server, and what its programs have left behind."""
+        server = self._process
+        assert server.stdin is not None and server.stdout is not None
+        _kill_group(server.pid)
+        with suppress(BrokenPipeError):
+            server.stdin.close()
+        server.stdout.close()
+        server.wait()
 
 
 def run_programs(
     programs: Sequence[tuple[str, int]], folder: Path, timeout: float = 60.0, preload: Sequence[str] = ()
 ) -> list[list[Ending]]:
-    """Run each program on its number of ranks, one program after the other; how each of its ranks ended.
-
-    A program finds in `sys.argv` its rank, the number of ranks, and a path that is its own. The modules of `preload`
-    are imported once for all of them.
+    """Run each program on its number of ranks, one program after the other, by a `ProgramServer` of their own.
 
     Raises:
         subprocess.TimeoutExpired: all together have taken longer than `timeout` seconds.
     """
-    code = f"import {', '.join(preload)}\n{_SERVER}" if preload else _SERVER
-    command = [sys.executable, "-W", "error", "-c", code, str(folder)]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, start_new_session=True) as server:
-        try:
-            out, _ = server.communicate(json.dumps(programs), timeout)
-        finally:
-            _kill_group(server.pid)
-    lines = out.splitlines()
-    assert len(lines) == len(programs), f"{len(lines)} of {len(programs)} programs have ended"
-    return [_endings(json.loads(line), f"{folder}/{number}") for number, line in enumerate(lines)]
+    with closing(ProgramServer(preload)) as server:
+        return server.run(programs, folder, timeout)
 
 
 def _endings(ended: list[Any], name: str) -> list[Ending]:

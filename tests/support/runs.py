@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.fingerprints import fingerprint
+from lockstep.invariance.fingerprints import fingerprint
 from lockstep.training.callbacks import Callback
 from lockstep.training.step import StepResult
 from lockstep.training.trainer import Trainer
@@ -41,7 +41,7 @@ class At(Callback):
     def __init__(self, step: int, action: Any) -> None:
         self.step, self.action = step, action
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+    def on_train_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if result.step == self.step:
             self.action(trainer)
 
@@ -52,7 +52,7 @@ def make(out: Path | None, callbacks: list[Callback], optimizer: Any = torch.opt
     net = model(options.pop("width", 16), options.pop("dropout", 0.2))
     made = optimizer(net.parameters(), options.pop("lr", 0.01))
     loss_fn = options.pop("loss_fn", None) or nn.CrossEntropyLoss()
-    return Trainer(net, made, loss_fn, GLOBAL_BATCH, out=out, callbacks=callbacks, **options)
+    return Trainer(net, made, loss_fn, GLOBAL_BATCH, run_dir=out, callbacks=callbacks, **options)
 
 
 def fit(out: Path | None, *callbacks: Callback, epochs: int = 3, resume: str | None = None, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Small training runs with shards, and their fingerprints."""
+"""Small training runs with virtual workers, and their fingerprints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep.data.loader import Loader
-from lockstep.fingerprints import fingerprint
+from lockstep.invariance.fingerprints import fingerprint
 from lockstep.models import build
 from lockstep.training.step import TrainStep
 
@@ -84,8 +84,8 @@ def run(
     *,
     data: Any = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = momentum,
-    shards: int | None = 8,
-    global_batch: int = 12,
+    virtual_workers: int | None = 8,
+    global_batch_size: int = 12,
     epochs: int = 1,
     steps: int | None = None,
     num_workers: int = 0,
@@ -97,8 +97,10 @@ def run(
     torch.manual_seed(0)
     model = make()
     made = optimizer([p for p in model.parameters() if p.requires_grad])
-    step = TrainStep(model, made, loss_fn or F.cross_entropy, shards=shards, **options)
-    loader = Loader(data or pictures(), global_batch, shards=shards, num_workers=num_workers, comm=comm)
+    step = TrainStep(model, made, loss_fn or F.cross_entropy, virtual_workers=virtual_workers, **options)
+    loader = Loader(
+        data or pictures(), global_batch_size, virtual_workers=virtual_workers, num_workers=num_workers, comm=comm
+    )
     losses: list[float] = []
     try:
         for epoch in range(epochs):

@@ -1,4 +1,4 @@
-"""Machines that can be reached by ssh: network namespaces with a host name and a real sshd each."""
+"""Hosts that can be reached by ssh: network namespaces with a host name and a real sshd each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from .hosts import network
 
-__all__ = ["NAMES", "Machines", "machines"]
+__all__ = ["NAMES", "Hosts", "make_hosts"]
 
 NAMES = ("alpha", "beta", "gamma", "delta")
-"""Names that only the user's ssh configuration knows: the machines themselves cannot look them up."""
+"""Names that only the user's ssh configuration knows: the hosts themselves cannot look them up."""
 
 _SERVER = "/usr/sbin/sshd"
 _START_S = 10.0
@@ -43,13 +43,13 @@ StrictHostKeyChecking yes
 
 
 @dataclass(frozen=True)
-class Machines:
-    """Machines, and a user's own way to them.
+class Hosts:
+    """Hosts, and a user's own way to them.
 
     Attributes:
-        namespaces: of the network, by the machine's name.
-        addresses: by the machine's name.
-        gateway: this machine's address, as they reach it.
+        namespaces: of the network, by the host's name.
+        addresses: by the host's name.
+        gateway: this host's address, as they reach it.
         path: the value of PATH with which ``ssh`` knows them, their keys, and the user's key.
         key: the user's key file.
     """
@@ -61,23 +61,23 @@ class Machines:
     key: Path
 
     def processes(self, name: str) -> list[int]:
-        """Those on the machine `name`."""
+        """Those on the host `name`."""
         found = subprocess.run(["ip", "netns", "pids", self.namespaces[name]], capture_output=True, text=True)
         return [int(word) for word in found.stdout.split()]
 
     def link(self, name: str, state: str) -> None:
-        """Set the machine's network device "up" or "down"."""
+        """Set the host's network device "up" or "down"."""
         subprocess.run(["ip", "-n", self.namespaces[name], "link", "set", "eth0", state], check=True)
 
     def inside(self, name: str) -> list[str]:
-        """The words before a command that shall run on the machine `name`."""
+        """The words before a command that shall run on the host `name`."""
         named = f'hostname {name} && exec "$@"'
         return ["nsenter", f"--net=/run/netns/{self.namespaces[name]}", "unshare", "--uts", "sh", "-c", named, "sh"]
 
 
 @contextmanager
-def machines(count: int, folder: Path) -> Iterator[Machines]:
-    """Make `count` machines, with their keys in `folder`, and remove them whatever happens.
+def make_hosts(count: int, folder: Path) -> Iterator[Hosts]:
+    """Make `count` hosts, with their keys in `folder`, and remove them whatever happens.
 
     Raises:
         OSError, subprocess.CalledProcessError: it is not permitted here, or a program is missing.
@@ -88,7 +88,7 @@ def machines(count: int, folder: Path) -> Iterator[Machines]:
         addresses = {name: f"{prefix}.{number}" for number, name in enumerate(names, 2)}
         path = _write_client(folder, key, addresses)
         namespaces = dict(zip(names, made.names, strict=True))
-        found = Machines(namespaces, addresses, made.address, path, key)
+        found = Hosts(namespaces, addresses, made.address, path, key)
         try:
             for name in names:  # each goes into the background, and is no child of the tests
                 subprocess.run([*found.inside(name), _SERVER, "-f", str(folder / "sshd_config")], check=True)
@@ -133,7 +133,7 @@ def _wait_for(address: str) -> None:
         time.sleep(0.02)
 
 
-def _end_all(found: Machines, name: str) -> None:
+def _end_all(found: Hosts, name: str) -> None:
     while running := found.processes(name):
         for process in running:
             with suppress(ProcessLookupError):

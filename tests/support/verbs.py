@@ -112,12 +112,12 @@ class Call:
         for one, other in zip(got, expected, strict=True):
             self.same(one, other)
 
-    def ask(self, verb: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
+    def ask(self, verb: Any, *args: Any, **options: Any) -> Callable[[], Any]:
         """Call the verb; what comes back gives its result."""
         if not self.later:
             result = verb(*args, **options)
             return lambda: result
-        request = verb(*args, **options, async_op=True)
+        request = getattr(verb.__self__, "i" + verb.__name__)(*args, **options)
         assert isinstance(request, Request)
         return request.wait
 

@@ -14,9 +14,9 @@ from lockstep.errors import ConfigError, InterruptedRunError, LockstepError, Wor
 
 
 def test_the_message_has_all_parts() -> None:
-    error = ConfigError("global_batch", "a whole number of at least 1", -4, "Use more.")
-    assert str(error) == "global_batch: expected a whole number of at least 1, got -4. Use more."
-    assert error.render("--global-batch").startswith("--global-batch: expected")
+    error = ConfigError("global_batch_size", "a whole number of at least 1", -4, "Use more.")
+    assert str(error) == "global_batch_size: expected a whole number of at least 1, got -4. Use more."
+    assert error.render("--global-batch-size").startswith("--global-batch-size: expected")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_values_are_quoted_and_words_are_not(came: dict[str, Any], shown: str) -
     assert str(ConfigError("workers", "one", **came)) == f"workers: expected one, got {shown}"
 
 
-def test_words_for_what_came_are_given_as_words() -> None:
+def test_a_description_of_what_was_found_is_not_quoted() -> None:
     # a text in the place of a value would be quoted
     for path in sorted((Path(errors.__file__).parent).rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Lists of machines are read as other launchers read them, and what is wrong in them is named."""
+"""Lists of hosts are read as other launchers read them, and what is wrong in them is named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_hosts_with_slots(text: str, hosts: list[Host]) -> None:
     assert parse_hosts(text) == hosts
 
 
-def test_what_ssh_is_told() -> None:
+def test_the_arguments_of_ssh() -> None:
     assert Host("a", 1, "me").login == "me@a"
     assert Host("a").login == "a"
 
@@ -45,8 +45,8 @@ def test_what_ssh_is_told() -> None:
         ("@a", "got '@a'"),
         ("fe80::1", "Write [fe80::1] for an IPv6 address."),
         ("[a]", "got '[a]'"),
-        ("a:2,b,a:2", "each machine once, got 'a'"),
-        ("a,me@a", "each machine once, got 'a'"),
+        ("a:2,b,a:2", "each host once, got 'a'"),
+        ("a,me@a", "each host once, got 'a'"),
     ],
 )
 def test_what_cannot_be_read_is_named(text: str, told: str) -> None:
@@ -58,7 +58,7 @@ def test_what_cannot_be_read_is_named(text: str, told: str) -> None:
 
 def test_a_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# four machines\n\nnode1 slots=4\nme@node2:2  # old\n  node3\tmax_slots=8 slots=2\n[::1]:3\n")
+    path.write_text("# four hosts\n\nnode1 slots=4\nme@node2:2  # old\n  node3\tmax_slots=8 slots=2\n[::1]:3\n")
     assert read_hostfile(path) == [Host("node1", 4), Host("node2", 2, "me"), Host("node3", 2), Host("::1", 3)]
 
 
@@ -66,12 +66,12 @@ def test_a_hostfile(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("a\nb slots=x\n", "f, line 2: expected a number of slots, at least 1, got 'x'"),
-        ("\n#\na\nb\na\n", "f, line 5: expected each machine once, got 'a'"),
+        ("\n#\na\nb\na\n", "f, line 5: expected each host once, got 'a'"),
         ("a cpus=4\n", "f, line 1: expected host slots=4, or host:4, got a cpus=4"),
         ("a:4 slots=4\n", "f, line 1: expected host slots=4, or host:4, got a:4 slots=4"),
         ("[::1]:4 slots=4\n", "f, line 1: expected host slots=4, or host:4"),
         ("a slots=4 slots=2\n", "f, line 1: expected host slots=4, or host:4"),
-        ("# none\n", "f: expected at least one machine, got no machine"),
+        ("# none\n", "f: expected at least one host, got no host"),
     ],
 )
 def test_the_line_that_cannot_be_read_is_named(text: str, told: str) -> None:

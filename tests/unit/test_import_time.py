@@ -12,7 +12,7 @@ import pytest
 
 SHARE = 0.20
 
-# processor time, which other programs on the machine do not lengthen
+# processor time, which other programs on the host do not lengthen
 PROGRAM = """
 import json, sys, time
 start = time.process_time()
@@ -23,7 +23,7 @@ end = time.process_time()
 print(json.dumps({"torch": middle - start, "lockstep": end - middle, "modules": sorted(sys.modules)}))
 """
 
-SLOW = {"accelerate", "matplotlib", "pooch", "rich", "sklearn", "tensorboard", "yaml"}
+SLOW = {"accelerate", "matplotlib", "pooch", "psutil", "rich", "sklearn", "tensorboard", "yaml"}
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +40,9 @@ def test_import_brings_in_nothing_slow(imports: list[dict[str, Any]]) -> None:
     modules = {name.partition(".")[0] for name in imports[0]["modules"]}
     assert "lockstep" in modules
     assert not modules & SLOW
+
+
+def test_a_launcher_starts_the_fork_server_before_it_loads_pytorch() -> None:
+    """Then both load it at once; one after the other takes twice as long."""
+    program = "import sys; import lockstep.launcher.start, lockstep.launcher.ssh; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"False\n"

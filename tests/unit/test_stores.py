@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from lockstep import stores
-from lockstep.launchers import meet, meeting
-from lockstep.launchers.choices import Choices
+from lockstep.launcher import rendezvous
+from lockstep.launcher.run_config import RunConfig
 from lockstep.stores import LOOPBACK, serve_store
 from support.openings import listens_at
 
@@ -24,7 +24,7 @@ EVERYWHERE = {"0.0.0.0", "::"}
 
 
 def own_address() -> str:
-    """An address of this machine that is no loopback address."""
+    """An address of this host that is no loopback address."""
     for each in psutil.net_if_addrs().values():
         for found in each:
             if found.family == socket.AF_INET and not found.address.startswith("127."):
@@ -76,7 +76,7 @@ def test_where_nobody_knows_how_others_reach_this_host_the_store_listens_everywh
 
 
 def test_a_loopback_address_means_this_host_for_all() -> None:
-    """Two launchers on one machine that meet at 127.0.0.1."""
+    """Two launchers on one host that rendezvous at 127.0.0.1."""
     assert listens_at(serve_store(LOOPBACK, several_hosts=True).port) == {LOOPBACK}
 
 
@@ -97,17 +97,17 @@ def made() -> Iterator[list[TCPStore]]:
 
 
 def test_the_launchers_stores_listen_where_the_job_is(made: list[TCPStore]) -> None:
-    alone = meeting.one_machine()
+    alone = rendezvous.single_host_rendezvous()
     assert listens_at(alone.store.port) == {LOOPBACK}
     alone.next_rendezvous()
     again = alone.next_rendezvous().bootstrap_store_info.master_port  # started afresh: a store of its own
     assert listens_at(again) == {LOOPBACK}
-    made.append(meet.serve("node1", 0, Choices(("x.py",))))
+    made.append(rendezvous.serve_job_store("node1", 0, RunConfig(("x.py",))))
     assert listens_at(made[-1].port) == {LOOPBACK}
     address = own_address()
-    made.append(meet.serve(address, 0, Choices(("x.py",), nnodes=2, master_addr=address)))
+    made.append(rendezvous.serve_job_store(address, 0, RunConfig(("x.py",), nnodes=2, master_addr=address)))
     assert listens_at(made[-1].port) == {address}
-    spanning = meeting.Meeting(made[-1], address, 0, 2)
+    spanning = rendezvous.HostRendezvous(made[-1], address, 0, 2)
     spanning.round = 1
     assert listens_at(spanning._serve_workers().port) == {address}
 
@@ -122,5 +122,5 @@ def test_no_other_code_opens_a_store() -> None:
         for line in path.read_text().splitlines()
         if "TCPStore(" in line and ("True" in line or "is_first" in line) and "is_master=False" not in line
     }
-    assert {path for path, _ in serving} <= {"rendezvous.py"}
+    assert {path for path, _ in serving} <= {"bootstrap.py"}
     assert len(serving) <= 1  # as torch does for env://, where the port is taken by a store of this process's own

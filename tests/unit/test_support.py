@@ -160,7 +160,7 @@ def test_what_is_slow_to_end_is_waited_for(after: ExitStack) -> None:
         ),
     ],
 )
-def test_a_changed_setting_is_told_and_put_back(
+def test_a_changed_setting_is_reported_and_restored(
     change: Callable[[], Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_OLD", "1")
@@ -171,7 +171,7 @@ def test_a_changed_setting_is_told_and_put_back(
     assert before.finish(linger=0) == []
 
 
-def test_a_folder_that_is_gone_can_be_left(tmp_path: Path) -> None:
+def test_a_folder_that_has_been_removed_can_be_left(tmp_path: Path) -> None:
     before = watch()
     (tmp_path / "brief").mkdir()
     os.chdir(tmp_path / "brief")

@@ -135,7 +135,7 @@ def test_a_function_may_make_the_group_itself(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("init", [True, False])
-def test_lockstep_finds_its_place_in_every_run(pool: Pool, init: bool) -> None:
+def test_lockstep_finds_its_rank_in_every_run(pool: Pool, init: bool) -> None:
     def find() -> tuple[int, int, float]:
         job = lockstep.communicator.init(device="cpu")
         return job.rank, job.size, job.allreduce(torch.ones(1)).item()
@@ -153,7 +153,7 @@ def test_too_many_ranks_are_refused(pool: Pool) -> None:
 # --- what a rank leaves -------------------------------------------------------------------------------------
 
 
-def test_every_run_begins_alike(pool: Pool, tmp_path: Path) -> None:
+def test_every_run_begins_in_the_same_state(pool: Pool, tmp_path: Path) -> None:
     def look() -> tuple[Any, ...]:
         settings = torch.get_default_dtype(), torch.get_num_threads(), torch.backends.cudnn.benchmark
         numbers = torch.rand(1).item(), random.random()
@@ -194,7 +194,7 @@ def test_what_a_rank_leaves_open_is_a_failure(impatient: Pool, tmp_path: Path) -
     assert impatient.run(lambda: hasattr(sys, "kept")) == [False, False]  # by a fresh process
 
 
-@pytest.mark.leaks("to see that the mark is heard")
+@pytest.mark.leaks("to check that the mark is heard")
 def test_a_mark_excuses_what_a_rank_leaves_open(pool: Pool) -> None:
     def leak() -> None:
         sys.kept = os.pipe()  # type: ignore[attr-defined]
@@ -241,7 +241,7 @@ def test_a_failed_assertion_is_explained(pool: Pool) -> None:
     assert "assert 2 == 7" in pool.outcomes(check)[0].message
 
 
-def test_an_error_that_cannot_be_sent_is_told(pool: Pool) -> None:
+def test_an_error_that_cannot_be_pickled_is_reported(pool: Pool) -> None:
     class StubbornError(Exception):
         def __init__(self, first: int, second: int) -> None:
             super().__init__("in the way")
@@ -265,7 +265,7 @@ def test_a_value_that_cannot_be_sent_is_a_failure(pool: Pool) -> None:
     ],
     ids=["exit", "kill"],
 )
-def test_a_rank_that_dies_is_told_and_replaced(pool: Pool, end: Any, told: str, code: int) -> None:
+def test_a_rank_that_dies_is_reported_and_replaced(pool: Pool, end: Any, told: str, code: int) -> None:
     def die() -> None:
         if dist.get_rank() == 1:
             end()
@@ -300,7 +300,7 @@ def test_a_frozen_rank_is_killed(impatient: Pool) -> None:
     assert impatient.run(lambda: "alive", workers=1) == ["alive"]
 
 
-def test_others_do_not_go_on_long_after_a_failure(impatient: Pool) -> None:
+def test_others_stop_soon_after_a_failure(impatient: Pool) -> None:
     def fail() -> None:
         if dist.get_rank() == 0:
             raise ValueError("the cause")

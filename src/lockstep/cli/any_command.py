@@ -1,4 +1,4 @@
-"""Any command as the work of a rank: ``python -m lockstep.cli.any_command WORDS``."""
+"""Runs any command as a rank: ``python -m lockstep.cli.any_command COMMAND ARGUMENTS``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["main"]
 
 
 def main(words: Sequence[str]) -> int:
-    """Run it, pass signals on to it, and return its exit code; that of a shell where it cannot be run."""
+    """Run the command, forward signals to it, and return its exit code; 126 or 127 if it cannot be started."""
     try:
         child = subprocess.Popen(words)
     except OSError as error:
         print(f"{words[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda which, _: child.send_signal(which))
+        signal.signal(number, lambda received, _: child.send_signal(received))
     code = child.wait()
     return code if code >= 0 else 128 - code
 

@@ -1,4 +1,4 @@
-"""``lockstep doctor``: what is here, whether it works, and what to fix."""
+"""``lockstep doctor``: checks this host and others, and lists what to fix."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..activity import Activity
 from ..errors import ConfigError
 from ..hosts import Host, parse_hosts, read_hostfile
+from .parser import whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["add_to", "run_command"]
 
 _DESCRIPTION = """\
-Look at this machine's devices, memory, cores, limits and network, sum a tensor
-between two processes on each backend, and log in on the machines of a job. Ends
-with what to fix.
+Check this host's devices, memory, cores, limits and network, run an all-reduce
+of two processes on each backend, and log in on the hosts of a job. Ends with a
+list of problems and their fixes.
 """
 
-_INDENT = 16  # columns before the text of a line: a mark and its name
+_INDENT = 16  # columns before the text of a line: its mark and name
 
 _EXAMPLES = """
 examples:
@@ -46,35 +48,35 @@ def add_to(commands: Any, name: str) -> None:
     """Add this command to the subparsers `commands`."""
     parser = commands.add_parser(
         name,
-        help="show what is here and whether it works, and say what to fix",
+        help="check this host and others, and list what to fix",
         usage="%(prog)s [options]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-H", "--hosts", metavar="LIST", help="machines to log in on, e.g. nodeA:4,user@nodeB:4")
-    parser.add_argument("--hostfile", metavar="FILE", help="the same, a line each, e.g. `nodeA slots=4`")
+    parser.add_argument("-H", "--hosts", metavar="LIST", help="hosts to log in on, e.g. nodeA:4,user@nodeB:4")
+    parser.add_argument("--hostfile", metavar="FILE", help="file with one host per line, e.g. `nodeA slots=4`")
     parser.add_argument("--ssh-port", metavar="PORT", help="port of sshd (default: as ssh is configured)")
     parser.add_argument("--identity", metavar="FILE", help="private key for ssh (default: as ssh is configured)")
-    parser.add_argument("--time-limit", metavar="SECONDS", default="60", help="limit of each trial (default: 60)")
-    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=run_command, known=[flag for action in parser._actions for flag in action.option_strings])
+    parser.add_argument("--time-limit", metavar="SECONDS", default="60", help="limit per backend test (default: 60)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.set_command(run_command)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Do what the parsed `arguments` ask for; returns 1 when something is to be fixed."""
+    """Run the command with the parsed `arguments`, and return 1 if there is something to fix."""
     from ..doctor import Ssh, as_json, examine
 
-    hosts, limit = _hosts(arguments), _number("--time-limit", arguments.time_limit, 3600)
-    port = None if arguments.ssh_port is None else _number("--ssh-port", arguments.ssh_port, 65535)
-    found = examine(hosts, Ssh(port, _identity(arguments.identity)), limit)
+    hosts, limit = _hosts(arguments), whole_number("--time-limit", arguments.time_limit, 3600)
+    port = None if arguments.ssh_port is None else whole_number("--ssh-port", arguments.ssh_port, 65535)
+    results = examine(hosts, Ssh(port, _identity(arguments.identity)), limit)
     if arguments.json:
-        sections = list(found)
+        sections = list(results)
         print(json.dumps(as_json(sections), indent=2))
     else:
-        sections = list(_shown(found))
+        sections = list(_print_sections(results))
     return 1 if any(section.problems for section in sections) else 0
 
 
@@ -86,12 +88,6 @@ def _hosts(arguments: argparse.Namespace) -> list[Host]:
     return read_hostfile(Path(arguments.hostfile).expanduser()) if arguments.hostfile is not None else []
 
 
-def _number(flag: str, text: str, most: int) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise ConfigError(flag, f"a whole number from 1 to {most}", text)
-    return int(text)
-
-
 def _identity(text: str | None) -> Path | None:
     path = None if text is None else Path(text).expanduser()
     if path is not None and not path.is_file():
@@ -99,18 +95,20 @@ def _identity(text: str | None) -> Path | None:
     return path
 
 
-def _shown(sections: Iterator[Section]) -> Iterator[Section]:
-    """The same sections, each printed as it comes, and the problems of all at the end."""
+def _print_sections(sections: Iterator[Section]) -> Iterator[Section]:
+    """Yield the sections, print each as it arrives, and all problems at the end."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
     problems: list[Problem] = []
-    with console.status("looking ...") as status:
-        for section in sections:
-            _print_section(console, section)
-            problems += section.problems
-            yield section
-            status.update("trying the backends ..." if section.title == "job" else "looking ...")
+    while True:
+        with Activity("lockstep doctor: checking"):
+            section = next(sections, None)
+        if section is None:
+            break
+        _print_section(console, section)
+        problems += section.problems
+        yield section
     _print_problems(console, problems)
 
 
@@ -139,9 +137,9 @@ def _print_problems(console: Console, problems: Sequence[Problem]) -> None:
 
 
 def _print_lines(console: Console, head: Text, text: str) -> None:
-    """Print `text` after `head`, wrapped so that its lines stand under each other; a long word is left whole."""
+    """Print `text` after `head`, wrapped with aligned lines; a long word is not broken."""
     width = max(20, console.width - len(head))
-    first, *others = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    first, *more = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
     console.print(head + first, soft_wrap=True)
-    for line in others:
+    for line in more:
         console.print(" " * len(head) + line, soft_wrap=True)

@@ -5,25 +5,187 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .. import environment
 from ..errors import ConfigError
-from ..hosts import Host
+from ..hosts import Host, parse_hosts
+from ..launcher.run_config import OPTIONS as RUN_OPTIONS
 from . import run
-from .horovodrun_options import IGNORED, OPTIONS, Ignored
-from .host_discovery import Discovery
 from .parser import Help
 
-__all__ = ["add_to", "handed_down", "program_of", "run_command"]
+__all__ = ["IGNORED", "OPTIONS", "Discovery", "Ignored", "add_to", "child_variables", "program_of", "run_command"]
+
+
+# --- Options of Horovod's launcher ------------------------------------------------------------------------------------
+
+
+def _option(*flags: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return flags, settings
+
+
+def _shared(name: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the option `name` of `lockstep run` under Horovod's flags."""
+    option = _RUN[name]
+    return option.horovodrun, {**run.argparse_settings(option), **settings}
+
+
+_RUN = {option.name: option for option in RUN_OPTIONS}
+
+OPTIONS = {
+    "workers": [
+        _shared("workers", help="number of workers (default: as for `lockstep run`)"),
+        _shared("output_dir", help="also write the output of rank N to DIR/rank.N/stdout and DIR/rank.N/stderr"),
+        _shared("start_timeout", help="seconds to wait for the other hosts (default: HOROVOD_START_TIMEOUT, or 60)"),
+        _option("--verbose", action="store_true", help="print the equivalent `lockstep run` command"),
+        _option("--debug", action="store_true", help="print the traceback of the launcher's own errors"),
+    ],
+    "multiple hosts": [
+        _shared("hosts"),
+        _shared("hostfile"),
+        _shared("ssh_port"),
+        _shared("identity"),
+        _option("--network-interfaces", "--network-interface", dest="network_interfaces", metavar="A,B",
+                action="append", help=_RUN["network_interface"].help),
+    ],
+    "elastic jobs (the number of workers is fixed at the start)": [
+        _option("--min-np", "--min-num-proc", dest="min_np", metavar="N", help="wait for so many slots (default: -np)"),
+        _option("--max-np", "--max-num-proc", dest="max_np", metavar="N", help="start at most so many workers"),
+        _option("--host-discovery-script", metavar="FILE", help="program that prints one line `host:slots` per host; "
+                "it is run until there are enough slots, and not after the start"),
+        _option("--slots-per-host", metavar="N", help="slots of a host that is printed without a number (default: 1)"),
+        _option("--elastic-timeout", metavar="S", help="seconds to wait for enough slots (default: "
+                "HOROVOD_ELASTIC_TIMEOUT, or 600)"),
+    ],
+    "timeline and stall check": [
+        _option("--timeline-filename", metavar="FILE", help="write a trace of all operations to FILE, for "
+                "ui.perfetto.dev or chrome://tracing"),
+        _option("--timeline-mark-cycles", action="store_true", help="mark the start of each cycle in the trace"),
+        _option("--no-timeline-mark-cycles", dest="timeline_mark_cycles", action="store_false",
+                help=argparse.SUPPRESS),
+        _option("--no-stall-check", action="store_true", help="do not limit how long ranks wait for each other"),
+        _option("--stall-check", dest="no_stall_check", action="store_false", help=argparse.SUPPRESS),
+        _option("--stall-check-warning-time-seconds", dest="stall_warning", metavar="S", help="seconds of waiting "
+                "for a rank after which a warning is logged (default: 5)"),
+        _shared("stall_timeout", help="seconds of waiting for a rank after which that is an error; 0 for never "
+                "(default: 600)"),
+    ],
+    "information": [
+        _option("-cb", "--check-build", action="store_true", help="show the available frameworks and backends"),
+        _option("-v", "--version", dest="show_version", action="store_true", help="show the version"),
+    ],
+}  # fmt: skip
+"""Group in the help → its options (without the ignored ones)."""
+
+IGNORED: dict[int, str] = {
+    0: """
+        --disable-cache --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather
+        --no-hierarchical-allgather --autotune --no-autotune
+        --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp
+        --log-hide-timestamp --no-log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp
+        --gloo --mpi --jsrun
+    """,
+    1: """
+        --fusion-threshold-mb --cycle-time-ms --cache-capacity --autotune-log-file --autotune-warmup-samples
+        --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --reset-limit
+        --mpi-args --binding-args --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level
+    """,
+    2: "--blacklist-cooldown-range",
+}
+"""Number of values → the options of horovodrun that have no effect."""
+
+
+class Ignored(argparse.Action):
+    """Records that an option was given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Add the option to the list of ignored ones."""
+        ignored: tuple[str, ...] = getattr(namespace, self.dest, ())
+        if option_string and option_string not in ignored:
+            setattr(namespace, self.dest, (*ignored, option_string))
+
+
+# --- Host discovery ---------------------------------------------------------------------------------------------------
+
+_RETRY_S = 1.0
+_ARGUMENT = "host_discovery_script"
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """A host discovery script, which prints a line ``host:slots`` per host, and the number of slots to wait for.
+
+    Attributes:
+        command: its path, optionally with arguments.
+        needed: number of slots to wait for.
+        slots: the slots of a host that is printed without a number.
+        timeout: seconds to wait for `needed` slots.
+    """
+
+    command: str
+    needed: int = 1
+    slots: int = 1
+    timeout: float = 600.0
+
+    def find(self) -> list[Host]:
+        """Run the script until the hosts have enough slots, and return them in the order of their first appearance.
+
+        Raises:
+            ConfigError: the script cannot be run, prints anything else, or the time has run out.
+        """
+        deadline = time.monotonic() + self.timeout
+        hosts: dict[str, Host] = {}
+        while True:
+            printed = {host.name: host for host in self._run_script()}
+            hosts = {name: printed[name] for name in (*hosts, *printed) if name in printed}
+            count = sum(host.slots for host in hosts.values())
+            if count >= self.needed:
+                return list(hosts.values())
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{host.name}:{host.slots}" for host in hosts.values()) or "no host"
+                expected = f"{self.needed} slots within {self.timeout:g} s"
+                raise ConfigError(_ARGUMENT, expected, found=f"{count}: {names}")
+            time.sleep(_RETRY_S)
+
+    def _run_script(self) -> list[Host]:
+        expected = "a program that prints a line `host:slots` for each host"
+        try:
+            words = shlex.split(self.command)
+            result = subprocess.run(words, capture_output=True, text=True, timeout=max(self.timeout, _RETRY_S))
+        except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+            raise ConfigError(_ARGUMENT, expected, found=f"{self.command}: {error}") from None
+        if result.returncode != 0:
+            got = f"exit code {result.returncode}: {result.stderr.strip()[-500:]}"
+            raise ConfigError(_ARGUMENT, expected, found=f"{self.command}: {got}")
+        lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
+        return [self._parse_line(line) for line in lines]
+
+    def _parse_line(self, line: str) -> Host:
+        if "," in line:
+            raise ConfigError(_ARGUMENT, "one host per line", line)
+        (host,) = parse_hosts(line, _ARGUMENT)
+        has_slots = ":" in line.rpartition("]")[2]
+        return host if has_slots else replace(host, slots=self.slots)
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
 
 _DESCRIPTION = """\
 Run a command as the ranks of a Horovod job, with the options of Horovod's own
-launcher. `import horovod.torch` in the program is Lockstep's door; the program
-needs no change. It is `lockstep run --as-horovod` with other options.
+launcher. The program runs unmodified: `import horovod.torch` imports
+lockstep.compat.horovod. Equivalent to `lockstep run --as-horovod`.
 """
 
 _EXAMPLES = """
@@ -37,26 +199,15 @@ exit codes: as `lockstep run`
 
 _NEVER = "604800"  # a week
 
-_AS_RUN = {
-    "workers": "-np",
-    "hosts": "-H",
-    "hostfile": "--hostfile",
-    "ssh_port": "-p",
-    "identity": "-i",
-    "network_interface": "--network-interface",
-    "start_timeout": "--start-timeout",
-    "output_dir": "--output-dir",
-    "stall_timeout": "--stall-timeout",
-}
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
-_PLACES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+_RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 
 
 def add_to(commands: Any, name: str) -> None:
     """Add this command to the subparsers `commands`."""
     parser = commands.add_parser(
         name,
-        help="run a program of Horovod's as it is, with Horovod's options",
+        help="run an unmodified Horovod program, with horovodrun's options",
         usage="%(prog)s [options] command [arguments]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
@@ -72,36 +223,39 @@ def add_to(commands: Any, name: str) -> None:
     for count, names in IGNORED.items():
         for flag in names.split():
             parser.add_argument(flag, dest="ignored", nargs=count, action=Ignored, help=argparse.SUPPRESS)
-    actions = [action for action in parser._actions if action.option_strings]
-    known = [flag for action in actions for flag in action.option_strings]
-    sources = {action.dest: action.option_strings[0] for action in actions}
+    sources = parser.first_flags()  # the options' names in errors
     sources["network_interface"] = sources["network_interfaces"]
-    parser.set_defaults(run=run_command, known=known, whole_tracebacks=True, sources=sources)
+    parser.set_command(run_command, full_tracebacks=True, sources=sources)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Do what the parsed `arguments` ask for."""
+    """Run the command with the parsed `arguments`, and return the exit code."""
     given = {name: value for name, value in vars(arguments).items() if name not in ("run", "known", "sources")}
     if "show_version" in given or "check_build" in given:
-        print(_version() if "show_version" in given else _build())
+        print(_version() if "show_version" in given else _build_information())
         return 0
     if ignored := given.get("ignored"):
-        _say(f"without meaning here, and ignored: {', '.join(ignored)}")
+        _log(f"options without effect, ignored: {', '.join(ignored)}")
     program = program_of(given.get("command", []))
     variables = environment.variables()
-    chosen = {**program, **_plain(given, variables), **_machines(given, variables), **_stall_timeout(given, variables)}
-    environment.hand_down(handed_down(given, variables))
+    chosen = {
+        **program,
+        **_shared_values(given, variables),
+        **_elastic_hosts(given, variables),
+        **_stall_timeout(given, variables),
+    }
+    environment.set_variables(child_variables(given, variables))
     names = [name for name in environment.variables() if name.startswith("HOROVOD_")]
-    chosen["env"] = [name for name in names if name.removeprefix("HOROVOD_") not in _PLACES]
+    chosen["env"] = [name for name in names if name.removeprefix("HOROVOD_") not in _RANK_VARIABLES]
     if "verbose" in given:
-        _say(shlex.join(_as_run(chosen)))
+        _log(shlex.join(_equivalent_command(chosen)))
     return run.run_command(argparse.Namespace(**chosen, as_horovod=True))
 
 
 def program_of(command: Sequence[str]) -> dict[str, Any]:
-    """What `lockstep run` is to run for `command`: a script or a module of Python, or else a process of its own.
+    """Return the options by which `lockstep run` runs `command`: a Python script or module, or else any program.
 
-    ``python`` is the Python that runs this, whichever one the shell would find: it is the one that has Lockstep.
+    ``python`` means the interpreter of this process, which has Lockstep, and not the first one on the PATH.
     """
     words = list(command[1:] if command[:1] == ["--"] else command)
     if not words:
@@ -110,7 +264,7 @@ def program_of(command: Sequence[str]) -> dict[str, Any]:
         return {"script": words[0], "arguments": words[1:]}
     if _is_this_python(words[0]):
         rest = words[1:]
-        while rest[:1] == ["-u"]:  # lines come out at once in any case
+        while rest[:1] == ["-u"]:  # output is line-buffered in any case
             del rest[0]
         if rest[:1] == ["-m"] and len(rest) > 1:
             return {"script": rest[1], "arguments": rest[2:], "module": True}
@@ -127,41 +281,43 @@ def _is_this_python(word: str) -> bool:
     return path.name == word or path.expanduser().absolute().parent == Path(sys.executable).absolute().parent
 
 
-def _plain(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """The options that `lockstep run` has too."""
-    found = {name: given[name] for name in _AS_RUN if name in given and name != "stall_timeout"}
+def _shared_values(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of the options that `lockstep run` also has."""
+    shared = [option.name for option in RUN_OPTIONS if option.horovodrun and option.name != "stall_timeout"]
+    values = {name: given[name] for name in shared if name in given}
     if "network_interfaces" in given:
-        found["network_interface"] = ",".join(given["network_interfaces"])
-    if "output_dir" in found:
-        found["tee"] = True
-    if "start_timeout" not in found and variables.get("HOROVOD_START_TIMEOUT"):
-        found["start_timeout"] = variables["HOROVOD_START_TIMEOUT"]
-    return found
+        values["network_interface"] = ",".join(given["network_interfaces"])
+    if "output_dir" in values:
+        values["tee"] = True
+    if "start_timeout" not in values and variables.get("HOROVOD_START_TIMEOUT"):
+        values["start_timeout"] = variables["HOROVOD_START_TIMEOUT"]
+    return values
 
 
-def _machines(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """How many ranks, and where, for an elastic job."""
+def _elastic_hosts(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the number of workers and the hosts of an elastic job."""
     numbers = {name: _count(name, given) for name in ("workers", "min_np", "max_np", "slots_per_host")}
-    least = numbers["min_np"] or numbers["workers"] or 1
-    most = numbers["max_np"]
-    if most is not None and most < max(least, numbers["workers"] or 1):
-        raise ConfigError("max_np", f"at least {max(least, numbers['workers'] or 1)}, as -np and --min-np say", most)
+    min_workers = numbers["min_np"] or numbers["workers"] or 1
+    max_workers = numbers["max_np"]
+    bound = max(min_workers, numbers["workers"] or 1)
+    if max_workers is not None and max_workers < bound:
+        raise ConfigError("max_np", f"at least {bound}, the value of -np or --min-np", max_workers)
     script = given.get("host_discovery_script")
     if script is None:
         if "min_np" in given or "max_np" in given:
-            _say("the number of ranks stays that of -np: ranks are not added or replaced while a job runs")
+            _log("the number of workers remains that of -np: workers are not added or replaced while a job runs")
         return {}
     if "hosts" in given or "hostfile" in given:
-        raise ConfigError("host_discovery_script", "either that, or -H or --hostfile", found="both")
+        raise ConfigError("host_discovery_script", "either this option, or -H or --hostfile", found="both")
     timeout = given.get("elastic_timeout") or variables.get("HOROVOD_ELASTIC_TIMEOUT") or "600"
     seconds = _seconds("elastic_timeout", timeout)
-    hosts = Discovery(script, numbers["workers"] or least, numbers["slots_per_host"] or 1, seconds).find()
-    workers = min(sum(host.slots for host in hosts), most or sys.maxsize)
-    _say(f"{workers} ranks, to the end of the job: machines that come later are not used, and a lost one ends it")
-    return {"workers": str(workers), "hosts": ",".join(_written(host) for host in hosts)}
+    hosts = Discovery(script, numbers["workers"] or min_workers, numbers["slots_per_host"] or 1, seconds).find()
+    workers = min(sum(host.slots for host in hosts), max_workers or sys.maxsize)
+    _log(f"{workers} workers until the end of the job: hosts found later are not used, and losing a host ends it")
+    return {"workers": str(workers), "hosts": ",".join(_host_text(host) for host in hosts)}
 
 
-def _written(host: Host) -> str:
+def _host_text(host: Host) -> str:
     name = f"[{host.name}]" if ":" in host.name else host.name
     return f"{host.user}@{name}:{host.slots}" if host.user else f"{name}:{host.slots}"
 
@@ -186,48 +342,49 @@ def _seconds(name: str, text: str) -> float:
 
 
 def _stall_timeout(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
-    """After how long ranks that others wait for are an error, if the user has said so."""
-    if _is_unchecked(given, variables):
+    """Return the value of --stall-timeout, if the user has set it."""
+    if _is_stall_check_off(given, variables):
         return {"stall_timeout": _NEVER}
     text = given.get("stall_timeout", variables.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", ""))
     return {"stall_timeout": text if _seconds("stall_timeout", text) else _NEVER} if text else {}
 
 
-def _is_unchecked(given: Mapping[str, Any], variables: Mapping[str, str]) -> bool:
+def _is_stall_check_off(given: Mapping[str, Any], variables: Mapping[str, str]) -> bool:
     disabled = variables.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
     return bool(given.get("no_stall_check", disabled))
 
 
-def handed_down(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which the ranks learn what has no option of `lockstep run`."""
-    found = {}
+def child_variables(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables for the options that `lockstep run` does not have."""
+    values = {}
     if "timeline_filename" in given:
-        found["HOROVOD_TIMELINE"] = str(Path(given["timeline_filename"]).absolute())
+        values["HOROVOD_TIMELINE"] = str(Path(given["timeline_filename"]).absolute())
     if "timeline_mark_cycles" in given:
-        found["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(given["timeline_mark_cycles"]))
+        values["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(given["timeline_mark_cycles"]))
     text = given.get("stall_warning", variables.get("HOROVOD_STALL_CHECK_TIME_SECONDS", ""))
-    if _is_unchecked(given, variables):
-        found |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "LOCKSTEP_STALL_WARNING": _NEVER}
+    if _is_stall_check_off(given, variables):
+        values |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "LOCKSTEP_STALL_WARNING": _NEVER}
     elif text:
         if not _seconds("stall_warning", text):
             raise ConfigError("stall_warning", "a number of seconds above 0", text)
-        found |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": text, "LOCKSTEP_STALL_WARNING": text}
+        values |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": text, "LOCKSTEP_STALL_WARNING": text}
     if "no_stall_check" in given and not given["no_stall_check"]:
-        found["HOROVOD_STALL_CHECK_DISABLE"] = "0"
-    return found
+        values["HOROVOD_STALL_CHECK_DISABLE"] = "0"
+    return values
 
 
-def _as_run(chosen: Mapping[str, Any]) -> list[str]:
-    """The same as a command line of `lockstep run`."""
+def _equivalent_command(chosen: Mapping[str, Any]) -> list[str]:
+    """Return the equivalent command line of `lockstep run`."""
     words = ["lockstep", "run", "--as-horovod"]
-    for name, flag in _AS_RUN.items():
-        words += [flag, chosen[name]] if name in chosen else []
+    for option in RUN_OPTIONS:
+        if option.name in chosen and option.metavar and not option.repeats:
+            words += [option.flags[0], chosen[option.name]]
     for name in chosen["env"]:
         words += ["-x", name]
     return [*words, *["-m"] * chosen.get("module", False), chosen["script"], *chosen["arguments"]]
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"horovodrun: {text}", file=sys.stderr)
 
 
@@ -237,8 +394,8 @@ def _version() -> str:
     return f"Lockstep {__version__}"
 
 
-def _build() -> str:
-    from ..doors.horovod.common import basics
+def _build_information() -> str:
+    from ..compat.horovod.common import basics
 
     parts: dict[str, dict[str, Any]] = {
         "Frameworks": {"TensorFlow": False, "PyTorch": True, "MXNet": False},
@@ -252,6 +409,10 @@ def _build() -> str:
         },
     }
     lines = [f"{_version()}, in place of Horovod:"]
-    for title, each in parts.items():
-        lines += ["", f"Available {title}:", *(f"    [{'X' if has else ' '}] {name}" for name, has in each.items())]
+    for title, available in parts.items():
+        lines += [
+            "",
+            f"Available {title}:",
+            *(f"    [{'X' if has else ' '}] {name}" for name, has in available.items()),
+        ]
     return "\n".join(lines)

@@ -1,23 +1,25 @@
-"""Finds the subcommand, runs it, and turns what goes wrong into one line and an exit code."""
+"""Parses the command line, runs the subcommand, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
+import gc
 import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from ..environment import debugging
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
+from ..interruption import resume_hint
 from . import doctor, explain, horovodrun, run, timeline, top, train, verify
-from .gather import as_typed
+from .explain import failure_text
 from .parser import Parser
-from .report_text import failure_text
+from .train_options import as_typed
 
-__all__ = ["main"]
+__all__ = ["main", "run_as_horovodrun"]
 
 _COMMANDS = {
     "train": train,
@@ -34,45 +36,54 @@ _FLAGS = ("-h", "--help", "--version")
 _EXAMPLES = """
 examples:
   lockstep train                  train a small network on handwritten digits
-  lockstep train --workers 2      the same, with two worker processes
+  lockstep train --workers 2      the same with two workers
   lockstep train --help           all options, with examples
-  lockstep run -np 2 train.py     a program of yours, as two worker processes
-  lockstep doctor                 what is here, and what to fix
-  lockstep top                    what running jobs are doing
-  lockstep explain                why the last run failed, once more
+  lockstep run -np 2 train.py     run your program with two workers
+  lockstep doctor                 check this host, and list what to fix
+  lockstep top                    show what the ranks of running jobs do
+  lockstep explain                show again why the last run failed
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 2 for bad input, 128 + n for signal n, 1 for the rest."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    who = f"lockstep {given[0]}" if given and given[0] in _COMMANDS else "lockstep"
+    """Run the command line, and return the exit code: 0, 2 for bad input, 128 + n for signal n, 1 for other errors."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = f"lockstep {words[0]}" if words and words[0] in _COMMANDS else "lockstep"
     options = argparse.Namespace()
+    if arguments is None:
+        atexit.register(gc.freeze)  # the end of Python spends 0.4 s on garbage among PyTorch's modules, where none is
     try:
-        _parse(given, who, options)
+        _parse(words, command, options)
         result: int = options.run(options)
         return result
     except Exception as raised:
-        debug = "--debug" in given or debugging()
-        error = raised if isinstance(raised, LockstepError) else _unknown(raised)
-        spell = functools.partial(as_typed, arguments=options)
-        return _fail(error, who, spell, debug, getattr(options, "whole_tracebacks", False))
+        debug = "--debug" in words or debugging()
+        error = raised if isinstance(raised, LockstepError) else _unexpected_error(raised)
+        option_name = functools.partial(as_typed, arguments=options)
+        hint = functools.partial(_resume_hint, words=words, program_words=_program_words(options))
+        full_tracebacks = getattr(options, "full_tracebacks", False)
+        return _print_error(error, command, option_name, debug, full_tracebacks, hint)
     except KeyboardInterrupt:
-        print(f"{who}: stopped", file=sys.stderr)
+        print(f"{command}: stopped", file=sys.stderr)
         return 130
 
 
-def _parse(given: list[str], who: str, options: argparse.Namespace) -> None:
-    """Take the command line apart, into `options`; ends the program after help and version."""
+def run_as_horovodrun() -> int:
+    """Run ``lockstep horovodrun``: the console script ``horovodrun`` of the package ``packaging/horovodrun``."""
+    return main(["horovodrun", *sys.argv[1:]])
+
+
+def _parse(words: list[str], command: str, options: argparse.Namespace) -> None:
+    """Parse the command line into `options`; --help and --version exit."""
     parser = _parser()
-    if not given:
+    if not words:
         parser.parse_args(["--help"])
-    if given[0] not in (*_COMMANDS, *_FLAGS):
-        raise unknown_name("command", given[0], (*_COMMANDS, "--help", "--version"))
-    _, unknown = parser.parse_known_args(given, options)
+    if words[0] not in (*_COMMANDS, *_FLAGS):
+        raise unknown_name("command", words[0], (*_COMMANDS, "--help", "--version"))
+    _, unknown = parser.parse_known_args(words, options)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        raise unknown_name("option", flag, options.known, expected=f"one that `{who} --help` lists")
+        raise unknown_name("option", flag, options.known, expected=f"one that `{command} --help` lists")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Looks the version up when it is asked for, which takes longer than all else that the command loads."""
+    """Prints the version. It is read only here, as that takes longer than importing the command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from .. import __version__
@@ -100,39 +111,88 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _unknown(raised: Exception) -> LockstepError:
-    """An error of the model's or the data's own code, or of this program's."""
-    what = type(raised).__name__ + (f": {raised}" if str(raised) else "")
-    error = LockstepError(f"{what}. --debug shows where.")
+def _unexpected_error(raised: Exception) -> LockstepError:
+    """Return the error for an exception that is not one of Lockstep's."""
+    message = type(raised).__name__ + (f": {raised}" if str(raised) else "")
+    error = LockstepError(f"{message}. --debug shows the traceback.")
     error.__cause__ = raised
     return error
 
 
-def _fail(error: LockstepError, who: str, spell: Callable[[str], str], debug: bool, whole: bool) -> int:
+def _program_words(options: argparse.Namespace) -> int:
+    """Return how many words of the command line are the program of `lockstep run` and its arguments."""
+    return 1 + len(options.arguments) if hasattr(options, "script") else 0
+
+
+def _resume_hint(error: LockstepError, words: list[str], program_words: int) -> str:
+    """Return ". " and the sentence with the command that resumes a run; "" if nothing was saved.
+
+    Args:
+        error: of the run.
+        words: of the command line that started it.
+        program_words: how many of them, the last ones, are the program of `lockstep run` and its arguments.
+    """
+    if error.run_dir is None:
+        return ""
+    if words[0] == "train":
+        return f". Resume with: {shlex.join(['lockstep', 'train', '--resume', error.run_dir])}"
+    if words[0] != "run":
+        return resume_hint(error, shlex.join(["lockstep", *words]))
+    from ..launcher.remote_command import redact_variables  # imports torch
+
+    own, program = words[1 : len(words) - program_words], words[len(words) - program_words :]
+    if redact_variables(own) != own:  # the value of a variable belongs into no log
+        return resume_hint(error)
+    if "--resume" in own:
+        place = own.index("--resume")
+        del own[place : place + 2]
+    own = [word for word in own if not word.startswith("--resume=")]
+    return f". Resume with: {shlex.join(['lockstep', 'run', '--resume', error.run_dir, *own, *program])}"
+
+
+def _print_error(
+    error: LockstepError,
+    command: str,
+    option_name: Callable[[str], str],
+    debug: bool,
+    full_tracebacks: bool,
+    hint: Callable[[LockstepError], str],
+) -> int:
+    """Print the error to stderr, and return the exit code."""
     if debug:
+        _show_context(error)
         traceback.print_exception(error)
     if isinstance(error, InterruptedRunError):
-        message = error.message
-        if error.checkpoint is not None:
-            run = str(Path(error.checkpoint).parent.parent)  # RUN/checkpoints/step-…
-            message += f". Go on with: {who} --resume {shlex.quote(run)}"
+        message = error.message + hint(error)
     elif isinstance(error, ConfigError):
-        message = f"error: {_in_one_line(error.render(spell(error.argument)))}"
+        # one that a program has raised names arguments as the program spells them, and where it was
+        name = error.argument if error.call_site else option_name(error.argument)
+        place = f"{error.call_site}: " if error.call_site else ""
+        message = f"error: {place}{_in_one_line(error.render(name))}"
     elif error.report_json:
-        message = f"error: {failure_text(sys.stderr, error, len(f'{who}: error: '))}"
+        message = f"error: {failure_text(sys.stderr, error, len(f'{command}: error: '))}"
     elif isinstance(error, WorkerError):
-        message = f"error: {str(error) if whole else _worker_message(error, spell)}"
+        message = f"error: {str(error) if full_tracebacks else _worker_message(error, option_name)}"
     else:
         message = f"error: {_in_one_line(str(error))}"
-    print(f"{who}: {message}", file=sys.stderr)
+    if error.report_json or isinstance(error, WorkerError):  # a worker has died or raised an exception
+        sentence = hint(error).removeprefix(". ")
+        message = f"{message.rstrip()}\n\n{sentence}" if sentence else message
+    print(f"{command}: {message}", file=sys.stderr)
     return error.exit_code
 
 
-def _worker_message(error: WorkerError, spell: Callable[[str], str]) -> str:
-    """A worker's known error in one line; an unknown one with its traceback, which its author needs."""
-    if error.kind in _known_kinds():
+def _show_context(error: BaseException | None) -> None:
+    """Let the traceback of `error` show the exceptions that it was raised for, such as one of a data set."""
+    while error is not None:
+        error.__suppress_context__, error = False, error.__context__
+
+
+def _worker_message(error: WorkerError, option_name: Callable[[str], str]) -> str:
+    """Return a worker's error, in one line if it is one of Lockstep's, else with its traceback."""
+    if error.kind in _error_names():
         argument, colon, rest = error.reason.partition(":")
-        return _in_one_line(f"{spell(argument)}{colon}{rest} [rank {error.rank}]")
+        return _in_one_line(f"{option_name(argument)}{colon}{rest} [rank {error.rank}]")
     return str(error)
 
 
@@ -140,8 +200,8 @@ def _in_one_line(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def _known_kinds() -> set[str]:
-    kinds: list[type[LockstepError]] = [LockstepError]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    return {kind.__name__ for kind in kinds}
+def _error_names() -> set[str]:
+    classes: list[type[LockstepError]] = [LockstepError]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    return {cls.__name__ for cls in classes}

@@ -1,30 +1,31 @@
-"""The command line's grammar: argparse, with its errors as Lockstep's."""
+"""The argument parser of the command, with Lockstep's errors, and numbers in options."""
 
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
-from ..errors import LockstepError
+from ..errors import ConfigError, LockstepError
 
-__all__ = ["Help", "Parser", "UsageError"]
+__all__ = ["Help", "Parser", "UsageError", "whole_number"]
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Leaves description and examples as they are written."""
+    """Keeps the line breaks of description and examples."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26)
 
 
 class UsageError(LockstepError):
-    """The command line cannot be taken apart."""
+    """The command line cannot be parsed."""
 
     exit_code = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError, in one line, where argparse would print and leave."""
+    """A parser that raises UsageError with a message of one line, where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError for argparse's `message`."""
@@ -33,3 +34,24 @@ class Parser(argparse.ArgumentParser):
         if problem == "expected one argument":
             message = f"{flag}: expected a value, got none (one that begins with a dash is written {flag}=VALUE)"
         raise UsageError(f"{message}. `{self.prog} --help` explains it.")
+
+    def set_command(self, run: Callable[[argparse.Namespace], int], **defaults: Any) -> None:
+        """Set the function that runs this subcommand, and further values of the namespace."""
+        known = [flag for action in self._actions for flag in action.option_strings]  # suggested for unknown options
+        self.set_defaults(run=run, known=known, **defaults)
+
+    def first_flags(self) -> dict[str, str]:
+        """Return the first flag of each option, by the option's name in the namespace."""
+        return {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
+
+
+def whole_number(flag: str, text: str, maximum: int | None = None) -> int:
+    """Parse the value of an option: a whole number of at least 1, and at most `maximum`.
+
+    Raises:
+        ConfigError: it is anything else; names `flag`.
+    """
+    if not text.isdecimal() or int(text) < 1 or (maximum is not None and int(text) > maximum):
+        expected = "a whole number of at least 1" if maximum is None else f"a whole number from 1 to {maximum}"
+        raise ConfigError(flag, expected, text)
+    return int(text)

@@ -1,4 +1,4 @@
-"""``lockstep timeline``: the records of a run as a trace, and where the time of each rank has gone."""
+"""``lockstep timeline``: converts the records of a run to a trace, and prints where each rank spent its time."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ if TYPE_CHECKING:
 __all__ = ["add_to", "run_command"]
 
 _DESCRIPTION = """\
-Turn the records that a run has kept into a trace with a lane for each rank:
-what it computed, every collective with its shapes and its line in your program,
-and within that how long it waited for the others. Open the file at
-https://ui.perfetto.dev or in Chrome at chrome://tracing; it stays on your
-machine.
+Convert the records of a run to a trace with one track per rank: computation,
+every collective with its shapes and call site, and the part of it spent waiting
+for other ranks. Open the file at https://ui.perfetto.dev or in Chrome at
+chrome://tracing; it is not uploaded.
 """
 
 _EXAMPLES = """
 examples:
-  lockstep run -np 4 --timeline records train.py     keeps the records
+  lockstep run -np 4 --timeline records train.py     writes the records
   lockstep timeline records                          writes records/trace.json
   lockstep timeline records -o trace.json.gz         a tenth of the size
   LOCKSTEP_TIMELINE=records torchrun --nproc-per-node 4 train.py
       under other launchers, for programs that call lockstep.init()
 
-how to read it: a rank that computes while the others show `waiting` is the one
-that they wait for. Click on a slice for its line in the program. With overlap
-(DDP's backward pass) a collective lies above the computation that goes on.
+A rank that computes while the others show `waiting` is the straggler. Click on
+a slice for its source line. If communication overlaps with computation (DDP's
+backward pass), a collective is drawn above the computation.
 
-exit codes: 0; 2 for a folder without records, or with damaged ones
+exit codes: 0; 2 for a folder without records or with damaged ones
 """
 
 
@@ -43,21 +42,21 @@ def add_to(commands: Any, name: str) -> None:
     """Add this command to the subparsers `commands`."""
     parser = commands.add_parser(
         name,
-        help="turn the records of a run into a trace, a lane for each rank",
+        help="convert the records of a run to a trace",
         usage="%(prog)s DIR [-o FILE]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=Help,
         allow_abbrev=False,
     )
-    parser.add_argument("folder", metavar="DIR", help="what `lockstep run --timeline` was given")
-    parser.add_argument("-o", "--out", metavar="FILE", help="where to write (default: DIR/trace.json)")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=run_command, known=[flag for action in parser._actions for flag in action.option_strings])
+    parser.add_argument("folder", metavar="DIR", help="the folder given to `lockstep run --timeline`")
+    parser.add_argument("-o", "--out", metavar="FILE", help="output file (default: DIR/trace.json)")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.set_command(run_command)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Do what the parsed `arguments` ask for."""
+    """Run the command with the parsed `arguments`, and return the exit code."""
     from ..timeline import write_trace
 
     folder = Path(arguments.folder).expanduser()
@@ -67,7 +66,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         )
     path = folder / "trace.json" if arguments.out is None else Path(arguments.out).expanduser()
     if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError("--out", "a file in a folder that is there", got=str(path))
+        raise ConfigError("--out", "a file in an existing folder", got=str(path))
     try:
         times = write_trace(folder, path)
     except OSError as error:
@@ -78,12 +77,13 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _table(times: Sequence[RankTime]) -> list[str]:
-    rows = [["rank", "host", "seconds", "collectives", "computing", "in collectives", "of that waiting", "came last"]]
-    for each in times:
-        share = [each.seconds - each.inside_s, each.inside_s, each.waiting_s]
-        parts = [f"{part / each.seconds:.0%}" if each.seconds else "-" for part in share]
-        rows.append(
-            [str(each.rank), each.host[:16], f"{each.seconds:.1f}", str(each.collectives), *parts, str(each.last)]
-        )
+    rows = [
+        ["rank", "host", "seconds", "collectives", "computing", "in collectives", "of that waiting", "entered last"]
+    ]
+    for rank in times:
+        parts = [rank.seconds - rank.inside_s, rank.inside_s, rank.waiting_s]
+        percentages = [f"{part / rank.seconds:.0%}" if rank.seconds else "-" for part in parts]
+        start = [str(rank.rank), rank.host[:16], f"{rank.seconds:.1f}", str(rank.collectives)]
+        rows.append([*start, *percentages, str(rank.last)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

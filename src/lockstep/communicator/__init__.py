@@ -1,8 +1,8 @@
-"""MPI's verbs over one process group: `Communicator`, and `init()`, which finds the one of all workers."""
+"""MPI-style operations over one process group: `Communicator`, and `init()`, which joins the job of all workers."""
 
+from .collectives import Op
 from .communicator import Communicator
-from .joining import init, pick_device
-from .operations import Op
-from .requests import Request, wait_all
+from .initialization import init, pick_device
+from .requests import Request, synchronize, wait_all
 
-__all__ = ["Communicator", "Op", "Request", "init", "pick_device", "wait_all"]
+__all__ = ["Communicator", "Op", "Request", "init", "pick_device", "synchronize", "wait_all"]

@@ -1,101 +1,104 @@
-"""Verbs for values of any kind, which travel pickled."""
+"""Objects of any kind as pickled tensors, and the gate at which all ranks wait for rank 0."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
-from .moving import Moving
-from .point_to_point import PointToPoint
+from .. import watchdog
+from ..errors import WorkerError
+from .arguments import Arguments
 
-__all__ = ["Objects"]
+__all__ = ["error_to_send", "pickled", "unpickle_all", "unpickled", "wait_for_rank0"]
 
 T = TypeVar("T")
 
 
-class Objects(Moving, PointToPoint):
-    """The verbs whose names end in `_object`.
+# --- Pickling ---------------------------------------------------------------------------------------------------------
 
-    Values are pickled by one rank and unpickled by others, which can run any code: they are for the ranks of one job,
-    which trust each other. A value that cannot be pickled is a ConfigError before anything is sent. A rank gets its
-    own values back as they are, not as copies.
+
+def pickled(arguments: Arguments, value: object) -> torch.Tensor:
+    """Return `value` as bytes on the control device; raise ConfigError where it cannot be pickled."""
+    try:
+        data = bytearray(pickle.dumps(value))
+    except Exception as error:
+        raise arguments.error("value", "one that can be pickled", f"{type(value).__name__} ({error})") from error
+    return torch.frombuffer(data, dtype=torch.uint8).to(arguments.control_device)
+
+
+def unpickled(data: torch.Tensor) -> Any:
+    """Return the value in the bytes of `pickled`."""
+    return pickle.loads(memoryview(data.cpu().numpy()))  # type: ignore[arg-type]
+
+
+def unpickle_all(gathered: Sequence[torch.Tensor], rank: int, own: T) -> list[T]:
+    """Return the values of all ranks; that of `rank`, this one, is `own` itself, not a copy."""
+    return [own if other == rank else unpickled(data) for other, data in enumerate(gathered)]
+
+
+def error_to_send(error: BaseException) -> bytes:
+    """Return `error` pickled for other ranks; as a WorkerError where pickling changes its type or text."""
+    with suppress(Exception):
+        sent = pickle.dumps((False, error))
+        again = pickle.loads(sent)[1]
+        # SystemExit and KeyboardInterrupt are for the program in which they are raised
+        if isinstance(error, Exception) and type(again) is type(error) and str(again) == str(error):
+            return sent
+    return pickle.dumps((False, WorkerError(0, type(error).__name__, str(error))))
+
+
+# --- Waiting for rank 0 -----------------------------------------------------------------------------------------------
+
+
+def wait_for_rank0(group: dist.ProcessGroup, is_rank0: bool, what: str) -> None:
+    """Return when rank 0 of `group` calls this; unlike a collective, it has no time limit."""
+    with watchdog.watch_wait(group, what) as check:
+        if group not in _gates:
+            _gates[group] = _Rank0Gate(group)
+        _gates[group].pass_through(is_rank0, check)
+
+
+class _Rank0Gate:
+    """A counter in the job's store: how often rank 0 of a group has arrived.
+
+    Args:
+        group: of which this process is a rank.
     """
 
-    def send_object(self, value: object, dest: int, tag: int = 0) -> None:
-        """Send a picklable value to rank `dest`, which calls `recv_object`."""
-        data = self._pickled(value)
-        dest = self._check_message(data, "dest", dest, tag)
-        self.send(torch.tensor([len(data)], device=data.device), dest, tag)
-        self.send(data, dest, tag)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        # the more ranks poll, the less often each does: some thousand requests a second are no burden to the store
+        self._max_sleep_s = max(0.1, dist.get_world_size(group) / 4000)
+        name = f"lockstep/rank 0/{dist.get_global_rank(group, 0)}/{getattr(group, 'group_name', '')}"
+        # a group of the same name may have been destroyed: every rank has made as many of them
+        self._use = self._store.add(f"{name}/{dist.get_rank(group)}", 1)
+        self._key = f"{name}/uses/{self._use}"
+        self._times = 0
 
-    def recv_object(self, source: int | None = None, tag: int = 0) -> Any:
-        """The next value sent by rank `source`, or by any other rank. It is unpickled: only trusted ranks send."""
-        length = torch.zeros(1, dtype=torch.int64, device=self._side())
-        sender = self.recv(length, source, tag)
-        data = torch.empty(int(length), dtype=torch.uint8, device=self._side())
-        self.recv(data, sender, tag)
-        return _unpickled(data)
+    def pass_through(self, is_rank0: bool, check: Callable[[], None]) -> None:
+        """Open the gate on rank 0; on others, wait until it has been opened as often as this rank has arrived.
 
-    def broadcast_object(self, value: T | None, root: int = 0) -> T:
-        """What rank `root` passed, on every worker; `value` of the others is ignored. It must be picklable."""
-        root = self._check_rank("root", root)
-        if self.size == 1:
-            return cast("T", value)
-        own = self._pickled(value) if self.rank == root else None
-        length = self.broadcast(torch.tensor([0 if own is None else len(own)], device=self._side()), root)
-        data = torch.empty(int(length), dtype=torch.uint8, device=self._side()) if own is None else own
-        self.broadcast(data, root)
-        return cast("T", value) if own is not None else cast("T", _unpickled(data))
-
-    def scatter_object(self, values: Sequence[T] | None, root: int = 0) -> T:
-        """The element of rank `root`'s `values` for this rank; they are ignored on the others."""
-        root = self._check_rank("root", root)
-        if self.rank != root:
-            received: T = _unpickled(self.scatter(None, root))
-            return received
-        held = self._check_values(values)
-        if self.size > 1:
-            self.scatter([self._pickled(value) for value in held], root)
-        return held[root]
-
-    def gather_object(self, value: T, root: int = 0) -> list[T] | None:
-        """On rank `root`, every worker's `value`, in rank order; None on the others."""
-        root = self._check_rank("root", root)
-        if self.size == 1:
-            return [value]
-        gathered = self.gather(self._pickled(value), root)
-        return None if gathered is None else self._unpickle_all(gathered, value)
-
-    def allgather_object(self, value: T) -> list[T]:
-        """Every worker's `value`, in rank order, on every worker. It must be picklable."""
-        return [value] if self.size == 1 else self._unpickle_all(self.allgather(self._pickled(value)), value)
-
-    def alltoall_object(self, values: Sequence[T]) -> list[T]:
-        """What every rank's `values` have for this rank, in rank order."""
-        held = self._check_values(values)
-        if self.size == 1:
-            return held
-        return self._unpickle_all(self.alltoall([self._pickled(value) for value in held]), held[self.rank])
-
-    def _check_values(self, values: Sequence[T] | None) -> list[T]:
-        if not isinstance(values, Sequence) or len(values) != self.size:
-            got = len(values) if isinstance(values, Sequence) else type(values).__name__
-            raise self._error("values", f"a list of {self.size} values, one for each rank", got)
-        return list(values)
-
-    def _pickled(self, value: object) -> torch.Tensor:
-        try:
-            data = bytearray(pickle.dumps(value))
-        except Exception as error:
-            raise self._error("value", "one that can be pickled", f"{type(value).__name__} ({error})") from error
-        return torch.frombuffer(data, dtype=torch.uint8).to(self._side())
-
-    def _unpickle_all(self, gathered: Sequence[torch.Tensor], own: T) -> list[T]:
-        return [own if rank == self.rank else _unpickled(data) for rank, data in enumerate(gathered)]
+        Args:
+            is_rank0: whether this is rank 0.
+            check: called during the wait; raises when it is hopeless.
+        """
+        self._times += 1
+        if is_rank0:
+            self._store.add(self._key, 1)
+            return
+        sleep_s = 1e-3
+        while self._use and self._store.add(self._key, 0) < self._times:  # a fake store counts no uses
+            check()
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, self._max_sleep_s)
 
 
-def _unpickled(data: torch.Tensor) -> Any:
-    return pickle.loads(memoryview(data.cpu().numpy()))  # type: ignore[arg-type]
+# by group, as c10d keeps its own data of groups
+_gates: WeakKeyDictionary[dist.ProcessGroup, _Rank0Gate] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Messages between two workers."""
+"""Messages between two ranks: checks of their arguments, their form on the wire, and messages to oneself."""
 
 from __future__ import annotations
 
@@ -8,103 +8,112 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .flat import dense, put_back, room_for
-from .member import Member
-from .requests import Request, Watched
+from ..errors import ConfigError, TransportError
+from .arguments import Arguments, wire_view
+from .requests import PolledWork
 
-__all__ = ["PointToPoint"]
+__all__ = ["SelfMessages", "check_any_source", "check_message", "keep_alive", "message_view", "with_polling"]
 
-_LARGEST_TAG = 2**31 - 1
+_MAX_TAG = 2**31 - 1
 
 
-class PointToPoint(Member):
-    """`send`, `recv` and their kin.
+# --- Checks -----------------------------------------------------------------------------------------------------------
 
-    Messages from one rank to another with one tag arrive in the order in which they were sent. A tensor to be received
-    has as many elements as the one that is sent, and its dtype. Messages to oneself are kept until they are received.
+
+def check_message(arguments: Arguments, tensor: Any, argument: str, rank: Any, tag: Any) -> int:
+    """Return the peer `rank` of a message as an int; raise ConfigError for a bad tensor, rank or tag."""
+    arguments.check_tensor("tensor", tensor)
+    if not 0 <= arguments.check_integer("tag", tag) <= _MAX_TAG:
+        raise arguments.error("tag", f"0 to {_MAX_TAG}", tag)
+    if tag and arguments.backend_of(tensor) == "nccl":
+        raise arguments.error("tag", "0, as NCCL does not tell messages apart", tag)
+    return arguments.check_rank(argument, rank)
+
+
+def check_any_source(arguments: Arguments, tensor: torch.Tensor, tag: int) -> int | None:
+    """Return the source of a receive from any rank: None, or this rank where there is no other."""
+    check_message(arguments, tensor, "source", arguments.rank, tag)
+    if arguments.backend_of(tensor) == "nccl" and arguments.size > 1:
+        raise arguments.error("source", "a rank, as NCCL does not receive from any", None)
+    return arguments.rank if arguments.size == 1 else None
+
+
+# --- Messages to other ranks ------------------------------------------------------------------------------------------
+
+
+def message_view(plain: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the contiguous tensor to send; one element for an empty tensor, as Gloo has no empty messages."""
+    data = wire_view(plain, group)
+    return data if len(data) else data.new_zeros(1)
+
+
+def with_polling(work: Any, tensor: torch.Tensor) -> Any:
+    """Return `work` in a form that can be polled: Gloo's own completes only in `wait`."""
+    return PolledWork(work) if type(work) is dist.Work and tensor.is_cpu else work
+
+
+def keep_alive(data: torch.Tensor) -> Callable[[], None]:
+    """Return a function that returns None, and holds a reference to `data`."""
+    return lambda kept=data: None  # type: ignore[misc]
+
+
+# --- Messages to oneself ----------------------------------------------------------------------------------------------
+
+
+class SelfReceive:
+    """A receive from oneself, pending or completed; it has the methods of c10d's works.
+
+    Args:
+        buffer: the message is copied to it.
+        rank: this rank, for errors.
     """
 
-    def send(self, tensor: torch.Tensor, dest: int, tag: int = 0) -> None:
-        """Send `tensor` to rank `dest`; when this returns, it may be changed again.
+    def __init__(self, buffer: torch.Tensor, rank: int) -> None:
+        self.buffer, self._rank, self._completed = buffer, rank, False
 
-        A message may wait for its receiver: two ranks that send to each other first may wait for ever. See `sendrecv`.
-        """
-        self.isend(tensor, dest, tag).wait()
+    def take(self, message: torch.Tensor) -> None:
+        """Copy the message."""
+        if message.numel() != self.buffer.numel() or message.dtype != self.buffer.dtype:
+            expected = f"the size and dtype of the message ({message.numel()} × {message.dtype})"
+            found = f"{self.buffer.numel()} × {self.buffer.dtype} on rank {self._rank}"
+            raise ConfigError("tensor", expected, found=found)
+        self.buffer.copy_(message.view(self.buffer.shape))
+        self._completed = True
 
-    def recv(self, tensor: torch.Tensor, source: int | None = None, tag: int = 0) -> int:
-        """Receive into `tensor` from rank `source`, or from any other rank; return the rank it came from."""
-        return self.irecv(tensor, source, tag).wait()
+    def is_completed(self) -> bool:
+        """Return whether the message has arrived."""
+        return self._completed
 
-    def isend(self, tensor: torch.Tensor, dest: int, tag: int = 0) -> Request[None]:
-        """Start `send`; `tensor` must not be changed before the request has ended."""
-        dest = self._check_message(tensor, "dest", dest, tag)
-        if dest == self.rank:
-            self._loopback.send(dense(tensor), tag)
-            return Request.ended(None)
-        data = self._message(dense(tensor))
-        work = dist.isend(data, group=self._connected(), tag=tag, group_dst=dest)
-        return Request([_work(work, data)], _keeping(data))
-
-    def irecv(self, tensor: torch.Tensor, source: int | None = None, tag: int = 0) -> Request[int]:
-        """Start `recv`; the request gives the rank that the message came from."""
-        peer = self._check_message(tensor, "source", source, tag) if source is not None else self._any(tensor, tag)
-        room = room_for(tensor)
-        if peer == self.rank:
-            work: Any = self._loopback.receive(room, tag)
-        else:
-            work = dist.irecv(self._message(room), group=self._connected(), tag=tag, group_src=peer)
-
-        def finish() -> int:
-            put_back(room, tensor)
-            return work._source_rank() if peer is None else peer
-
-        return Request([_work(work, room)], finish)
-
-    def sendrecv(
-        self, tensor: torch.Tensor, dest: int, out: torch.Tensor, source: int | None = None, tag: int = 0
-    ) -> int:
-        """Send `tensor` to `dest` while receiving into `out` from `source`; return the rank that `out` came from.
-
-        Either rank may be this one.
-        """
-        dest = self._check_message(tensor, "dest", dest, tag)
-        if source is None or self.rank in (source, dest):
-            receiving = self.irecv(out, source, tag)
-            self.send(tensor, dest, tag)
-            return receiving.wait()
-        source = self._check_message(out, "source", source, tag)
-        data, room = self._message(dense(tensor)), room_for(out)
-        receive = dist.P2POp(dist.irecv, self._message(room), group=self._connected(), tag=tag, group_peer=source)
-        send = dist.P2POp(dist.isend, data, group=self._connected(), tag=tag, group_peer=dest)
-        for work in dist.batch_isend_irecv([receive, send]):  # together, as NCCL would carry one after the other
-            work.wait()
-        put_back(room, out)
-        return source
-
-    def _message(self, plain: torch.Tensor) -> torch.Tensor:
-        """What travels; of an empty tensor one element without a meaning, as Gloo receives no empty messages."""
-        data = self._moved(plain)
-        return data if len(data) else data.new_zeros(1)
-
-    def _check_message(self, tensor: Any, argument: str, rank: Any, tag: Any) -> int:
-        self._check_tensor("tensor", tensor)
-        if not 0 <= self._whole("tag", tag) <= _LARGEST_TAG:
-            raise self._error("tag", f"0 to {_LARGEST_TAG}", tag)
-        if tag and self._carriers.get(tensor.device.type) == "nccl":
-            raise self._error("tag", "0, as NCCL does not tell messages apart", tag)
-        return self._check_rank(argument, rank)
-
-    def _any(self, tensor: torch.Tensor, tag: int) -> int | None:
-        self._check_message(tensor, "source", self.rank, tag)
-        if self._carriers.get(tensor.device.type) == "nccl" and self.size > 1:
-            raise self._error("source", "a rank, as NCCL does not receive from any", None)
-        return self.rank if self.size == 1 else None
+    def wait(self) -> None:
+        """Return, or raise an error: no other rank can send the message while this one waits."""
+        if not self._completed:
+            raise TransportError(f"rank {self._rank} waits for a message from itself that it has not sent")
 
 
-def _work(work: Any, tensor: torch.Tensor) -> Any:
-    # Gloo's messages are the works of c10d's own class that end only for one who waits
-    return Watched(work) if type(work) is dist.Work and tensor.is_cpu else work
+class SelfMessages:
+    """Messages to oneself that are not received yet, and receives without a message, in order for each tag."""
 
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._messages: list[tuple[int, torch.Tensor]] = []
+        self._receives: list[tuple[int, SelfReceive]] = []
 
-def _keeping(data: torch.Tensor) -> Callable[[], None]:
-    return lambda kept=data: None  # type: ignore[misc]
+    def send(self, message: torch.Tensor, tag: int) -> None:
+        """Pass `message` to the receive that waits for it, or keep a copy."""
+        for number, (wanted, receive) in enumerate(self._receives):
+            if wanted == tag:
+                del self._receives[number]
+                receive.take(message)
+                return
+        self._messages.append((tag, message.clone()))
+
+    def receive(self, buffer: torch.Tensor, tag: int) -> SelfReceive:
+        """Receive the oldest message with `tag`, now or when it is sent."""
+        receive = SelfReceive(buffer, self._rank)
+        for number, (found, message) in enumerate(self._messages):
+            if found == tag:
+                receive.take(message)
+                del self._messages[number]
+                return receive
+        self._receives.append((tag, receive))
+        return receive

@@ -1,4 +1,4 @@
-"""What a verb that has been started gives its caller, to wait for or to ask."""
+"""Requests: the handles of started operations, to wait for or to poll."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from ..errors import ConfigError
 
-__all__ = ["Request", "Watched", "outstanding", "wait_all"]
+__all__ = ["PolledWork", "Request", "register_pending", "synchronize", "wait_all"]
 
 T = TypeVar("T")
 Result = TypeVar("Result", covariant=True)
@@ -22,56 +22,56 @@ class _Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-# What `wait_all()` waits for, by its age. Held weakly: what nobody holds any more has nobody to give its result to.
-_OUTSTANDING: weakref.WeakValueDictionary[int, _Waitable] = weakref.WeakValueDictionary()
-_AGES = itertools.count()
+# What `synchronize()` waits for, in order of creation. Held weakly: without a reference, the result is of no use.
+_PENDING: weakref.WeakValueDictionary[int, _Waitable] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
-def outstanding(waitable: _Waitable) -> int:
-    """Let `wait_all()` wait for it, as long as it is there; returns a number by which it can be taken out again."""
-    age = next(_AGES)
-    _OUTSTANDING[age] = waitable
-    return age
+def register_pending(waitable: _Waitable) -> int:
+    """Let `synchronize()` wait for it, as long as it is referenced; returns a number by which it can be removed."""
+    number = next(_NUMBERS)
+    _PENDING[number] = waitable
+    return number
 
 
 class Request(Generic[Result]):
-    """A verb under way. Its tensors must not be touched before it has ended.
+    """A started operation. Its tensors must not be touched before it has completed.
 
     Args:
-        works: what must have ended; c10d's works, or what has their `wait` and `is_completed`. None is left out.
-        finish: gives the result, when they have.
+        works: must have completed; c10d's works, or objects with their `wait` and `is_completed`. None is skipped.
+        finish: returns the result, when they have.
     """
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], Result]) -> None:
         self._works = [work for work in works if work is not None]
         self._finish: Callable[[], Result] | None = finish
         self._result: list[Result] = []
-        self._age = outstanding(self) if self._works else None
+        self._number = register_pending(self) if self._works else None
 
     @staticmethod
-    def ended(result: T) -> Request[T]:
-        """One that has ended already."""
+    def completed(result: T) -> Request[T]:
+        """Return a request that has completed already."""
         return Request([], lambda: result)
 
     def wait(self) -> Result:
-        """Return the result, once there is one; again at once when called again."""
-        if self._age is not None:
-            _OUTSTANDING.pop(self._age, None)  # a failure is raised here
+        """Return the result, once there is one; further calls return it at once."""
+        if self._number is not None:
+            _PENDING.pop(self._number, None)  # a failure is raised here
         for work in self._works:
             work.wait()
         self._works = []
         if self._finish is not None:
             self._result.append(self._finish())
-            self._finish = None  # lets go of the tensors that it holds
+            self._finish = None  # drops its references to tensors
         return self._result[0]
 
     def test(self) -> bool:
-        """Whether `wait` would return at once."""
-        return not [work for work in self._works if not work.is_completed()]  # asks each, so that each goes on
+        """Return whether `wait` would return at once."""
+        return not [work for work in self._works if not work.is_completed()]  # polls each, so that each makes progress
 
 
-class Watched:
-    """A work that tells its end only to one who waits: when asked, a thread begins to wait for it."""
+class PolledWork:
+    """A work that completes only in `wait`: when it is polled, a thread begins to wait for it."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -79,7 +79,7 @@ class Watched:
         self._error: Exception | None = None
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Return when it has completed."""
         if self._thread is None:
             self._work.wait()
             return
@@ -88,48 +88,47 @@ class Watched:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the operation has completed, successfully or not."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="lockstep request", daemon=True)
+            self._thread = threading.Thread(target=self._wait_in_thread, name="lockstep request", daemon=True)
             self._thread.start()
         return not self._thread.is_alive()
 
-    def _watch(self) -> None:
+    def _wait_in_thread(self) -> None:
         try:
             self._work.wait()
         except Exception as error:
             self._error = error
 
 
-@overload
-def wait_all(requests: Iterable[Request[T]]) -> list[T]: ...
-@overload
-def wait_all(requests: None = None) -> None: ...
-def wait_all(requests: Iterable[Request[T]] | None = None) -> list[T] | None:
-    """Wait for requests, or without any for everything that has been queued in this process.
-
-    That is every request that the program still holds; the steps that a `Trainer` has queued, with their losses; and
-    all work that torch has given to accelerators. The first failure among them is raised.
-
-    On the CPU torch computes while it is called, so that only requests are left to wait for.
+def wait_all(requests: Iterable[Request[T]]) -> list[T]:
+    """Wait for requests; the first failure among them is raised.
 
     Args:
-        requests: of the communicator's verbs.
+        requests: of a communicator.
 
     Returns:
-        The results of the requests, in their order; without requests None.
+        Their results, in their order.
 
     Raises:
-        ConfigError: for what is no list of requests.
+        ConfigError: for an argument that is not a list of requests.
     """
-    if requests is not None:
-        return [request.wait() for request in _checked(requests)]
-    for age in sorted(_OUTSTANDING.keys()):
-        waitable = _OUTSTANDING.get(age)
+    return [request.wait() for request in _checked(requests)]
+
+
+def synchronize() -> None:
+    """Wait for everything that has been queued in this process.
+
+    That is every request that the program still references; the steps that a `Trainer` has queued, with their losses;
+    and all work that torch has queued on accelerators. The first failure among them is raised.
+
+    On the CPU torch computes synchronously, so that only requests are left to wait for.
+    """
+    for number in sorted(_PENDING.keys()):
+        waitable = _PENDING.get(number)
         if waitable is not None:
             waitable.wait()
-    _synchronize()
-    return None
+    _synchronize_accelerators()
 
 
 def _checked(requests: Iterable[Request[T]]) -> list[Request[T]]:
@@ -137,12 +136,12 @@ def _checked(requests: Iterable[Request[T]]) -> list[Request[T]]:
     others = [type(request).__name__ for request in found if not hasattr(request, "wait")]
     if others or not isinstance(requests, Iterable):
         got = others[0] if others else type(requests).__name__
-        raise ConfigError("requests", "a list of what verbs with async_op=True return", found=got)
+        raise ConfigError("requests", "a list of requests, as iallreduce returns", found=got)
     return found
 
 
-def _synchronize() -> None:
-    """Wait for the accelerators that this process has used; to ask another one would set it up, at some 0.5 GB."""
+def _synchronize_accelerators() -> None:
+    """Wait for the accelerators that this process has used; a call to another would initialise it, at some 0.5 GB."""
     if not torch.cuda.is_available():
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()

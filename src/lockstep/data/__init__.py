@@ -1,4 +1,4 @@
-"""Data sets by name, and the loader that deals them out."""
+"""Data sets by name, and the loader that distributes their samples over the workers."""
 
 from __future__ import annotations
 
@@ -7,33 +7,44 @@ from typing import TYPE_CHECKING, Any
 from ..registry import Registry, import_object
 
 if TYPE_CHECKING:
-    from .images import ImageSet
-    from .loader import Batch, Loader
-    from .sources import cifar10, digits, fashion_mnist, mnist, synthetic
+    from .loader import Batch, LengthBatchSampler, Loader
+    from .sets import ImageSet, cifar10, digits, fashion_mnist, mnist, synthetic
 
-__all__ = ["DATA", "Batch", "ImageSet", "Loader", "cifar10", "digits", "fashion_mnist", "mnist", "synthetic"]
+__all__ = [
+    "DATA",
+    "Batch",
+    "ImageSet",
+    "LengthBatchSampler",
+    "Loader",
+    "cifar10",
+    "digits",
+    "fashion_mnist",
+    "mnist",
+    "synthetic",
+]
 
 DATA = Registry(
     "data",
     {
-        "digits": "lockstep.data.sources:digits",
-        "fashion-mnist": "lockstep.data.sources:fashion_mnist",
-        "mnist": "lockstep.data.sources:mnist",
-        "cifar10": "lockstep.data.sources:cifar10",
-        "synthetic": "lockstep.data.sources:synthetic",
+        "digits": "lockstep.data.sets:digits",
+        "fashion-mnist": "lockstep.data.sets:fashion_mnist",
+        "mnist": "lockstep.data.sets:mnist",
+        "cifar10": "lockstep.data.sets:cifar10",
+        "synthetic": "lockstep.data.sets:synthetic",
     },
     open_ended=True,
 )
 
-_ELSEWHERE = {
+_LAZY = {
     "Batch": "lockstep.data.loader:Batch",
-    "ImageSet": "lockstep.data.images:ImageSet",
+    "ImageSet": "lockstep.data.sets:ImageSet",
+    "LengthBatchSampler": "lockstep.data.loader:LengthBatchSampler",
     "Loader": "lockstep.data.loader:Loader",
     **{target.partition(":")[2]: target for target in DATA.targets.values()},
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
-        return import_object(name, _ELSEWHERE[name])
+    if name in _LAZY:
+        return import_object(name, _LAZY[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

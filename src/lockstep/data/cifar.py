@@ -1,4 +1,4 @@
-"""Reads the Python version of CIFAR-10 without trusting the pickles it is made of."""
+"""Reads the Python version of CIFAR-10 without executing its pickles."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _PIXELS = _CHANNELS * _SIDE * _SIDE
 # A published batch has 31 MB and the unpacked archive 186 MB.
 _LARGEST_BATCH = 64 << 20
 _LARGEST_ARCHIVE = 256 << 20
-_AGAIN = "Remove it and fetch it again."
+_DOWNLOAD_AGAIN = "Remove it and download it again."
 
-# The instructions that build tuples, arrays and their like. Nested a million deep they would exhaust the C stack; a
-# batch needs about twenty.
-_BUILDING = frozenset(
+# The opcodes that build tuples, arrays and other objects. Nested a million deep they would exhaust the C stack; a batch
+# needs about twenty.
+_BUILD_OPCODES = frozenset(
     ["EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"]
 )
-_MOST_BUILDING = 100
-# All that a dictionary with an array and a list in it needs, in protocols 2 to 4. Not among them: whatever makes
-# instances in another way, asks for persistent objects, or reaches into the registry of extensions.
-_OPCODES = _BUILDING | frozenset(
+_MAX_BUILD_OPCODES = 100
+# The opcodes that a dictionary with an array and a list needs, in protocols 2 to 4. Excluded are those that create
+# instances in another way, load persistent objects, or use the extension registry.
+_OPCODES = _BUILD_OPCODES | frozenset(
     [
         "PROTO",
         "FRAME",
@@ -81,10 +81,10 @@ _OPCODES = _BUILDING | frozenset(
         "LONG_BINGET",
     ]
 )
-# The memo is a table as long as its highest index, which the file chooses: up to 64 GiB. A batch needs 30,000.
-_HIGHEST_MEMO = 1 << 20
-# The names that numpy and Python write into such a pickle, and what each is to us.
-_NAMES = {
+# The memo is as long as its highest index, which the file chooses: up to 64 GiB. A batch needs 30,000 entries.
+_MAX_MEMO_INDEX = 1 << 20
+# The global names that numpy and Python write into such a pickle → their roles for `_Global`.
+_ROLES = {
     ("numpy.core.multiarray", "_reconstruct"): "array",
     ("numpy._core.multiarray", "_reconstruct"): "array",
     ("numpy", "ndarray"): "ndarray",
@@ -97,7 +97,7 @@ Batches = dict[str, tuple[Tensor, Tensor]]
 
 
 def read_folder(folder: Path) -> Batches:
-    """Every batch in an unpacked ``cifar-10-batches-py``.
+    """Read every batch in an unpacked ``cifar-10-batches-py``.
 
     Returns:
         File name → (images as uint8 of shape (n, 3, 32, 32), labels as int64 of shape (n,)).
@@ -109,52 +109,54 @@ def read_folder(folder: Path) -> Batches:
 
 
 def read_archive(path: Path) -> Batches:
-    """Every batch in ``cifar-10-python.tar.gz``, read in one pass; nothing is unpacked to the disk.
+    """Read every batch in ``cifar-10-python.tar.gz`` in one pass, without unpacking it to disk.
 
     Returns:
         As :func:`read_folder`.
 
     Raises:
-        DataError: naming the archive, and the member where it is one, when either is missing or damaged.
+        DataError: the archive or a member of it is missing or damaged; names it.
     """
-    found: Batches = {}
+    batches: Batches = {}
     try:
         with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as unpacked:
-            for name, data in _members(path, _Bounded(path, unpacked)):
-                found[name] = parse_batch(f"{path} ({FOLDER}/{name})", data)
-                if len(found) == len(BATCHES):
-                    return found
+            for name, data in _members(path, _SizeLimited(path, unpacked)):
+                batches[name] = parse_batch(f"{path} ({FOLDER}/{name})", data)
+                if len(batches) == len(BATCHES):
+                    return batches
     except FileNotFoundError:
         raise DataError(f"{path}: expected the archive of CIFAR-10, got no file of this name") from None
     except DataError:
         raise
     except Exception as error:  # damaged archives make tarfile and gzip raise almost anything
-        raise DataError(f"{path}: expected an undamaged .tar.gz archive, got {_reason(error)}. {_AGAIN}") from None
-    missing = [name for name in BATCHES if name not in found]
+        raise DataError(
+            f"{path}: expected an undamaged .tar.gz archive, got {_reason(error)}. {_DOWNLOAD_AGAIN}"
+        ) from None
+    missing = [name for name in BATCHES if name not in batches]
     raise DataError(f"{path}: expected the batches of CIFAR-10 in {FOLDER}/, got none named {', '.join(missing)}")
 
 
 def parse_batch(source: str, data: bytes) -> tuple[Tensor, Tensor]:
-    """Images and labels out of the bytes of one batch file.
+    """Parse the bytes of one batch file into images and labels.
 
     Source: the layout is described on the page of the data set, "The CIFAR-10 dataset", Krizhevsky 2009: a pickled
     dictionary with ``data``, uint8 rows of 1024 red, 1024 green and 1024 blue values, and ``labels``, a list.
 
-    The pickle cannot run code: only the instructions that such a dictionary needs are accepted, and the few names
-    it may refer to give stand-ins that keep what they are handed.
+    The pickle cannot run code: only the opcodes that such a dictionary needs are accepted, and the few global names
+    that it may refer to resolve to stand-ins that only record their arguments.
 
     Args:
-        source: the file, as errors shall name it.
+        source: the file's name in errors.
         data: its bytes.
 
     Returns:
         uint8 of shape (n, 3, 32, 32) and int64 of shape (n,).
 
     Raises:
-        DataError: naming `source`, for anything else.
+        DataError: the bytes are anything else; names `source`.
     """
     try:
-        _check_instructions(data)
+        _check_opcodes(data)
         content = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # bytes that are no pickle make unpicklers raise almost anything
         raise DataError(f"{source}: expected a pickled CIFAR-10 batch, got {_reason(error)}") from None
@@ -177,23 +179,23 @@ def _read_file(path: Path) -> bytes:
     return data
 
 
-class _Bounded(io.BufferedIOBase):
-    """A stream that ends with an error where a damaged or hostile archive would unpack without end."""
+class _SizeLimited(io.BufferedIOBase):
+    """A stream that raises an error once a damaged or hostile archive unpacks to more than the limit."""
 
     def __init__(self, path: Path, stream: gzip.GzipFile) -> None:
-        self._path, self._stream, self._left = path, stream, _LARGEST_ARCHIVE
+        self._path, self._stream, self._remaining = path, stream, _LARGEST_ARCHIVE
 
     def read(self, size: int | None = -1, /) -> bytes:
-        allowed = self._left + 1
+        allowed = self._remaining + 1
         data = self._stream.read(allowed if size is None or size < 0 else min(size, allowed))
-        self._left -= len(data)
-        if self._left < 0:
+        self._remaining -= len(data)
+        if self._remaining < 0:
             raise DataError(f"{self._path}: expected at most {_LARGEST_ARCHIVE} bytes when unpacked, got more")
         return data
 
 
-def _members(path: Path, stream: _Bounded) -> Iterator[tuple[str, bytes]]:
-    # As a stream: finding members by name would unpack the whole archive first, then again for each of them.
+def _members(path: Path, stream: _SizeLimited) -> Iterator[tuple[str, bytes]]:
+    # In stream mode: finding members by name would unpack the whole archive first, then again for each member.
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:
             folder, _, name = member.name.removeprefix("./").rpartition("/")
@@ -206,7 +208,7 @@ def _members(path: Path, stream: _Bounded) -> Iterator[tuple[str, bytes]]:
             yield name, content.read()
 
 
-class _Name:
+class _Global:
     """Stands for a function or class that a pickle refers to."""
 
     __slots__ = ("role",)
@@ -216,15 +218,15 @@ class _Name:
 
     def __call__(self, *arguments: Any) -> Any:
         if self.role != "encode":
-            return _Made(self.role, arguments)
+            return _Instance(self.role, arguments)
         text, codec = arguments
         if codec != "latin1" or not isinstance(text, str):
             raise pickle.UnpicklingError("text that is not latin1")
         return text.encode("latin1")
 
 
-class _Made:
-    """Stands for what such a function would have made: keeps what it was handed, and does nothing."""
+class _Instance:
+    """Stands for an object that such a function would have created: records its arguments and state."""
 
     __slots__ = ("arguments", "role", "state")
 
@@ -237,27 +239,27 @@ class _Made:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives out stand-ins, a new one each time so that no pickle can leave anything behind for the next."""
+    """Resolves global names to new stand-ins, so that one pickle cannot affect the next."""
 
-    def find_class(self, module: str, name: str) -> _Name:
-        role = _NAMES.get((module, name))
+    def find_class(self, module: str, name: str) -> _Global:
+        role = _ROLES.get((module, name))
         if role is None:
-            raise pickle.UnpicklingError(f"the name {module}.{name}, which is not accepted")
-        return _Name(role)
+            raise pickle.UnpicklingError(f"the name {module}.{name}, which is not allowed")
+        return _Global(role)
 
 
-def _check_instructions(data: bytes) -> None:
-    building = 0
+def _check_opcodes(data: bytes) -> None:
+    count = 0
     for opcode, argument, _ in pickletools.genops(data):
-        building += opcode.name in _BUILDING
-        if opcode.name not in _OPCODES or building > _MOST_BUILDING:
-            raise pickle.UnpicklingError(f"the instruction {opcode.name}, which is not accepted here")
-        if opcode.name == "LONG_BINPUT" and int(argument or 0) > _HIGHEST_MEMO:
+        count += opcode.name in _BUILD_OPCODES
+        if opcode.name not in _OPCODES or count > _MAX_BUILD_OPCODES:
+            raise pickle.UnpicklingError(f"the opcode {opcode.name}, which is not allowed here")
+        if opcode.name == "LONG_BINPUT" and int(argument or 0) > _MAX_MEMO_INDEX:
             raise pickle.UnpicklingError(f"a memo of {argument} entries")
 
 
 def _entry(source: str, content: dict[Any, Any], key: str) -> Any:
-    # Python 2 wrote its texts as bytes.
+    # Python 2 wrote str as bytes.
     for spelling in (key.encode(), key):
         if spelling in content:
             return content[spelling]
@@ -265,18 +267,18 @@ def _entry(source: str, content: dict[Any, Any], key: str) -> Any:
 
 
 def _to_images(source: str, array: Any) -> Tensor:
-    if not isinstance(array, _Made) or array.role != "array":
+    if not isinstance(array, _Instance) or array.role != "array":
         raise DataError(f"{source}: expected 'data' as an array, got {type(array).__name__}")
     try:
         _, (rows, columns), dtype, fortran_order, raw = array.state
         kind = dtype.arguments[0]
     except (TypeError, ValueError, AttributeError, IndexError):
-        raise DataError(f"{source}: expected 'data' as a two-dimensional array, got another") from None
+        raise DataError(f"{source}: expected 'data' as a two-dimensional array, got something else") from None
     if kind not in ("u1", b"u1"):
         raise DataError(f"{source}: expected 'data' of type u1 (uint8), got {reprlib.repr(kind)}")
     if fortran_order:
         raise DataError(f"{source}: expected 'data' row by row (C order), got it column by column (Fortran order)")
-    # Nothing is set aside for the stated shape: it must be that of the bytes that are there.
+    # No memory is allocated for the stated shape: it must match the number of bytes.
     if type(rows) is not int or columns != _PIXELS or not isinstance(raw, bytes) or not 0 < len(raw) == rows * _PIXELS:
         size = len(raw) if isinstance(raw, bytes) else "no"
         shape = reprlib.repr((rows, columns))

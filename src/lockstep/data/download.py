@@ -1,4 +1,4 @@
-"""Fetches published files with known checksums."""
+"""Downloads published files with known checksums."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteFile", "fetch"]
 
-_BLOCK = 1 << 16  # pooch's own 1 KiB costs a write and a flush for each
+_BLOCK = 1 << 16  # pooch writes and flushes each block; its default is 1 KiB
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that is published somewhere.
+    """A published file.
 
     Attributes:
-        name: the file name it gets here.
+        name: the local file name.
         md5: its checksum in hexadecimal, as its publisher states it.
-        addresses: where it is, the first to be tried first.
+        addresses: its URLs, in the order in which they are tried.
     """
 
     name: str
@@ -37,17 +37,16 @@ class RemoteFile:
 
 
 def fetch(files: Sequence[RemoteFile], folder: Path) -> list[Path]:
-    """Each of `files` in `folder`, downloaded where it is not there yet.
+    """Return the paths of `files` in `folder`, after downloading the missing ones.
 
-    A file appears under its name when it is whole and its checksum is right, not before. When several processes
-    ask at once, one downloads and the others wait for it.
+    A file gets its name only when it is complete and its checksum is correct. If several processes call this at the
+    same time, one downloads and the others wait for it.
 
     Raises:
-        DataError: naming the file, its addresses, what went wrong at each, and what to do, when no address gives
-            the right file, or the folder cannot be written. What had been made until then is removed, except files
-            that are whole.
+        DataError: no address provides the correct file, or the folder cannot be written; names the file, its addresses,
+            the error of each, and what to do. New folders are removed again if they are empty.
     """
-    with _alone_in(folder):
+    with _locked(folder):
         return [_fetch_one(file, folder, [other.name for other in files]) for file in files]
 
 
@@ -57,7 +56,7 @@ def _fetch_one(file: RemoteFile, folder: Path, names: Sequence[str]) -> Path:
         try:
             return _retrieve(address, file, folder)
         except (OSError, ValueError) as error:  # what pooch raises for networks, disks and wrong checksums
-            reasons.append(f"{address}: {_first_cause(error)}")
+            reasons.append(f"{address}: {_root_cause(error)}")
     raise DataError(
         f"{folder / file.name}: cannot be downloaded ({'; '.join(reasons)}). "
         f"Put {', '.join(names)} into {folder} yourself, or name the folder that holds them: "
@@ -74,20 +73,20 @@ def _retrieve(address: str, file: RemoteFile, folder: Path) -> Path:
         downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=_BLOCK)
         pooch.retrieve(address, f"md5:{file.md5}", file.name, folder, downloader=downloader)
     if is_new:
-        # pooch leaves it the mode of a temporary file, which shuts out the other users of a shared folder.
+        # pooch leaves it the mode of a temporary file, which other users of a shared folder cannot read.
         path.chmod(0o644)
     return path
 
 
-def _first_cause(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return str(error) or type(error).__name__
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Makes the folder, keeps other processes from downloading into it, and removes it again after a failure."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Create and lock the folder, so that other processes do not download into it; remove it again after a failure."""
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
             f"Name another: data_dir in a script, --data-dir on the command line"
         ) from None
     try:
-        # Some network file systems lock no folders: there, each process downloads for itself.
+        # Some network file systems cannot lock folders; on these, each process downloads.
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -113,7 +112,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    # pooch announces each download; the bar says the same.
+    # pooch logs each download; the progress bar shows the same.
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
@@ -134,14 +133,14 @@ def _bar(name: str) -> Iterator[_Bar]:
 
 
 class _Bar:
-    """A rich progress bar in the form in which pooch drives one."""
+    """A rich progress bar with the interface that pooch expects (that of tqdm)."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task, self._total = progress, task, 0
 
     @property
     def total(self) -> int:
-        """Bytes to come, 0 where the server does not say."""
+        """Size of the download in bytes; 0 if the server does not send it."""
         return self._total
 
     @total.setter
@@ -150,12 +149,12 @@ class _Bar:
         self._progress.update(self._task, total=size or None)
 
     def update(self, size: int) -> None:
-        """Notes `size` more bytes."""
+        """Advance by `size` bytes."""
         self._progress.advance(self._task, size)
 
     def reset(self) -> None:
-        """Begins again at nothing."""
+        """Start again at 0."""
         self._progress.update(self._task, completed=0)
 
     def close(self) -> None:
-        """Nothing: the bar ends with the block that shows it."""
+        """Do nothing: `_bar` ends the progress bar."""

@@ -1,4 +1,4 @@
-"""Reads the IDX files in which MNIST and its relatives are published."""
+"""Reads IDX files, the format of MNIST and similar data sets."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _TYPES = {0x08: "uint8", 0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "floa
 _CONTENTS = {1: "labels", 3: "images"}
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = 1 << 20
-_AGAIN = "Remove it and fetch it again."
-# A few kilobytes of gzip can claim, and hold, gigabytes of zeros. The largest published set of this kind (EMNIST by
-# class) has 0.6 GB.
+_DOWNLOAD_AGAIN = "Remove it and download it again."
+# A few kilobytes of gzip can hold gigabytes of zeros. The largest published data set of this format (EMNIST by class)
+# has 0.6 GB.
 _LARGEST_UNPACKED = 1 << 30
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """The array in an IDX file, plain or gzip-compressed where its name ends in ``.gz``.
+    """Read the array in an IDX file, gzip-compressed if its name ends in ``.gz``.
 
     Source: the format is described with "The MNIST database of handwritten digits", LeCun, Cortes, Burges:
     two zero bytes, a type code, the number of dimensions, their sizes as big-endian 32-bit integers, the items.
 
     Args:
         path: the file.
-        dimensions: how many the array must have: 1 for labels (magic 0x00000801), 3 for images (0x00000803).
+        dimensions: the required number of dimensions: 1 for labels (magic 0x00000801), 3 for images (0x00000803).
 
     Returns:
-        uint8 with the shape that the file states.
+        uint8 with the shape in the file's header.
 
     Raises:
-        DataError: naming the file, what was expected and what came, when it is missing, cannot be read, is not what
-            its name says, holds another kind of array, or is shorter or longer than its header states.
+        DataError: the file is missing, cannot be read, is not in the format of its name, holds another kind of array,
+            or is shorter or longer than its header states; names the file, what was expected and what was found.
     """
     try:
         with path.open("rb") as raw:
@@ -53,21 +53,21 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     except FileNotFoundError:
         raise DataError(f"{path}: expected an IDX file, got no file of this name") from None
     except EOFError:
-        raise DataError(f"{path}: expected a whole gzip file, got one that is cut off. {_AGAIN}") from None
+        raise DataError(f"{path}: expected a complete gzip file, got a truncated one. {_DOWNLOAD_AGAIN}") from None
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: expected an undamaged gzip file, got {error}. {_AGAIN}") from None
+        raise DataError(f"{path}: expected an undamaged gzip file, got {error}. {_DOWNLOAD_AGAIN}") from None
     except OSError as error:
         raise DataError(f"{path}: expected a file that can be read, got {error.strerror or error}") from None
 
 
 def read_pair(images: Path, labels: Path, classes: int) -> tuple[Tensor, Tensor]:
-    """Images and their labels from two IDX files.
+    """Read images and their labels from two IDX files.
 
     Returns:
         The images as uint8 of shape (n, 1, height, width); the labels as int64 of shape (n,).
 
     Raises:
-        DataError: as :func:`read_idx`, when the two files differ in number, and for labels from `classes` on.
+        DataError: as :func:`read_idx`; or the numbers of images and labels differ, or a label is not below `classes`.
     """
     pixels, numbers = read_idx(images, 3), read_idx(labels, 1)
     if len(pixels) != len(numbers):
@@ -95,7 +95,7 @@ def _read_unpacked(path: Path, file: gzip.GzipFile, dimensions: int) -> Tensor:
             f"{path}: expected at most {_LARGEST_UNPACKED} bytes in a compressed file, got a header that states "
             f"{expected}. If that is true, unpack the file first"
         )
-    # One byte more than stated: it tells a longer file, and makes gzip compare its checksum at the end.
+    # One byte more than stated detects a longer file, and makes gzip verify its checksum at the end.
     return _to_tensor(path, _read_up_to(file, expected + 1), shape)
 
 
@@ -119,7 +119,8 @@ def _read_shape(path: Path, file: BinaryIO | gzip.GzipFile, dimensions: int) -> 
     sizes = file.read(4 * dimensions)
     if len(sizes) < 4 * dimensions:
         raise DataError(
-            f"{path}: expected a header of {4 + 4 * dimensions} bytes, got {4 + len(sizes)}: it is cut off. {_AGAIN}"
+            f"{path}: expected a header of {4 + 4 * dimensions} bytes, got {4 + len(sizes)}: it is truncated. "
+            f"{_DOWNLOAD_AGAIN}"
         )
     shape = struct.unpack(f">{dimensions}I", sizes)
     if 0 in shape:
@@ -131,19 +132,19 @@ def _describe(magic: bytes) -> str:
     if magic.startswith(_GZIP_MAGIC):
         return "a gzip file, whose name must end in .gz"
     if len(magic) < 4:
-        return "the header is cut off"
+        return "the header is truncated"
     if magic[:2] != b"\0\0" or magic[2] not in _TYPES:
-        return "no IDX file"
+        return "not an IDX file"
     kind = _TYPES[magic[2]]
     return f"{_CONTENTS.get(magic[3], 'array')}: {kind} with {magic[3]} dimension{'s' * (magic[3] != 1)}"
 
 
 def _read_up_to(file: BinaryIO | gzip.GzipFile, size: int) -> bytearray:
-    # In blocks, since read(size) would set aside `size` bytes before a single one has been seen.
-    found = bytearray()
-    while len(found) < size and (block := file.read(min(_BLOCK, size - len(found)))):
-        found += block
-    return found
+    # In blocks: read(size) would allocate `size` bytes before it reads the first one.
+    data = bytearray()
+    while len(data) < size and (block := file.read(min(_BLOCK, size - len(data)))):
+        data += block
+    return data
 
 
 def _to_tensor(path: Path, items: bytearray, shape: tuple[int, ...]) -> Tensor:
@@ -154,4 +155,6 @@ def _to_tensor(path: Path, items: bytearray, shape: tuple[int, ...]) -> Tensor:
 
 
 def _wrong_length(path: Path, shape: tuple[int, ...], expected: int, got: str) -> DataError:
-    return DataError(f"{path}: expected {expected} bytes after the header, for shape {shape}, got {got}. {_AGAIN}")
+    return DataError(
+        f"{path}: expected {expected} bytes after the header, for shape {shape}, got {got}. {_DOWNLOAD_AGAIN}"
+    )

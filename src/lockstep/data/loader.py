@@ -1,30 +1,380 @@
-"""Deals out the global batches of an epoch: to each worker its part, to no worker another's."""
+"""Loads this worker's part of each global batch of an epoch, in this process or in loader processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copyreg
+import io
+import logging
+import multiprocessing
+import operator
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections import ChainMap
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import zip_longest
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+from typing_extensions import Self
 
-from .. import communicator
-from ..errors import CheckpointError, ConfigError
-from ..recorder import note_batch
-from ..shard_count import shard_count
-from ..shards import bounds, mix, step_range, steps_per_epoch
-from .fetch import Collate, Fetcher, Request, to_device
-from .nested import narrow
+from .. import communicator, environment
+from ..errors import CheckpointError, ConfigError, DataError, LockstepError, MismatchError
+from ..flight_recorder import named, note_batch
+from ..invariance.randomness import preserve_generators
+from ..invariance.shards import bounds, check_virtual_workers, mix, step_range, steps_per_epoch
+from .nested import map_tensors, narrow
 
-__all__ = ["Batch", "Loader"]
+__all__ = [
+    "Batch",
+    "Collate",
+    "Fetcher",
+    "LengthBatchSampler",
+    "Loader",
+    "PickledByValue",
+    "Request",
+    "dataloader_settings",
+    "seed_draws",
+    "to_device",
+]
+
+_log = logging.getLogger(__name__)
+
+
+# --- Random draws per sample ------------------------------------------------------------------------------------------
+
+_LOW = 0xFFFFFFFF
+
+
+def seed_draws(key: int, index: int) -> None:
+    """Seed the global generators of torch (CPU), Python and NumPy for one sample.
+
+    It takes about 7 µs, most of it in Python's generator. Generators of the data set's own are not seeded.
+    """
+    mixed = mix((key, index))
+    # torch.manual_seed() also seeds every backend, which takes a hundred times as long. The generators of torch and
+    # NumPy are both Mersenne twisters seeded with 32 bits: the same bits would give the same numbers.
+    torch.default_generator.manual_seed(mixed & _LOW)
+    random.seed(mixed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(mixed >> 32)
+
+
+# --- Pickling for loader processes ------------------------------------------------------------------------------------
+
+
+class PickledByValue:
+    """Wraps an object, to pickle it by value if plain pickle cannot find its class or functions by name.
+
+    This applies to classes of a script or notebook in a launched worker, whose main module is not the program.
+
+    Args:
+        value: any object that plain pickle or cloudpickle can pickle.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if _pickles_by_name(self.value):
+            return PickledByValue, (self.value,)
+        return _unpack, (_pack(self.value),)
+
+
+class _PickleProbe(pickle.Pickler):
+    """Pickles an object without the numbers in it, to see whether that works."""
+
+    dispatch_table: ClassVar[dict[type, Any]] = {**copyreg.dispatch_table, **ForkingPickler._extra_reducers}  # type: ignore[attr-defined, misc]
+
+    def persistent_id(self, obj: Any) -> str | None:
+        array = type(obj) is np.ndarray and obj.dtype != object
+        return "numbers" if array or isinstance(obj, torch.Tensor) else None
+
+
+class _NullFile:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _pickles_by_name(value: Any) -> bool:
+    try:
+        _PickleProbe(_NullFile()).dump(value)
+    except (pickle.PicklingError, AttributeError):
+        return False
+    except TypeError:
+        return True  # the object cannot be pickled; plain pickle raises the error
+    return True
+
+
+def _pack(value: Any) -> bytes:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        # ForkingPickler's reducers include torch's, which send tensors through shared memory.
+        dispatch_table = ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)  # type: ignore[attr-defined]
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> PickledByValue:
+    """Restore an object from `_pack`; the bytes come from another process of this program."""
+    return PickledByValue(pickle.loads(data))
+
+
+# --- Fetching batches -------------------------------------------------------------------------------------------------
+
+Collate = Callable[[list[Any]], Any]
+
+Request = tuple[int, list[int] | tuple[list[int], ...]]
+"""(key of the epoch's random draws, indices of the samples of a batch).
+
+With a tuple of lists of indices, the result is a list with a collated batch for each of them, None for an empty one."""
+
+
+class _Batches(Dataset[Any]):
+    """A data set whose keys are `Request`s and whose items are batches."""
+
+    def __init__(self, dataset: Any, collate: Collate | None) -> None:
+        self.dataset, self.collate = dataset, collate or default_collate
+        plain = collate is None
+        # Only this class itself: a subclass may transform samples.
+        self.in_tensors = plain and type(dataset) is TensorDataset
+        self.by_batch = plain and hasattr(dataset, "collated_batch")
+        self.by_sample = not (self.in_tensors or self.by_batch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "dataset": PickledByValue(self.dataset), "collate": PickledByValue(self.collate)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, dataset=state["dataset"].value, collate=state["collate"].value)
+
+    def __getitem__(self, request: Request) -> Any:
+        key, indices = request
+        try:
+            if isinstance(indices, tuple):
+                return [self._batch(key, part) if part else None for part in indices]
+            return self._batch(key, indices)
+        except DataError as error:
+            process = get_worker_info()
+            if process is None:
+                raise
+            # Returned, because torch would put the traceback of the loader process into the message.
+            return _Failure(f"{error} (in loader process {process.id})")
+
+    def _batch(self, key: int, indices: list[int]) -> Any:
+        if self.in_tensors:
+            return [tensor[indices] for tensor in self.dataset.tensors]
+        if self.by_batch:
+            return self.dataset.collated_batch(indices)
+        return self._collated([self._sample(key, index) for index in indices], indices)
+
+    def _sample(self, key: int, index: int) -> Any:
+        seed_draws(key, index)
+        try:
+            return self.dataset[index]
+        except LockstepError:
+            raise
+        except Exception as error:
+            what = f"sample {index} of {type(self.dataset).__name__}: {_describe(error)}"
+            raise DataError(what) from error if environment.debugging() else None
+
+    def _collated(self, samples: list[Any], indices: list[int]) -> Any:
+        try:
+            return self.collate(samples)
+        except LockstepError:
+            raise
+        except Exception as error:
+            shown = ", ".join(map(str, indices[:5])) + (f" and {len(indices) - 5} more" if len(indices) > 5 else "")
+            what = f"a batch of samples {shown} of {type(self.dataset).__name__}: {_describe(error)}"
+            if self.collate is default_collate:
+                what += ". Samples of different sizes need a collate_fn that pads them, of a Loader or a DataLoader"
+            raise DataError(what) from error if environment.debugging() else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a loader process returns in place of a batch that cannot be made."""
+
+    message: str
+
+
+def _describe(error: Exception) -> str:
+    """Return an exception of a data set with the line of the program that raised it, in one line."""
+    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the frame here
+    own = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
+    place = f", at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
+
+
+class _RequestSampler:
+    """The requests of the current epoch; replaced for each epoch, so that the loader processes can be kept."""
+
+    def __init__(self) -> None:
+        self.requests: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+
+class Fetcher:
+    """Loads batches into CPU memory, in the order of the requests.
+
+    Random draws of the data set are keyed by sample: they are the same in any process, and do not change the caller's
+    generators.
+
+    Args:
+        dataset: has ``__getitem__(index)``, or ``collated_batch(indices)`` for a whole batch.
+        collate: makes one batch of a list of samples; `torch.utils.data.default_collate` if None.
+        processes: number of loader processes; 0 loads in this process. They start with the first epoch and run until
+            `close`.
+        prefetch: maximum number of batches that loader processes load ahead; at least one for each.
+        pin: put batches in page-locked memory, from which copies to a GPU overlap its computation.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate | None, processes: int, prefetch: int, pin: bool) -> None:
+        self._batches = _Batches(dataset, collate)
+        self._processes, self._prefetch, self._pin = processes, prefetch, pin
+        self._sampler = _RequestSampler()
+        self._loader: DataLoader[Any] | None = None
+        self._running: Generator[Any, None, None] | None = None
+
+    def fetch(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """Return an iterator over the batches of `requests`; with loader processes, it ends an earlier iterator."""
+        if not self._processes:
+            return self._fetch_in_process(requests)
+        self._end_running()
+        self._running = self._fetch_from_processes(requests)
+        return self._running
+
+    def _fetch_in_process(self, requests: Iterable[Request]) -> Iterator[Any]:
+        # Whole batches are not seeded. Restoring the generators costs 80 µs, most of it for NumPy's.
+        guard = preserve_generators if self._batches.by_sample else nullcontext
+        for request in requests:
+            with guard():
+                data = self._batches[request]
+            yield map_tensors(pinned, data) if self._pin else data
+
+    def _fetch_from_processes(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
+        self._sampler.requests = requests
+        if self._loader is None:
+            self._loader = self._start()
+        for data in self._loader:
+            if isinstance(data, _Failure):
+                raise DataError(data.message)
+            yield data
+
+    def _start(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._batches,
+            batch_size=None,
+            sampler=self._sampler,
+            num_workers=self._processes,
+            prefetch_factor=self._prefetch // self._processes,
+            persistent_workers=True,
+            pin_memory=self._pin,
+            worker_init_fn=partial(_ignore_signals, new_group=multiprocessing.parent_process() is None),
+            # A separate generator: otherwise each epoch draws a seed from the global one.
+            generator=torch.Generator(),
+        )
+
+    def _end_running(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def close(self) -> None:
+        """End the loader processes; a later `fetch` starts new ones."""
+        self._end_running()
+        loader, self._loader = self._loader, None
+        iterator = getattr(loader, "_iterator", None)
+        if iterator is not None:
+            # Dropping the reference would do the same, unless a traceback still holds one of its frames.
+            iterator._shutdown_workers()
+
+
+def _ignore_signals(_: int, new_group: bool) -> None:
+    # Ctrl-C reaches every process of the terminal, and some schedulers send SIGTERM to a whole process group. The
+    # parent completes its step first, and needs this process's batches for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if new_group:  # not under a launcher: it signals only the worker, and at the end kills the worker's process group
+        os.setpgid(0, 0)
+        # In a background process group, writing to the terminal must not stop the process ("stty tostop").
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` in page-locked memory; a sparse tensor, or one on a device, is returned unchanged."""
+    dense = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.pin_memory() if dense else tensor
+
+
+def to_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Copy each of `batches` to `device`; on a GPU, copying a batch overlaps with computing on the previous one."""
+    if device.type == "cpu":
+        yield from batches
+    elif device.type != "cuda":
+        for data in batches:
+            yield map_tensors(lambda tensor: tensor.to(device), data)
+    else:
+        yield from _overlapped(batches, device)
+
+
+def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    pending: tuple[Any, torch.cuda.Event] | None = None
+
+    def wait_for_copy(data: Any, copied: torch.cuda.Event) -> Any:
+        consumer = torch.cuda.current_stream(device)
+        consumer.wait_event(copied)
+        # The allocator must not reuse this memory for the copy stream while the consumer reads it.
+        map_tensors(lambda tensor: tensor.record_stream(consumer), data)
+        return data
+
+    for data in batches:
+        with torch.cuda.stream(stream):
+            moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(stream)
+        if pending is not None:
+            yield wait_for_copy(*pending)
+        pending = moved, copied
+    if pending is not None:
+        yield wait_for_copy(*pending)
+
+
+# --- Loader -----------------------------------------------------------------------------------------------------------
 
 _ENDED = object()
 
-# What a key is for goes into it, so that the draws of one seed are unrelated; 2 is that of `lockstep.training.step`.
+# Part of the keys of draws, so that the draws of one seed are independent; `lockstep.training.step` uses 2.
 _ORDER, _SAMPLES = 1, 3
 
-_MOST_IN_32_BITS = 1 << 31  # samples, whose numbers then fit
+_MAX_INT32_SAMPLES = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +382,15 @@ class Batch:
     """This worker's part of one global batch.
 
     Attributes:
-        data: the collated samples on the worker's device, usually (inputs, targets). Where the part is empty, because
-            the last batch has fewer samples than there are workers, its tensors have 0 samples.
-        indices: int64 tensor of shape (size,), the samples' places in the data set.
-        size: samples in this part.
-        global_size: samples in the global batch.
-        epoch: the epoch that this batch belongs to.
-        step: its number in that epoch, from 0.
-        shards: into how many shards the global batch is cut, see `Loader`; `data` is then a list with what has been
-            collated for each of this worker's shards, and None for one without samples.
+        data: the collated samples on the worker's device, usually (inputs, targets). If the part is empty, because the
+            last batch has fewer samples than there are workers, its tensors have 0 samples.
+        indices: int64 tensor of shape (size,), the samples' indices in the data set.
+        size: number of samples in this part.
+        global_size: number of samples in the global batch.
+        epoch: the epoch.
+        step: the batch's number in the epoch, from 0.
+        virtual_workers: the number of shards of the global batch, see `Loader`; `data` is then a list of the collated
+            shards of this worker, with None for one without samples.
     """
 
     data: Any
@@ -49,43 +399,60 @@ class Batch:
     global_size: int
     epoch: int
     step: int
-    shards: int | None = None
+    virtual_workers: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the elements of `data`: ``inputs, targets = batch``.
+
+        Raises:
+            TypeError: if `data` is not a tuple or list, or is divided into the shards of virtual workers.
+        """
+        if self.virtual_workers is not None:
+            raise TypeError("with virtual_workers, Batch.data is a list of shards: use lockstep.TrainStep for them")
+        if not isinstance(self.data, (tuple, list)):
+            raise TypeError(f"Batch.data is a {type(self.data).__name__}, not a tuple: use batch.data")
+        return iter(self.data)
 
 
 class Loader:
-    """The global batches of a data set, epoch by epoch, of which this worker gets its part.
+    """Loads this worker's part of each global batch of a data set, epoch by epoch.
 
-    Every sample of an epoch is dealt out exactly once, whatever the number of workers: nothing is repeated to make
-    parts even. The order depends on (seed, epoch) alone. Parts are contiguous and differ by one sample at most.
+    Every sample of an epoch is used exactly once at any number of workers: no sample is repeated to make parts equal.
+    The order depends only on (seed, epoch). Parts are contiguous and differ by at most one sample.
 
     Before each ``dataset[index]`` the global generators of torch (CPU), Python and NumPy are seeded by (seed, epoch,
-    index), so that augmentation is the same at any number of workers and loader processes, and after going on from
-    the middle of an epoch. Draws in `collate` repeat as well, but depend on how the batch is cut.
+    index), so that augmentation is the same at any number of workers and loader processes, and after resuming in the
+    middle of an epoch. Draws in `collate_fn` are reproducible too, but depend on how the batch is divided.
 
     Args:
-        dataset: a map-style data set: ``len(dataset)`` and ``dataset[index]``. One with a method
-            ``collated_batch(indices)`` is asked for a whole part at once, already collated; nothing is seeded then,
-            and random draws must be keyed by the data set itself.
-        global_batch: samples in one optimizer step, over all workers.
-        seed: of the order, and of random draws of the data set.
-        shuffle: False keeps the data set's own order in every epoch.
-        drop_last: leave out a last batch that is smaller than `global_batch`.
-        num_workers: processes that load ahead, for each worker; 0 loads in this process.
-        prefetch: at most this many batches are ready or in the making in loader processes ahead of the one in use,
-            for each worker; at least `num_workers`, and twice that when None. On a GPU one more is on its way there.
-        comm: the workers; those of `lockstep.init()` when None.
-        collate: makes one batch of a list of samples; `torch.utils.data.default_collate` when None.
-        shards: cut each global batch into so many ordered shards, of which each worker gets a contiguous run, each
-            collated by itself: what comes out does not depend on the number of workers. True is 8.
+        dataset: a map-style data set: ``len(dataset)`` and ``dataset[index]``. If it has a method
+            ``collated_batch(indices)``, that is called for each part, and returns it collated; no generator is seeded
+            then, and the data set itself must key its random draws.
+        global_batch_size: samples in one optimizer step, over all workers.
+        seed: seed of the order and of the data set's random draws.
+        shuffle: False keeps the data set's order in every epoch.
+        drop_last: skip a last batch that is smaller than `global_batch_size`.
+        num_workers: number of loader processes of each worker; 0 loads in this process.
+        prefetch: maximum number of batches that the loader processes of a worker load ahead of the current one; at
+        least
+            `num_workers`; twice that if None. On a GPU, one more is being copied to the device.
+        comm: communicator over the workers; that of `lockstep.init()` if None.
+        collate_fn: makes one batch of a list of samples; `torch.utils.data.default_collate` if None.
+        virtual_workers: divide each global batch into this many ordered shards. Each worker gets consecutive shards,
+            and each shard is collated separately, so that the result does not depend on the number of workers.
+        batch_sampler: yields the indices of each *global* batch of an epoch, at most `global_batch_size` of them, and
+            has ``len()``; such as a `LengthBatchSampler`. Its method ``set_epoch(epoch)``, if there is one, is called
+            first. It is read as a whole at the beginning of each epoch, on every worker, with the global generators of
+            torch, Python and NumPy seeded by (seed, epoch); the workers compare what they have read.
 
     Raises:
-        ConfigError: for values that cannot be used, among them fewer samples or shards than workers.
+        ConfigError: an argument is invalid, or there are fewer samples or virtual workers than workers.
     """
 
     def __init__(
         self,
         dataset: Any,
-        global_batch: int,
+        global_batch_size: int,
         *,
         seed: int = 0,
         shuffle: bool = True,
@@ -93,107 +460,214 @@ class Loader:
         num_workers: int = 0,
         prefetch: int | None = None,
         comm: communicator.Communicator | None = None,
-        collate: Collate | None = None,
-        shards: int | None = None,
+        collate_fn: Collate | None = None,
+        virtual_workers: int | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
     ) -> None:
         self.comm = comm or communicator.init()
-        self.shards = None if shards is None else shard_count(shards, self.comm.size)
+        self.virtual_workers = (
+            None if virtual_workers is None else check_virtual_workers(virtual_workers, self.comm.size)
+        )
         self.dataset, self.samples = dataset, _length(dataset)
-        self.global_batch, self.seed, self.shuffle, self.drop_last = global_batch, seed, shuffle, drop_last
+        self.global_batch_size, self.seed, self.shuffle, self.drop_last = global_batch_size, seed, shuffle, drop_last
+        self._batch_sampler = batch_sampler
         self._check(num_workers)
-        prefetch = _prefetch(prefetch, num_workers)
+        prefetch = _check_prefetch(prefetch, num_workers)
         pin = self.comm.device.type == "cuda"
-        self._fetcher = Fetcher(dataset, collate, num_workers, prefetch, pin)
+        self.num_workers = num_workers
+        self._collate_fn = collate_fn
+        self._fetcher = Fetcher(dataset, collate_fn, num_workers, prefetch, pin)
         self._epoch, self._step = 0, 0
-        self._begin_at: tuple[int, int] | None = None  # a loaded position, until its epoch is begun
+        self._resume_at: tuple[int, int] | None = None  # the loaded position, until its epoch starts
+        self._batches_digest = 0  # of the current epoch's batches, with a batch sampler
 
     def _check(self, num_workers: int) -> None:
-        for name, value, least in (
-            ("global_batch", self.global_batch, 1),
+        for name, value, minimum in (
+            ("global_batch_size", self.global_batch_size, 1),
             ("num_workers", num_workers, 0),
             ("seed", self.seed, 0),
         ):
-            _check_whole(name, value, least)
-        for name, value in (("dataset", self.samples), ("global_batch", self.global_batch)):
+            _check_whole(name, value, minimum)
+        for name, value in (("dataset", self.samples), ("global_batch_size", self.global_batch_size)):
             if value < self.comm.size:
-                hint = "Use fewer workers" + (" or a larger global batch." if name == "global_batch" else ".")
+                hint = "Use fewer workers" + (" or a larger global batch." if name == "global_batch_size" else ".")
                 raise ConfigError(name, f"at least one sample for each of {self.comm.size} workers", value, hint)
-        if self.drop_last and self.samples < self.global_batch:
+        if self._batch_sampler is not None:
+            self._check_batch_sampler(self._batch_sampler)
+            return
+        if self.drop_last and self.samples < self.global_batch_size:
             raise ConfigError(
-                "global_batch",
+                "global_batch_size",
                 f"at most the {self.samples} samples of the data set with drop_last",
-                self.global_batch,
+                self.global_batch_size,
             )
+        if self.samples < self.global_batch_size and self.shuffle and self.comm.rank == 0:
+            what = "global_batch_size=%d is more than the %d samples of the data set: an epoch is a single step"
+            _log.warning(what, self.global_batch_size, self.samples)
+
+    def _check_batch_sampler(self, sampler: Any) -> None:
+        if self.drop_last or not self.shuffle:
+            hint = "The batch sampler alone determines the order and the last batch."
+            found = "drop_last=True" if self.drop_last else "shuffle=False"
+            raise ConfigError("batch_sampler", "neither drop_last nor shuffle=False beside it", found=found, hint=hint)
+        if not hasattr(sampler, "__iter__") or not hasattr(sampler, "__len__"):
+            expected = "an iterable of lists of indices with len(), such as lockstep.data.LengthBatchSampler"
+            raise ConfigError("batch_sampler", expected, found=type(sampler).__name__)
+        if len(sampler) < 1:
+            raise ConfigError("batch_sampler", "at least one batch in an epoch", found="none")
 
     def __len__(self) -> int:
         """Steps in an epoch."""
-        return steps_per_epoch(self.samples, self.global_batch, self.drop_last)
+        if self._batch_sampler is not None:
+            return len(self._batch_sampler)  # type: ignore[arg-type]
+        return steps_per_epoch(self.samples, self.global_batch_size, self.drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate over the next epoch: epoch 0, then 1, and so on, from the loaded position in the first."""
+        return self.epoch(self._epoch)
 
     def order(self, epoch: int) -> torch.Tensor:
-        """The samples of an epoch in the order in which global batches take them: int64, shape (samples,)."""
+        """Return the samples of an epoch in the order in which they form global batches: int64, shape (samples,)."""
+        if self._batch_sampler is not None:
+            return torch.tensor([index for batch in self._read_batches(epoch) for index in batch])
         return self._order(epoch).long()
 
+    def _read_batches(self, epoch: int) -> list[list[int]]:
+        """Read the global batches of `epoch` from the batch sampler.
+
+        Raises:
+            ConfigError: for another number of batches than its length, or a batch that is empty, too large, or has
+                something other than indices of the data set.
+        """
+        sampler: Any = self._batch_sampler
+        with preserve_generators():
+            seed_draws(mix((self.seed, _ORDER, epoch)), 0)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            batches = [_indices(batch) for batch in sampler]
+        if len(batches) != len(self):
+            raise ConfigError("batch_sampler", f"{len(self)} batches, its len()", found=f"{len(batches)}")
+        for number, batch in enumerate(batches):
+            if not 0 < len(batch) <= self.global_batch_size:
+                expected = f"batches of 1 to {self.global_batch_size} indices (global_batch_size)"
+                raise ConfigError("batch_sampler", expected, found=f"{len(batch)} in batch {number} of epoch {epoch}")
+            bad = [index for index in batch if not 0 <= index < self.samples]
+            if bad:
+                found = f"{bad[0]} in batch {number} of epoch {epoch}"
+                raise ConfigError("batch_sampler", f"indices from 0 to {self.samples - 1}", found=found)
+        return batches
+
+    def _agreed_batches(self, epoch: int) -> list[list[int]]:
+        """Return the global batches of `epoch`, which are the same on all workers.
+
+        Raises:
+            MismatchError: on every worker, if they differ, or differ from those before a resume in the epoch.
+        """
+        batches = self._read_batches(epoch)
+        digests = [mix(batch) for batch in batches]
+        if self.comm.size > 1:
+            with named("comparison of the batch samplers"):
+                by_rank = self.comm.allgather_object(digests)
+            for rank, other in enumerate(by_rank):
+                if other != by_rank[0]:
+                    pairs = enumerate(zip_longest(by_rank[0], other))
+                    number = next(number for number, (first, second) in pairs if first != second)
+                    raise MismatchError(
+                        f"batch_sampler: batch {number} of epoch {epoch} differs on ranks 0 and {rank}. Let its order "
+                        "depend on the epoch alone (set_epoch), or draw from the global generators of torch, Python or "
+                        "NumPy, which are seeded alike on all workers."
+                    )
+        digest = mix(digests)
+        if self._step and self._batches_digest not in (0, digest):
+            raise MismatchError(
+                f"batch_sampler: the batches of epoch {epoch} are others than before the run was resumed. Let its "
+                "order depend on the epoch alone (set_epoch), or draw from the global generators of torch, Python or "
+                "NumPy, which are seeded by the epoch."
+            )
+        self._batches_digest = digest
+        return batches
+
     def _order(self, epoch: int) -> torch.Tensor:
-        """`order` in as few bytes as its numbers need; the dtype changes no draw of `randperm`."""
-        dtype = torch.int32 if self.samples <= _MOST_IN_32_BITS else torch.int64
+        """Return `order` in the smallest dtype; `randperm` draws the same numbers with any dtype."""
+        dtype = torch.int32 if self.samples <= _MAX_INT32_SAMPLES else torch.int64
         if not self.shuffle:
             return torch.arange(self.samples, dtype=dtype)
-        # PyTorch's CPU generator looks at the low 32 bits of a seed only.
+        # PyTorch's CPU generator uses only the low 32 bits of a seed.
         generator = torch.Generator().manual_seed(mix((self.seed, _ORDER, epoch)) & 0xFFFFFFFF)
         return torch.randperm(self.samples, generator=generator, dtype=dtype)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """This worker's part of each global batch of `epoch`: from its beginning, or once from a loaded position.
+        """Iterate over this worker's part of each global batch of `epoch`.
+
+        It starts at the first batch; at the loaded position if `load_state_dict` has just loaded one of this epoch.
 
         Raises:
-            ConfigError: when it is asked for more after `close`, or after a later epoch has taken over the loader
+            ConfigError: the iterator is used after `close`, or after another epoch has started with the same loader
                 processes.
         """
-        first = self._begin_at[1] if self._begin_at is not None and self._begin_at[0] == epoch else 0
-        self._begin_at = None
+        first = self._resume_at[1] if self._resume_at is not None and self._resume_at[0] == epoch else 0
+        self._resume_at = None
         self._epoch, self._step = epoch, first
-        order, steps = _OwnOrder(self, self._order(epoch)), range(first, len(self))
-        loop = mix((self.samples, self.global_batch)) or 1
-        arriving = to_device(self._fetcher.fetch(self._requests(order, epoch, steps)), self.comm.device)
+        order: _WorkerOrder | _SampledOrder
+        if self._batch_sampler is None:
+            order = _WorkerOrder(self, self._order(epoch))
+        else:
+            order = _SampledOrder(self, self._agreed_batches(epoch))
+        steps = range(first, len(self))
+        loop = mix((self.samples, self.global_batch_size, self.shuffle)) or 1
+        batches = to_device(self._fetcher.fetch(self._requests(order, epoch, steps)), self.comm.device)
         for step in steps:
-            indices, whole = order.part(step)
-            data = next(arriving, _ENDED)
+            indices, global_size = order.part(step)
+            data = next(batches, _ENDED)
             if data is _ENDED:
-                raise _taken_over(epoch)
-            # Before the batch is handed out: whoever saves after using it saves the position behind it.
+                raise _superseded_error(epoch)
+            # Before the yield, so that a state saved while the batch is used is the position after it.
             self._epoch, self._step = epoch, step + 1
-            part = data if len(indices) or self.shards else narrow(data, 0, 0)
-            note_batch(step, loop=loop)
-            yield Batch(part, indices, len(indices), whole, epoch, step, self.shards)
-        note_batch(len(self), finished=True, loop=loop)
+            part = data if len(indices) or self.virtual_workers else narrow(data, 0, 0)
+            note_batch(epoch * len(self) + step, loop=loop)
+            try:
+                yield Batch(part, indices, len(indices), global_size, epoch, step, self.virtual_workers)
+            except GeneratorExit:  # the loop was left before its end
+                note_batch(-1)
+                raise
+        note_batch((epoch + 1) * len(self), finished=True, loop=loop)
         self._epoch, self._step = epoch + 1, 0
 
-    def _requests(self, order: _OwnOrder, epoch: int, steps: range) -> Iterator[Request]:
+    def _requests(self, order: _WorkerOrder | _SampledOrder, epoch: int, steps: range) -> Iterator[Request]:
         key = mix((self.seed, _SAMPLES, epoch))
         for step in steps:
-            indices, whole = order.part(step)
-            # A part without samples still needs their shapes: any one sample is fetched, and cut away again.
-            yield key, self._cut(indices, whole) or indices.tolist() or [order.spare]
+            indices, global_size = order.part(step)
+            # An empty part still needs the shapes of samples: one sample is loaded, and removed by `narrow`.
+            yield key, self._by_shard(indices, global_size) or indices.tolist() or [order.any_sample]
 
-    def own_range(self, whole: int) -> tuple[int, int]:
-        """The half-open range of a global batch of `whole` samples that is this worker's."""
-        if self.shards:
-            cuts = self._bounds(whole)
-            return cuts[0][0], cuts[-1][1]
-        return bounds(whole, self.comm.size, self.comm.rank)
+    def stand_in(self) -> Any:
+        """Return collated data for a worker that must run a pass although it has no samples.
 
-    def _bounds(self, whole: int) -> list[tuple[int, int]]:
-        """Which of a global batch's samples are those of each of this worker's shards."""
-        assert self.shards is not None
-        run = range(*bounds(self.shards, self.comm.size, self.comm.rank))
-        return [bounds(whole, self.shards, shard) for shard in run]
+        It is a sample twice, because batch norm refuses a single one.
+        """
+        fetcher = Fetcher(self.dataset, self._collate_fn, 0, 0, pin=False)
+        return next(to_device(fetcher.fetch([(0, [0, 0])]), self.comm.device))
 
-    def _cut(self, indices: torch.Tensor, whole: int) -> tuple[list[int], ...]:
-        """This worker's `indices` of a global batch, shard by shard; () where there are no shards."""
-        if not self.shards:
+    def local_range(self, global_size: int) -> tuple[int, int]:
+        """Return this worker's half-open range of the samples of a global batch of `global_size`."""
+        if self.virtual_workers:
+            ranges = self._shard_ranges(global_size)
+            return ranges[0][0], ranges[-1][1]
+        return bounds(global_size, self.comm.size, self.comm.rank)
+
+    def _shard_ranges(self, global_size: int) -> list[tuple[int, int]]:
+        """Return the range of samples of each of this worker's shards."""
+        assert self.virtual_workers is not None
+        shards = range(*bounds(self.virtual_workers, self.comm.size, self.comm.rank))
+        return [bounds(global_size, self.virtual_workers, shard) for shard in shards]
+
+    def _by_shard(self, indices: torch.Tensor, global_size: int) -> tuple[list[int], ...]:
+        """Split this worker's `indices` of a global batch by shard; () without virtual workers."""
+        if not self.virtual_workers:
             return ()
-        samples, cuts = indices.tolist(), self._bounds(whole)
-        return tuple(samples[low - cuts[0][0] : high - cuts[0][0]] for low, high in cuts)
+        samples, ranges = indices.tolist(), self._shard_ranges(global_size)
+        start = ranges[0][0]
+        return tuple(samples[low - start : high - start] for low, high in ranges)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -201,64 +675,213 @@ class Loader:
         return self._epoch, self._step
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch handed out, and what it depends on; no worker count in it."""
-        return {"epoch": self._epoch, "step": self._step, **self._identity()}
+        """Return the position after the last batch yielded, and the settings it depends on (not the worker count)."""
+        state = {"epoch": self._epoch, "step": self._step, **self._settings()}
+        return state if self._batch_sampler is None else {**state, "batches": self._batches_digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position, taken with any number of workers.
+        """Set the position to a saved one, from a run with any number of workers.
 
         Raises:
-            CheckpointError: when it was taken with another data set size, global batch, seed or order.
+            CheckpointError: it was saved with another data set size, global batch size, seed or order.
         """
-        for key, ours in self._identity().items():
-            if state.get(key) != ours:
+        for key, current in self._settings().items():
+            if state.get(key) != current:
+                saved = state.get(key)
                 raise CheckpointError(
-                    f"the saved position does not fit this loader: {key} was {state.get(key)!r}, here it is {ours!r}"
+                    f"the saved position does not fit this loader: {key} was {saved!r}, here it is {current!r}"
                 )
-        self._begin_at = self._epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._resume_at = self._epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._batches_digest = int(state.get("batches", 0))
 
-    def _identity(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         return {
             "samples": self.samples,
-            "global_batch": self.global_batch,
+            "global_batch_size": self.global_batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
+            "batch_sampler": None if self._batch_sampler is None else type(self._batch_sampler).__name__,
         }
 
     def close(self) -> None:
         """End the loader processes, if there are any."""
         self._fetcher.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-class _OwnOrder:
-    """This worker's part of an epoch's order: the only thing that is held for the whole epoch.
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    What a step takes is cut out of it when it is asked for. Lists of Python's numbers for an epoch would take some 40
-    bytes a sample; this takes 4, divided by the number of workers.
+
+class _WorkerOrder:
+    """This worker's part of an epoch's order, from which the samples of each step are sliced.
+
+    It takes 4 bytes per sample, divided by the number of workers; Python lists for an epoch would take some 40.
 
     Args:
-        loader: whose worker it is.
-        order: of the epoch; not kept, where there are several workers.
+        loader: the loader.
+        order: the order of the epoch; with several workers, it is not kept.
 
     Attributes:
-        spare: any one sample.
+        any_sample: the index of some sample.
     """
 
     def __init__(self, loader: Loader, order: torch.Tensor) -> None:
-        self._samples, self._global_batch = loader.samples, loader.global_batch
-        self._full = loader.samples // loader.global_batch  # steps; what is left over may be one more
-        low, high = loader.own_range(loader.global_batch)
-        start = self._full * loader.global_batch
-        self._rows = order[:start].view(self._full, -1)[:, low:high].contiguous() if self._full else order[:0]
-        low, high = loader.own_range(loader.samples - start)
+        self._samples, self._global_batch_size = loader.samples, loader.global_batch_size
+        self._full_steps = loader.samples // loader.global_batch_size  # a smaller last one may follow
+        low, high = loader.local_range(loader.global_batch_size)
+        start = self._full_steps * loader.global_batch_size
+        self._rows = order[:0]
+        if self._full_steps:
+            self._rows = order[:start].view(self._full_steps, -1)[:, low:high].contiguous()
+        low, high = loader.local_range(loader.samples - start)
         self._last = order[start + low : start + high].clone()
-        self.spare = int(order[0])
+        self.any_sample = int(order[0])
 
     def part(self, step: int) -> tuple[torch.Tensor, int]:
-        """The samples that this worker computes in `step`, int64, and how many all workers do."""
-        start, stop = step_range(self._samples, self._global_batch, step)
-        return (self._rows[step] if step < self._full else self._last).long(), stop - start
+        """Return this worker's samples of `step`, int64, and the size of the global batch."""
+        start, stop = step_range(self._samples, self._global_batch_size, step)
+        return (self._rows[step] if step < self._full_steps else self._last).long(), stop - start
+
+
+class _SampledOrder:
+    """This worker's part of an epoch's batches from a batch sampler; see `_WorkerOrder`."""
+
+    def __init__(self, loader: Loader, batches: list[list[int]]) -> None:
+        self._parts, self._sizes = [], list(map(len, batches))
+        for batch in batches:
+            low, high = loader.local_range(len(batch))
+            self._parts.append(torch.tensor(batch[low:high], dtype=torch.int64))
+        self.any_sample = batches[0][0]
+
+    def part(self, step: int) -> tuple[torch.Tensor, int]:
+        """Return this worker's samples of `step`, int64, and the size of the global batch."""
+        return self._parts[step], self._sizes[step]
+
+
+def _indices(batch: Any) -> list[int]:
+    """Return the indices of a batch from a batch sampler.
+
+    Raises:
+        ConfigError: if it is not a list of whole numbers.
+    """
+    try:
+        return [operator.index(index) for index in batch]
+    except TypeError:
+        expected = "lists of indices, one for each global batch"
+        raise ConfigError("batch_sampler", expected, found=f"{type(batch).__name__}: {batch!r:.60}") from None
+
+
+class LengthBatchSampler:
+    """Global batches of samples of similar lengths, so that little is padded; for `Loader(batch_sampler=)`.
+
+    Samples are shuffled, each pool of consecutive ones is sorted by length and cut into batches, and the batches are
+    shuffled. Every sample is used once in an epoch, and only one batch may be smaller than the others.
+
+    Args:
+        lengths: the length of each sample, by index.
+        global_batch_size: samples in a batch, over all workers.
+        pool: number of batches that are sorted together; more make lengths more similar, and the order less random.
+
+    Raises:
+        ConfigError: an argument is invalid.
+    """
+
+    def __init__(self, lengths: Sequence[int], global_batch_size: int, pool: int = 50) -> None:
+        _check_whole("global_batch_size", global_batch_size, 1)
+        _check_whole("pool", pool, 1)
+        self._lengths = torch.as_tensor(lengths)
+        if self._lengths.dim() != 1 or not len(self._lengths):
+            raise ConfigError("lengths", "one number for each sample", found=f"shape {list(self._lengths.shape)}")
+        self.global_batch_size, self.pool = global_batch_size, pool
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return steps_per_epoch(len(self._lengths), self.global_batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Iterate over the batches of an epoch, in an order drawn from torch's global generator."""
+        batches: list[torch.Tensor] = []
+        order = torch.randperm(len(self._lengths))
+        for pool in torch.split(order, self.pool * self.global_batch_size):
+            by_length = pool[self._lengths[pool].argsort(stable=True)]
+            batches += torch.split(by_length, self.global_batch_size)
+        for number in torch.randperm(len(batches)):
+            yield batches[number].tolist()
+
+
+# --- Settings of a DataLoader of torch --------------------------------------------------------------------------------
+
+
+def dataloader_settings(
+    loader: DataLoader[Any], argument: str, global_batch_size: int, warns: bool = True
+) -> dict[str, Any]:
+    """Return the arguments of a `Loader` that loads the same samples as a `DataLoader` of torch.
+
+    Its data set, collate function, order, drop_last and number of processes are used. Its batch size is not: all
+    workers share the global batch.
+
+    Args:
+        loader: the `DataLoader`.
+        argument: the argument that it was given as; that of training data is "train".
+        global_batch_size: of the `Loader`.
+        warns: whether to log warnings of what is not used: another batch size, a `worker_init_fn`.
+
+    Raises:
+        ConfigError: if it has a sampler or a batch sampler of its own, whose order cannot be divided among workers,
+            or does not form batches.
+    """
+    sampler, batches = loader.sampler, loader.batch_sampler
+    expected = "a data set, or a DataLoader with shuffle=True or shuffle=False"
+    if isinstance(loader.dataset, IterableDataset):
+        _length(loader.dataset)
+    if batches is None:
+        hint = "Pass the data set itself: Lockstep forms the batches."
+        raise ConfigError(argument, expected, found="a DataLoader with batch_size=None", hint=hint)
+    in_order = type(sampler) is SequentialSampler
+    shuffled = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == _length(loader.dataset)
+    if type(batches) is not BatchSampler or not (in_order or shuffled):
+        kind = type(sampler if type(batches) is BatchSampler else batches).__name__
+        raise ConfigError(argument, expected, found=f"a DataLoader with a {kind}", hint=_instead_of(loader))
+    if warns:
+        _warn_of_unused(loader, batches, argument, global_batch_size)
+    own_collate = loader.collate_fn is not default_collate
+    return {
+        "dataset": loader.dataset,
+        "collate_fn": loader.collate_fn if own_collate else None,
+        "shuffle": shuffled,
+        "drop_last": batches.drop_last,
+        "num_workers": loader.num_workers,
+        "prefetch": loader.num_workers * (loader.prefetch_factor or 2) if loader.num_workers else None,
+    }
+
+
+def _instead_of(loader: DataLoader[Any]) -> str:
+    """Return what to do instead of giving a `DataLoader` with the sampler or batch sampler that it has."""
+    why = (
+        "Lockstep divides each global batch among the workers itself, in an order that depends on seed and epoch alone"
+    )
+    if isinstance(loader.sampler, DistributedSampler):
+        return f"{why}: leave a DistributedSampler out."
+    if type(loader.batch_sampler) is not BatchSampler:
+        return f"{why}: lockstep.Loader(batch_sampler=) takes one that yields the indices of global batches."
+    return (
+        f"{why}. To keep the sampler: lockstep.Loader(dataset, global_batch_size, batch_sampler=torch.utils.data."
+        "BatchSampler(sampler, global_batch_size, drop_last=False)), which draws anew in each epoch."
+    )
+
+
+def _warn_of_unused(loader: DataLoader[Any], batches: BatchSampler, argument: str, global_batch_size: int) -> None:
+    roles = {"train": " of the training data", "validate": " of validate="}
+    name = f"the DataLoader{roles.get(argument, '')}"
+    if batches.batch_size != global_batch_size:
+        what = "a step" if argument == "train" else "a batch of an evaluation"
+        used = f"{what} has the {global_batch_size} samples of global_batch_size, over all workers"
+        _log.warning("batch_size=%d of %s is not used: %s", batches.batch_size, name, used)
+    if loader.worker_init_fn is not None:
+        _log.warning("worker_init_fn of %s is not called: random generators are seeded for each sample", name)
 
 
 def _length(dataset: Any) -> int:
@@ -271,28 +894,28 @@ def _length(dataset: Any) -> int:
             "dataset",
             "a map-style data set, with len() and indexing",
             found=type(dataset).__name__,
-            hint="A stream has no order that could be dealt out; give it a length and an index.",
+            hint="An iterable data set cannot be indexed; give it __len__ and __getitem__.",
         ) from None
 
 
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(name, f"a whole number of at least {least}", value)
+def _check_whole(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(name, f"a whole number of at least {minimum}", value)
 
 
-def _prefetch(asked: int | None, num_workers: int) -> int:
-    if asked is None:
+def _check_prefetch(prefetch: int | None, num_workers: int) -> int:
+    if prefetch is None:
         return 2 * num_workers
-    _check_whole("prefetch", asked, 1)
-    if asked < num_workers:
-        raise ConfigError("prefetch", f"at least {num_workers}, one for each of the loader processes", asked)
-    return asked
+    _check_whole("prefetch", prefetch, 1)
+    if prefetch < num_workers:
+        raise ConfigError("prefetch", f"at least {num_workers}, one for each of the loader processes", prefetch)
+    return prefetch
 
 
-def _taken_over(epoch: int) -> ConfigError:
+def _superseded_error(epoch: int) -> ConfigError:
     return ConfigError(
         "loader",
-        "one epoch at a time where loader processes are shared",
+        "one epoch at a time with loader processes",
         found=f"another one, or close(), before the last batch of epoch {epoch}",
-        hint="Make a Loader for each, e.g. one more to evaluate with.",
+        hint="Create a separate Loader for each, e.g. for evaluation.",
     )

@@ -1,4 +1,4 @@
-"""Tensors inside nested tuples, lists, mappings and dataclasses, treated as one thing."""
+"""Functions over all tensors in nested tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..shards import bounds
+from ..invariance.shards import bounds
 
-__all__ = ["map_tensors", "narrow", "split", "tensors_of"]
+__all__ = ["map_tensors", "narrow", "sample_count", "split", "tensors_of"]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """`tree` with every tensor replaced by `fn` of it; whatever else it holds stays as it is.
+    """Return `tree` with every tensor replaced by `fn` of it; other values are unchanged.
 
-    Looked into are tuples, named ones as well, lists, mappings and instances of dataclasses. Their types are kept.
+    It descends into tuples, named tuples, lists, mappings and instances of dataclasses, and keeps their types.
     """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
@@ -35,18 +35,33 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Every tensor in `tree`, in the order of `map_tensors`."""
-    found: list[torch.Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor), tree)
-    return found
+    """Return every tensor in `tree`, in the order of `map_tensors`."""
+    tensors: list[torch.Tensor] = []
+    map_tensors(lambda tensor: tensors.append(tensor), tree)
+    return tensors
+
+
+def sample_count(batch: Any) -> int:
+    """Return the number of samples in a batch.
+
+    Raises:
+        ConfigError: if the tensors have no common first dimension.
+    """
+    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
+    if len(sizes) != 1:
+        expected = "a global batch whose tensors have all their samples in the first dimension, or their number"
+        raise ConfigError(
+            "batch", expected, found=f"first dimensions {sorted(sizes)}" if sizes else type(batch).__name__
+        )
+    return sizes.pop()
 
 
 def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(tree) is dict:
         return items
     if isinstance(tree, (dict, UserDict)):
-        # Copies of these have items of their own, and whatever else the type holds, such as a defaultdict's factory.
-        # One by one: where items are fields as well, as in what models of Transformers return, setting one sets both.
+        # A copy keeps further attributes, such as a defaultdict's factory. Items are set one by one: in the outputs of
+        # Transformers' models, items are fields as well, and setting an item sets both.
         new = copy.copy(tree)
         for key, value in items.items():
             new[key] = value
@@ -55,7 +70,7 @@ def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
-    # Not by its constructor, which may take other arguments or change them; and a frozen one lets nobody else set.
+    # Not by the constructor, which may take other arguments or change them; and a frozen dataclass refuses setattr().
     new = copy.copy(tree)
     for name, value in values.items():
         object.__setattr__(new, name, value)
@@ -63,31 +78,31 @@ def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
 
 
 def narrow(tree: Any, start: int, stop: int) -> Any:
-    """The samples [start, stop) of every tensor, as views along the first dimension; 0-dim tensors stay whole."""
+    """Return the samples [start, stop) of every tensor, as views along the first dimension; 0-dim tensors unchanged."""
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, tree)
 
 
 def split(tree: Any, samples: int, parts: int) -> list[tuple[Any, int]]:
-    """`tree` of `samples` samples in `parts` contiguous parts, each with its number of samples.
+    """Split a `tree` of `samples` samples into `parts` contiguous parts, each with its number of samples.
 
-    With fewer samples than parts the last ones have none, but keep their other dimensions.
+    With fewer samples than parts, the last ones have 0 samples, and the same other dimensions.
 
     Raises:
-        ConfigError: for a tensor whose first dimension is not that of the samples.
+        ConfigError: a tensor's first dimension is not the number of samples.
     """
     if parts == 1:
         return [(tree, samples)]
-    map_tensors(lambda tensor: _check_first(tensor, samples), tree)
+    map_tensors(lambda tensor: _check_batch_dim(tensor, samples), tree)
     cuts = [bounds(samples, parts, part) for part in range(parts)]
     return [(narrow(tree, start, stop), stop - start) for start, stop in cuts]
 
 
-def _check_first(tensor: torch.Tensor, samples: int) -> None:
+def _check_batch_dim(tensor: torch.Tensor, samples: int) -> None:
     if tensor.dim() and tensor.shape[0] != samples:
         raise ConfigError(
-            "accumulate",
+            "gradient_accumulation_steps",
             f"1, or batches whose tensors all have their {samples} samples in the first dimension",
             found=f"one of shape {list(tensor.shape)}",
-            hint="Collate samples into the first dimension and turn it in the model; "
+            hint="Collate samples into the first dimension and transpose in the model; "
             "a value for all samples can be 0-dim.",
         )

@@ -1,4 +1,4 @@
-"""The backends of torch.distributed: which are there, and whether two ranks can sum with each of them."""
+"""The backends of torch.distributed: which are available, and whether an all-reduce of two ranks works."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ from typing import Any
 
 from .. import environment
 from ..environment.launchers import LAUNCHERS
-from .report import Problem, Section
+from .findings import Problem, Section
 
 __all__ = ["examine_backends"]
 
 _START = "import sys; from lockstep.doctor import trial; trial.{}(*sys.argv[1:])"
 
-_MOMENT_S = 3.0  # for a launcher to end its workers
+_TERM_GRACE_S = 3.0  # for a launcher to end its workers
 
-Outcome = dict[str, Any]
+Result = dict[str, Any]
 
 
 def examine_backends(limit: float) -> Section:
-    """What each backend needs, and an all-reduce between two ranks on it.
+    """Check which backends are available, and run an all-reduce between two ranks on each of these.
 
     Args:
-        limit: seconds after which a trial is given up.
+        limit: seconds after which a test is aborted.
     """
-    there = _there()
+    backends = _available_backends()
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        names = [name for name, (usable, _) in there.items() if usable]
-        outcomes = _try_launched([name for name in names if name != "mpi4py"], folder, limit)
+        names = [name for name, (usable, _) in backends.items() if usable]
+        results = _test_launched([name for name in names if name != "mpi4py"], folder, limit)
         if "mpi4py" in names:
-            outcomes["mpi4py"] = _try_under_mpiexec(folder, limit)
+            results["mpi4py"] = _test_under_mpiexec(folder, limit)
     section = Section("backends")
-    for name, (_, about) in there.items():
-        text, problem = describe(name, about, outcomes.get(name))
-        section.add(name, text, problem, good=True if name in outcomes else None)
+    for name, (_, remark) in backends.items():
+        text, problem = describe(name, remark, results.get(name))
+        section.add(name, text, problem, good=True if name in results else None)
     if not _is_compiled():
         fix = "Install a C compiler, then Lockstep again: pip install --force-reinstall --no-deps lockstep-train"
-        section.problems.append(Problem("shm works without its compiled part, and is slower", fix))
+        section.problems.append(Problem("the compiled part of shm is missing; it works, but is slower", fix))
     return section
 
 
-def _there() -> dict[str, tuple[bool, str]]:
-    """For each backend, whether it can be tried, and a word about it."""
+def _available_backends() -> dict[str, tuple[bool, str]]:
+    """Return for each backend whether it can be tested, and a remark."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     nccl = torch.distributed.is_nccl_available() and gpus > 1
-    found = {
+    backends = {
         "shm": (sys.platform == "linux", "compiled" if _is_compiled() else "not compiled"),
         "gloo": (torch.distributed.is_gloo_available(), ""),
-        "nccl": (nccl, "" if nccl else f"not tried: it needs two GPUs, here {gpus or 'is none'}"),
+        "nccl": (nccl, "" if nccl else f"not tested: it needs two GPUs, and this host has {gpus or 'none'}"),
     }
     if importlib.util.find_spec("mpi4py") is None:
-        found["mpi4py"] = (False, "not installed: pip install 'lockstep-train[mpi]'")
+        backends["mpi4py"] = (False, "not installed: pip install 'lockstep-train[mpi]'")
     elif _mpiexec() is None:
-        found["mpi4py"] = (False, "not tried: there is no mpiexec (pip install mpich brings one)")
+        backends["mpi4py"] = (False, "not tested: there is no mpiexec (pip install mpich installs one)")
     else:
-        found["mpi4py"] = (True, "")
-    return found
+        backends["mpi4py"] = (True, "")
+    return backends
 
 
 def _is_compiled() -> bool:
@@ -74,25 +74,25 @@ def _is_compiled() -> bool:
 
 
 def _mpiexec() -> str | None:
-    """The mpiexec beside this Python, or else the one on the path."""
+    """Return the mpiexec beside this Python, or else the one on the PATH."""
     return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 
-def describe(name: str, about: str, outcome: Outcome | None) -> tuple[str, Problem | None]:
-    """The line about a backend, and what is wrong with it."""
-    if outcome is None:
-        return about or "not in this build of torch", None
-    if "error" in outcome:
+def describe(name: str, remark: str, result: Result | None) -> tuple[str, Problem | None]:
+    """Return the line about a backend, and its problem, if any."""
+    if result is None:
+        return remark or "not in this build of torch", None
+    if "error" in result:
         fix = _FIXES.get(name, "Run a small program on it with LOCKSTEP_DEBUG=1 to see more.")
-        return f"failed: {outcome['error']}", Problem(f"two ranks cannot sum over {name}: {outcome['error']}", fix)
-    times = f"4 B in {_time(outcome['small']):>7}, 4 MiB in {_time(outcome['large']):>7}"
-    return f"{times}, {about}" if about else times, None
+        return f"failed: {result['error']}", Problem(f"two ranks cannot sum over {name}: {result['error']}", fix)
+    times = f"4 B in {_time(result['small']):>7}, 4 MiB in {_time(result['large']):>7}"
+    return f"{times}, {remark}" if remark else times, None
 
 
 _FIXES = {
-    "shm": "Look above at memfd and /dev/shm; init() needs shm, or else make the process group with gloo yourself.",
+    "shm": "See memfd and /dev/shm above; init() needs shm, or else create the process group with gloo yourself.",
     "gloo": "Set GLOO_SOCKET_IFNAME to one of the interfaces above, and let local connections through the firewall.",
-    "nccl": "Run with NCCL_DEBUG=INFO to see which connection fails; NCCL_P2P_DISABLE=1 leaves out direct access.",
+    "nccl": "Run with NCCL_DEBUG=INFO to see which connection fails; NCCL_P2P_DISABLE=1 disables direct access.",
     "mpi4py": "Use the mpiexec of the MPI that mpi4py was built for: `python -m mpi4py --mpi-library` names it.",
 }
 
@@ -101,43 +101,43 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-def _try_launched(names: list[str], folder: str, limit: float) -> dict[str, Outcome]:
-    """Outcomes by backend; one that hangs is given up, and those after it are tried."""
-    path, left, found = Path(folder, "launched"), list(names), dict[str, Outcome]()
-    while left:
+def _test_launched(names: list[str], folder: str, limit: float) -> dict[str, Result]:
+    """Test the backends, and return their results; one that hangs is aborted, and the remaining ones are tested."""
+    path, remaining, results = Path(folder, "launched"), list(names), dict[str, Result]()
+    while remaining:
         path.write_text("")
-        problem = _run([sys.executable, "-c", _START.format("run_launched"), str(path), *left], folder, limit)
-        found |= _read(path)
-        stuck = [name for name in left if name not in found][:1]
-        found |= {name: {"error": problem or "it has said nothing"} for name in stuck}
-        left = [name for name in left if name not in found]
-    return found
+        problem = _run([sys.executable, "-c", _START.format("run_launched"), str(path), *remaining], folder, limit)
+        results |= _read(path)
+        failed = [name for name in remaining if name not in results][:1]
+        results |= {name: {"error": problem or "no output"} for name in failed}
+        remaining = [name for name in remaining if name not in results]
+    return results
 
 
-def _try_under_mpiexec(folder: str, limit: float) -> Outcome:
+def _test_under_mpiexec(folder: str, limit: float) -> Result:
     path = Path(folder, "mpiexec")
     path.write_text("")
     command = [str(_mpiexec()), "-n", "2", sys.executable, "-c", _START.format("run_under_mpiexec"), str(path)]
     problem = _run(command, folder, limit)
-    return _read(path).get("mpi4py", {"error": problem or "it has said nothing"})
+    return _read(path).get("mpi4py", {"error": problem or "no output"})
 
 
-def _read(path: Path) -> dict[str, Outcome]:
+def _read(path: Path) -> dict[str, Result]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return {line.pop("backend"): line for line in lines}
 
 
 def _run(command: list[str], folder: str, limit: float) -> str:
-    """Run `command`; returns what went wrong, in short."""
+    """Run `command`, and return its error message in one line; "" if it succeeded."""
     errors = Path(folder, "errors")
-    with errors.open("wb") as told:  # a file: a pipe would be waited for as long as anything holds it
+    with errors.open("wb") as stderr:  # a file: a pipe stays open as long as any process holds it
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env=_without_job(environment.variables()),
+            env=_without_launcher(environment.variables()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=told,
+            stderr=stderr,
             start_new_session=True,
         )
     try:
@@ -152,16 +152,16 @@ def _run(command: list[str], folder: str, limit: float) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what was started, by SIGTERM if that helps; workers end with their launcher."""
-    for number, seconds in ((signal.SIGTERM, _MOMENT_S), (signal.SIGKILL, None)):
+    """End the process group by SIGTERM, or else by SIGKILL; workers end with their launcher."""
+    for number, seconds in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, None)):
         os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
             return
 
 
-def _without_job(variables: dict[str, str]) -> dict[str, str]:
-    """The environment of a process that no launcher has started."""
-    own = {"LOCKSTEP_LAUNCHED", "MASTER_ADDR", "MASTER_PORT"}
-    own |= {name for launcher in LAUNCHERS for name in launcher.names}
-    return {name: value for name, value in variables.items() if name not in own}
+def _without_launcher(variables: dict[str, str]) -> dict[str, str]:
+    """Return the environment without the variables of any launcher."""
+    removed = {"LOCKSTEP_LAUNCHED", "MASTER_ADDR", "MASTER_PORT"}
+    removed |= {name for launcher in LAUNCHERS for name in launcher.names}
+    return {name: value for name, value in variables.items() if name not in removed}

@@ -1,8 +1,7 @@
-"""Other machines: whether ssh gets there, and whether they have the same versions."""
+"""Other hosts: whether ssh reaches them, and whether they have the same versions."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -12,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import structs
+
+from .. import messages
 from ..hosts import Host
-from . import versions
-from .report import Problem, Section
+from . import this_host
+from .findings import Problem, Section
 
 __all__ = ["Ssh", "examine_hosts"]
 
-# runs there, by whatever Python there is
+# runs on the host, with any version of Python
 _PROGRAM = """
 import json, os, platform
 try:
@@ -35,26 +38,26 @@ if version:
 print("lockstep-doctor " + json.dumps(found))
 """
 
-# what ssh says → what to do
+# error message of ssh → fix
 _FIXES = {
     "Could not resolve": "Check the name, or add it to /etc/hosts or ~/.ssh/config.",
     "Connection refused": "Start sshd there, or name its port with --ssh-port.",
-    "Connection timed out": "Check that the machine is up and that no firewall is in between.",
-    "No route to host": "Check that the machine is up and in the same network.",
+    "Connection timed out": "Check that the host is up and that no firewall is in between.",
+    "No route to host": "Check that the host is up and in the same network.",
     "Permission denied": "Put your public key there (ssh-copy-id {login}), or name the key with --identity.",
     "Host key verification failed": "Log in once by hand (ssh {login}) to accept its key.",
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "Find out why its key is another now, then: ssh-keygen -R {name}.",
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "Find out why its key has changed, then: ssh-keygen -R {name}.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Ssh:
-    """How ssh is called.
+    """The options of ssh.
 
     Attributes:
         port: None leaves it to ssh's configuration.
         identity: file of the private key; None leaves it to ssh's configuration.
-        limit: seconds that a machine may take to answer.
+        limit: seconds within which a host must answer.
     """
 
     port: int | None = None
@@ -62,7 +65,7 @@ class Ssh:
     limit: float = 10.0
 
     def command(self, host: Host, program: str) -> list[str]:
-        """The command that runs `program`, a line of sh, on `host` without asking anything."""
+        """Return the command that runs `program`, a line of sh, on `host` without prompting."""
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(self.limit))}"]
         options += ["-p", str(self.port)] if self.port is not None else []
         options += ["-i", str(self.identity)] if self.identity is not None else []
@@ -70,7 +73,7 @@ class Ssh:
 
 
 def examine_hosts(hosts: Sequence[Host], ssh: Ssh) -> Section:
-    """Log in on all `hosts` at the same time, and compare their versions with those here."""
+    """Log in on all `hosts` concurrently, and compare their versions with this host's."""
     section = Section("hosts")
     with ThreadPoolExecutor(min(32, len(hosts))) as pool:
         for host, (text, problems) in zip(hosts, pool.map(lambda host: _examine(host, ssh), hosts), strict=True):
@@ -80,7 +83,7 @@ def examine_hosts(hosts: Sequence[Host], ssh: Ssh) -> Section:
 
 
 def _examine(host: Host, ssh: Ssh) -> tuple[str, list[Problem]]:
-    # the same Python as here, if it is there
+    # the same path of Python as on this host, if it exists there
     python, code = shlex.quote(sys.executable), shlex.quote(_PROGRAM)
     program = f"p={python}; [ -x $p ] || p=python3; exec $p -c {code}"
     try:
@@ -93,33 +96,50 @@ def _examine(host: Host, ssh: Ssh) -> tuple[str, list[Problem]]:
             timeout=2 * ssh.limit,
         )
     except FileNotFoundError:
-        return "not reached", [Problem("there is no ssh on this machine", "Install it (Debian: openssh-client).")]
+        return "not reached", [Problem("there is no ssh on this host", "Install it (Debian: openssh-client).")]
     except subprocess.TimeoutExpired:
         return "not reached", [_unreachable(host, f"no answer within {2 * ssh.limit:g} s")]
     answers = [line for line in done.stdout.splitlines() if line.startswith("lockstep-doctor ")]
     if answers:
-        return compare(host, json.loads(answers[-1].partition(" ")[2]), versions.here())
+        return _read_answer(host, answers[-1].partition(" ")[2])
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     return "not reached", [_unreachable(host, lines[-1] if lines else f"exit code {done.returncode}", done.stderr)]
 
 
-def _unreachable(host: Host, reason: str, told: str = "") -> Problem:
-    fixes = [fix for words, fix in _FIXES.items() if words in told]
+class _Answer(msgspec.Struct, frozen=True):
+    """The versions on a host, and its cores; None for what is not installed or not known there."""
+
+    python: str
+    torch: str | None = None
+    lockstep: str | None = None
+    cores: int | None = None
+
+
+def _read_answer(host: Host, text: str) -> tuple[str, list[Problem]]:
+    try:
+        answer = messages.decode(text, _Answer)
+    except ValueError as error:
+        return "not examined", [_unreachable(host, f"the answer of its Python is damaged: {error}")]
+    return compare(host, structs.asdict(answer), this_host.versions())
+
+
+def _unreachable(host: Host, reason: str, stderr: str = "") -> Problem:
+    fixes = [fix for message, fix in _FIXES.items() if message in stderr]
     fix = fixes[-1] if fixes else "Try `ssh {login} python3 --version` by hand."
     return Problem(f"{host.name}: {reason}", fix.format(login=host.login, name=host.name))
 
 
-def compare(host: Host, there: dict[str, Any], here: dict[str, str]) -> tuple[str, list[Problem]]:
-    """The line about a machine that answered, and what is different on it."""
-    found = {name: there.get(name) for name in versions.NAMES}
-    text = ", ".join(f"{name} {text or 'missing'}" for name, text in found.items())
-    wrong = {name: text for name, text in found.items() if text != here.get(name)}
+def compare(host: Host, remote: dict[str, Any], local: dict[str, str]) -> tuple[str, list[Problem]]:
+    """Return the line about a host that answered, and a problem for each version that differs from this host's."""
+    versions = {name: remote.get(name) for name in this_host.NAMES}
+    text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     problems = [
         Problem(
-            f"{host.name} has {f'{name} {text}' if text else f'no {name}'}, this machine {here.get(name, 'none')}",
-            f"Install {name} {here.get(name, '')} there, in the Python at {sys.executable}.",
+            f"{host.name} has {f'{name} {version}' if version else f'no {name}'}, this host {local.get(name, 'none')}",
+            f"Install {name} {local.get(name, '')} there, in the Python at {sys.executable}.",
         )
-        for name, text in wrong.items()
+        for name, version in versions.items()
+        if version != local.get(name)
     ]
-    slots = f"{host.slots} slot{'s'[: host.slots != 1]} on {there.get('cores', '?')} cores"
+    slots = f"{host.slots} slot{'s'[: host.slots != 1]} on {remote.get('cores') or '?'} cores"
     return f"{slots}: {text}", problems

@@ -1,4 +1,4 @@
-"""A small all-reduce by two ranks, in a process that can be given up when it hangs."""
+"""Tests a backend by a small all-reduce of two ranks, in a process that can be aborted if it hangs."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .. import launchers
+from .. import launcher
 from ..errors import LockstepError
 
 __all__ = ["RANKS", "run_launched", "run_under_mpiexec"]
 
 RANKS = 2
 _WAIT = timedelta(seconds=60)
-_SIZES = {"small": (1, 30), "large": (1 << 20, 8)}  # float32 elements (4 B, 4 MiB), and how often
+_SIZES = {"small": (1, 30), "large": (1 << 20, 8)}  # float32 elements (4 B, 4 MiB), number of repetitions
 
 
 def run_launched(path: str, *backends: str) -> None:
-    """Try each of `backends` with processes of Lockstep's launcher, and add a line about it to the file `path`."""
+    """Test each of `backends` with processes of Lockstep's launcher, and append a line of JSON to the file `path`."""
     for backend in backends:
         try:
-            seconds = launchers.launch(_try, backend, workers=RANKS, threads=1)
+            seconds = launcher.launch(_init_and_measure, backend, workers=RANKS, threads=1)
         except LockstepError as error:
-            _tell(path, backend, {"error": _in_short(error)})
+            _append_result(path, backend, {"error": _first_line(error)})
         else:
-            _tell(path, backend, seconds)
+            _append_result(path, backend, seconds)
 
 
 def run_under_mpiexec(path: str) -> None:
-    """Try "mpi4py" in the processes that mpiexec has started, each of which calls this."""
+    """Test "mpi4py" in the processes that mpiexec has started, each of which calls this."""
     dist.init_process_group("mpi4py", init_method="mpi4py://", timeout=_WAIT)
     if dist.get_world_size() != RANKS:
         sys.exit(f"mpi4py sees {dist.get_world_size()} rank, not {RANKS}: it belongs to another MPI than this mpiexec")
     seconds, first = _measure("cpu"), dist.get_rank() == 0
     dist.destroy_process_group()
     if first:
-        _tell(path, "mpi4py", seconds)
+        _append_result(path, "mpi4py", seconds)
 
 
-def _try(backend: str) -> dict[str, float]:
+def _init_and_measure(backend: str) -> dict[str, float]:
     dist.init_process_group(backend, timeout=_WAIT)
     return _measure(f"cuda:{dist.get_rank()}" if backend == "nccl" else "cpu")
 
 
 def _measure(device: str) -> dict[str, float]:
-    """Median seconds of an all-reduce of each size.
+    """Measure the median seconds of an all-reduce of each size.
 
     Raises:
-        LockstepError: when a sum is wrong.
+        LockstepError: a sum is wrong.
     """
-    found = {}
-    for name, (count, times) in _SIZES.items():
+    seconds = {}
+    for name, (count, repetitions) in _SIZES.items():
         tensor = torch.ones(count, device=device)
-        _timed(tensor)
-        found[name] = statistics.median(_timed(tensor) for _ in range(times))
+        _time_all_reduce(tensor)
+        seconds[name] = statistics.median(_time_all_reduce(tensor) for _ in range(repetitions))
         if not bool((tensor == RANKS).all()):
             raise LockstepError(f"the sum over {RANKS} ranks is wrong: {tensor[:4].tolist()}")
-    return found
+    return seconds
 
 
-def _timed(tensor: torch.Tensor) -> float:
+def _time_all_reduce(tensor: torch.Tensor) -> float:
     tensor.fill_(1.0)
     dist.barrier()
     begin = time.perf_counter()
@@ -75,11 +75,11 @@ def _timed(tensor: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def _tell(path: str, backend: str, found: dict[str, float] | dict[str, str]) -> None:
+def _append_result(path: str, backend: str, result: dict[str, float] | dict[str, str]) -> None:
     with Path(path).open("a") as file:
-        file.write(json.dumps({"backend": backend, **found}) + "\n")
+        file.write(json.dumps({"backend": backend, **result}) + "\n")
 
 
-def _in_short(error: LockstepError) -> str:
+def _first_line(error: LockstepError) -> str:
     text = getattr(error, "reason", "") or str(error)
     return text.strip().splitlines()[0]

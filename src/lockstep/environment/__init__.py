@@ -1,50 +1,47 @@
-"""The only reader of this process's environment: which worker it is, and what the machine lets it use."""
+"""The process environment: this worker's position in its job, settings in variables, and usable CPU cores.
+
+No other module reads or writes `os.environ`.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import ConfigError
 from ..topology import World
-from .cores import usable_cores
-from .cublas import cublas_workspace, set_cublas_workspace
-from .horovod import hand_down, horovod_marks_cycles, horovod_timeline, set_horovod_variables, with_variables
 from .launchers import find_launcher, read_world
-from .watching import heartbeat_timeout, stall_timeout, stall_warning, timeline_dir, watch_dir, watch_mode
-from .workers import (
-    ask_for_time,
-    attempt,
-    debug_rank,
-    preset,
-    put,
-    run_id,
-    threads,
-    variables_for_workers,
-    wants_colours,
-)
+
+CHECKPOINT_FILE = "newest-checkpoint"
+"""The name of the file in a run's folder with the path of the newest checkpoint, see `note_checkpoint`."""
 
 __all__ = [
+    "CHECKPOINT_FILE",
     "ask_for_time",
-    "attempt",
     "cublas_workspace",
     "debug_rank",
     "debugging",
+    "display",
     "find_world",
-    "hand_down",
     "heartbeat_timeout",
     "horovod_marks_cycles",
     "horovod_timeline",
     "is_launched",
-    "preset",
-    "put",
+    "note_checkpoint",
+    "records_dir",
+    "restart_count",
     "run_id",
     "runtime_dir",
     "set_cublas_workspace",
+    "set_defaults",
     "set_horovod_variables",
+    "set_variables",
     "shm_size",
+    "shows_progress",
     "stall_timeout",
     "stall_warning",
     "threads",
@@ -56,25 +53,242 @@ __all__ = [
     "variables_for_workers",
     "visible_gpus",
     "wants_colours",
-    "watch_dir",
-    "watch_mode",
+    "watchdog_mode",
     "with_variables",
 ]
 
 
-def find_world(variables: Mapping[str, str] | None = None) -> World:
-    """This process's place in the job, read from the environment.
+# --- CPU cores --------------------------------------------------------------------------------------------------------
 
-    Looked for in this order: the variables of Lockstep's own launcher and of torchrun (RANK, WORLD_SIZE, …), of
-    Horovod (HOROVOD_RANK, …), of Open MPI (OMPI_COMM_WORLD_RANK, …), of MPICH and Intel MPI (PMI_RANK,
-    MPI_LOCALRANKID, …), and of a step of several tasks under Slurm's srun (SLURM_STEP_NUM_TASKS, SLURM_PROCID, …).
-    Without any of them the process is alone. What starts processes inside a job of the others comes first.
 
-    Args:
-        variables: read instead of the process's own environment.
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use, by its affinity mask and the container's quota."""
+    if sys.platform == "linux":
+        return max(1, min(len(os.sched_getaffinity(0)), _cgroup_quota()))
+    return os.cpu_count() or 1
+
+
+def _cgroup_quota() -> int:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max 100000")
+        return sys.maxsize
+
+
+# --- cuBLAS -----------------------------------------------------------------------------------------------------------
+
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def cublas_workspace() -> str | None:
+    """Return the value of CUBLAS_WORKSPACE_CONFIG, or None."""
+    return os.environ.get(_CUBLAS_WORKSPACE)
+
+
+def set_cublas_workspace(value: str | None) -> None:
+    """Set CUBLAS_WORKSPACE_CONFIG; None unsets it. cuBLAS reads it on creating a handle, torch at each operation."""
+    if value is None:
+        os.environ.pop(_CUBLAS_WORKSPACE, None)
+    elif os.environ.get(_CUBLAS_WORKSPACE) != value:
+        os.environ[_CUBLAS_WORKSPACE] = value
+
+
+# --- The watchdog -----------------------------------------------------------------------------------------------------
+
+_MODES = {"on": "on", "1": "on", "": "on", "strict": "strict", "off": "off", "0": "off"}
+
+
+def watchdog_mode() -> str:
+    """Return "on", "strict" or "off", from LOCKSTEP_WATCHDOG.
 
     Raises:
-        ConfigError: when a variable is missing beside the others, or is no whole number, or does not fit.
+        ConfigError: for any other value.
+    """
+    text = os.environ.get("LOCKSTEP_WATCHDOG", "").strip().lower()
+    if text not in _MODES:
+        raise ConfigError("LOCKSTEP_WATCHDOG", "on, strict or off", text)
+    return _MODES[text]
+
+
+def heartbeat_timeout() -> float:
+    """Return the seconds within which another host must answer, from LOCKSTEP_HEARTBEAT_TIMEOUT; 30 if unset."""
+    return _seconds("LOCKSTEP_HEARTBEAT_TIMEOUT", 30.0)
+
+
+def stall_timeout() -> float:
+    """Return the seconds of waiting for a rank that are an error, from LOCKSTEP_STALL_TIMEOUT; 600 if unset."""
+    return _seconds("LOCKSTEP_STALL_TIMEOUT", 600.0)
+
+
+def stall_warning() -> float:
+    """Return the seconds of waiting for a rank before a warning, from LOCKSTEP_STALL_WARNING; 5 if unset."""
+    return _seconds("LOCKSTEP_STALL_WARNING", 5.0)
+
+
+def records_dir() -> Path | None:
+    """Return the folder for this job's flight records on this host, from the launcher."""
+    text = os.environ.get("LOCKSTEP_WATCHDOG_DIR", "")
+    return Path(text) if text else None
+
+
+def timeline_dir() -> Path | None:
+    """Return the folder for permanent records of all collectives, from LOCKSTEP_TIMELINE."""
+    text = os.environ.get("LOCKSTEP_TIMELINE", "")
+    return Path(text) if text else None
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "").strip()
+    try:
+        seconds = float(text or default)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(name, "a number of seconds above 0", text)
+    return seconds
+
+
+# --- Between Lockstep's launcher and its workers ----------------------------------------------------------------------
+
+
+def restart_count() -> int:
+    """Return how often this job's workers have been restarted after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def ask_for_time() -> None:
+    """Ask the launcher, if there is one, for time to save a checkpoint: this worker has received the stop signal."""
+    path = os.environ.get("LOCKSTEP_ASK_FOR_TIME", "")
+    if path:
+        with suppress(OSError):  # the launcher is gone
+            Path(path).touch()
+
+
+def note_checkpoint(path: str) -> None:
+    """Tell the launcher, if there is one, which checkpoint is the newest, so that it can say how to resume."""
+    request = os.environ.get("LOCKSTEP_ASK_FOR_TIME", "")
+    if request:
+        with suppress(OSError):  # the launcher is gone, or the disk is full
+            file = Path(request).with_name(CHECKPOINT_FILE)
+            draft = file.with_name(f".{CHECKPOINT_FILE}")
+            draft.write_text(path)
+            draft.replace(file)
+
+
+def debug_rank() -> int | None:
+    """Return the rank that runs in a debugger on the terminal, or None; others wait for it without a time limit."""
+    text = os.environ.get("LOCKSTEP_DEBUG_RANK", "")
+    return int(text) if text else None
+
+
+def threads() -> int:
+    """Return the number of threads in OMP_NUM_THREADS; 0 if unset."""
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdecimal() else 0
+
+
+def run_id() -> str:
+    """Return LOCKSTEP_RUN_ID, which all processes of a run have in common; "" if unset."""
+    return os.environ.get("LOCKSTEP_RUN_ID", "")
+
+
+def variables_for_workers(run_id: str, threads: int, time_request: Path, debug_rank: int | None) -> dict[str, str]:
+    """Return the environment variables of each worker of a run besides those of PyTorch's agent.
+
+    Args:
+        run_id: identifies the run's processes, and those that they start.
+        threads: intra-op threads of one worker.
+        time_request: the file that a worker creates to ask for time to save.
+        debug_rank: the rank that runs in a debugger on the terminal.
+    """
+    variables = {"LOCKSTEP_LAUNCHED": "1", "LOCKSTEP_RUN_ID": run_id, "LOCKSTEP_ASK_FOR_TIME": str(time_request)}
+    if debug_rank is not None:
+        variables["LOCKSTEP_DEBUG_RANK"] = str(debug_rank)
+    return {**variables, "OMP_NUM_THREADS": str(threads)}
+
+
+def set_defaults(variables: Mapping[str, str]) -> None:
+    """Set the unset ones of `variables`, for this process and its children."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set `variables` for this process and its children."""
+    os.environ.update(variables)
+
+
+def wants_colours() -> bool:
+    """Return whether output to a terminal may have colours (https://no-color.org)."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+# --- Horovod ----------------------------------------------------------------------------------------------------------
+
+
+def set_horovod_variables(world: World, host: str, folder: str) -> None:
+    """Set the variables of Horovod's launcher for this process and its children.
+
+    Args:
+        world: this process's position in the job.
+        host: the name of its host.
+        folder: prepended to PYTHONPATH.
+    """
+    numbers = {
+        "HOROVOD_RANK": world.rank,
+        "HOROVOD_SIZE": world.world_size,
+        "HOROVOD_LOCAL_RANK": world.local_rank,
+        "HOROVOD_LOCAL_SIZE": world.local_world_size,
+        "HOROVOD_CROSS_RANK": world.node,
+        "HOROVOD_CROSS_SIZE": world.nodes,
+    }
+    os.environ.update({name: str(value) for name, value in numbers.items()}, HOROVOD_HOSTNAME=host)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folder not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, paths)])
+
+
+def horovod_timeline() -> str:
+    """Return HOROVOD_TIMELINE: a file, DYNAMIC for a file that is named later, or "" for none."""
+    return os.environ.get("HOROVOD_TIMELINE", "").strip()
+
+
+def horovod_marks_cycles() -> bool:
+    """Return whether HOROVOD_TIMELINE_MARK_CYCLES enables marks of negotiation cycles in the timeline."""
+    return os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0").strip() not in ("", "0")
+
+
+@contextmanager
+def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set `variables` during the block."""
+    old = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+# --- The worker's position, and other settings ------------------------------------------------------------------------
+
+
+def find_world(variables: Mapping[str, str] | None = None) -> World:
+    """Read this process's position in the job from the environment.
+
+    Launchers in order of precedence: Lockstep's own launcher and torchrun (RANK, WORLD_SIZE, …), Horovod
+    (HOROVOD_RANK, …), Open MPI (OMPI_COMM_WORLD_RANK, …), MPICH and Intel MPI (PMI_RANK, MPI_LOCALRANKID, …), and a
+    step of several tasks under Slurm's srun (SLURM_STEP_NUM_TASKS, SLURM_PROCID, …). Without any of them the process is
+    the only worker. A launcher that starts processes inside a job of another one has precedence.
+
+    Args:
+        variables: read instead of the process's environment.
+
+    Raises:
+        ConfigError: a variable is missing while others are set, is not an integer, or contradicts another.
     """
     env = os.environ if variables is None else variables
     launcher = find_launcher(env)
@@ -82,53 +296,72 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
 
 
 def variables() -> dict[str, str]:
-    """A copy of this process's environment, to hand on to a child."""
+    """Return a copy of this process's environment, for a child process."""
     return dict(os.environ)
 
 
 def runtime_dir() -> Path | None:
-    """The folder that the system has made for this user's running programs; None where there is none."""
-    usual = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
-    return usual if usual.is_absolute() and usual.is_dir() else None
+    """Return this user's runtime directory (XDG_RUNTIME_DIR); None if there is none."""
+    path = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
+    return path if path.is_absolute() and path.is_dir() else None
 
 
 def is_launched() -> bool:
-    """Whether a launcher has made this process one of a job's workers."""
+    """Return whether a launcher started this process as one of a job's workers."""
     return find_launcher(os.environ) is not None
 
 
 def under_launcher() -> bool:
-    """Whether Lockstep's own launcher started this process and watches over it."""
+    """Return whether Lockstep's own launcher started and supervises this process."""
     return "LOCKSTEP_LAUNCHED" in os.environ
 
 
 def shm_size() -> int:
-    """The most bytes of shared memory for a group, from LOCKSTEP_SHM_SIZE ("256M", "1G", bytes); 0 if unset.
+    """Return the maximum size of a group's shared memory in bytes, from LOCKSTEP_SHM_SIZE ("256M", "1G"); 0 if unset.
 
     Raises:
-        ConfigError: for another text.
+        ConfigError: the text is not a size.
     """
     text = os.environ.get("LOCKSTEP_SHM_SIZE", "").strip()
-    found = re.fullmatch(r"(\d+)\s*([kmg]?)(i?b)?", text, re.IGNORECASE)
     if not text:
         return 0
-    if found is None:
+    match = re.fullmatch(r"(\d+)\s*([kmg]?)(i?b)?", text, re.IGNORECASE)
+    if match is None:
         raise ConfigError("LOCKSTEP_SHM_SIZE", "a size such as 64M, 1G or a number of bytes", text)
-    return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2].lower()]
+    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+
+
+def resume() -> str | None:
+    """Return LOCKSTEP_RESUME: the run directory that a trainer resumes, or "latest"; None if unset."""
+    return os.environ.get("LOCKSTEP_RESUME", "").strip() or None
 
 
 def transport() -> str:
-    """The transport that LOCKSTEP_TRANSPORT asks for; "auto" if unset."""
+    """Return the transport in LOCKSTEP_TRANSPORT; "auto" if unset."""
     return os.environ.get("LOCKSTEP_TRANSPORT", "").strip() or "auto"
 
 
 def visible_gpus() -> int | None:
-    """How many GPUs this process has been told to see by CUDA_VISIBLE_DEVICES or its like; None where nothing says."""
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES or its equivalents; None if all are unset."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    given = [os.environ[name] for name in names if name in os.environ]
-    return min(len([part for part in text.split(",") if part.strip()]) for text in given) if given else None
+    lists = [os.environ[name].split(",") for name in names if name in os.environ]
+    return min((sum(bool(gpu.strip()) for gpu in gpus) for gpus in lists), default=None)
+
+
+def display() -> str:
+    """Return where the launcher shows this worker's output, from LOCKSTEP_DISPLAY.
+
+    "notebook", or the columns of a terminal, such as "120"; "" if it is neither, or there is no launcher.
+    """
+    text = os.environ.get("LOCKSTEP_DISPLAY", "").strip()
+    return text if text == "notebook" or text.isdecimal() else ""
+
+
+def shows_progress() -> bool:
+    """Return whether commands show what they are doing while they start; LOCKSTEP_PROGRESS=off turns it off."""
+    return os.environ.get("LOCKSTEP_PROGRESS", "").strip().lower() not in ("off", "0")
 
 
 def debugging() -> bool:
-    """Whether LOCKSTEP_DEBUG asks for whole tracebacks."""
+    """Return whether LOCKSTEP_DEBUG enables full tracebacks."""
     return os.environ.get("LOCKSTEP_DEBUG", "0") not in ("", "0")

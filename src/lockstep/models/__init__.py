@@ -1,4 +1,4 @@
-"""The models that the examples and the command line know by name."""
+"""Models by name, for the examples and the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MODELS", "build", "convnet", "lenet", "mlp", "resnet18"]
 
-# A module must not have the name of the function in it: importing it would put it in the function's place.
+# A module must not have the name of its function: importing the module would replace the function in this package.
 MODELS = Registry(
     "model",
     {
@@ -32,24 +32,24 @@ MODELS = Registry(
 
 
 def build(name: str, classes: int | None, shape: tuple[int, ...]) -> torch.nn.Module:
-    """The model that `name` stands for, freshly initialised, on the CPU.
+    """Build the model `name`, freshly initialised, on the CPU.
 
     Args:
         name: a short name, or ``package.module:factory`` of a callable that returns an ``nn.Module``. A factory
-            that has parameters named ``classes`` or ``shape`` gets them; it must do without any others.
-        classes: number of outputs; None where it is not known, and then not handed on.
-        shape: one sample's shape, e.g. (1, 28, 28).
+            with parameters named ``classes`` or ``shape`` gets them; other parameters must have defaults.
+        classes: number of outputs; not passed on if None.
+        shape: the shape of one sample, e.g. (1, 28, 28).
 
     Raises:
-        ConfigError: for an unknown name, a factory that wants other arguments, or one that returns no module.
+        ConfigError: for an unknown name, a factory that requires other arguments, or one that returns no module.
     """
     from torch import nn
 
     factory = MODELS.load(name)
-    offered: dict[str, Any] = {"shape": shape} if classes is None else {"classes": classes, "shape": shape}
+    available: dict[str, Any] = {"shape": shape} if classes is None else {"classes": classes, "shape": shape}
     try:
         accepted = inspect.signature(factory).parameters
-        arguments = {key: value for key, value in offered.items() if key in accepted}
+        arguments = {key: value for key, value in available.items() if key in accepted}
         inspect.signature(factory).bind(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError("model", "a factory callable with at most classes= and shape=", name, f"{error}.") from None

@@ -1,4 +1,4 @@
-"""A convolutional net with two wide convolutions and dropout."""
+"""A convolutional network with two wide convolutions and dropout."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["convnet"]
 
 
 def convnet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), dropout: float = 0.5) -> nn.Module:
-    """Convolutions of 64 and 128 channels (3×3), one max-pooling, 1,024 units, dropout: (n, *shape) → (n, classes).
+    """Build convolutions of 64 and 128 channels (3×3), max-pooling, 1,024 units, dropout: (n, *shape) → (n, classes).
 
     Raises:
-        ConfigError: when an image is smaller than 2×2.
+        ConfigError: if images are smaller than 2×2.
     """
     channels, height, width = shape
     if min(height, width) < 2:

@@ -10,18 +10,18 @@ __all__ = ["lenet"]
 
 
 def lenet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
-    """Two convolutions (20 of 3×3, 50 of 5×5), ReLU, average pooling, then 128 units: (n, *shape) → (n, classes).
+    """Build two convolutions (20 of 3×3, 50 of 5×5), ReLU, average pooling, 128 units: (n, *shape) → (n, classes).
 
     The widths are those of "Dive into Deep Learning", section 13.5, after LeCun et al., "Gradient-based learning
     applied to document recognition", 1998. Weights have PyTorch's default initialisation: with the tutorial's
-    (normal, standard deviation 0.01) the first epochs learn nothing.
+    (normal, standard deviation 0.01) the model learns nothing in the first epochs.
 
     Raises:
-        ConfigError: when an image is too small for the two convolutions and poolings (less than 16×16).
+        ConfigError: if images are too small for the two convolutions and poolings (less than 16×16).
     """
     channels, height, width = shape
-    after = [((side - 2) // 2 - 4) // 2 for side in (height, width)]
-    if min(after) < 1:
+    pooled = [((side - 2) // 2 - 4) // 2 for side in (height, width)]
+    if min(pooled) < 1:
         raise ConfigError("shape", "images of at least 16×16 for lenet", found=f"{height}×{width}")
     return nn.Sequential(
         nn.Conv2d(channels, 20, kernel_size=3),
@@ -31,7 +31,7 @@ def lenet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
         nn.ReLU(),
         nn.AvgPool2d(2),
         nn.Flatten(),
-        nn.Linear(50 * after[0] * after[1], 128),
+        nn.Linear(50 * pooled[0] * pooled[1], 128),
         nn.ReLU(),
         nn.Linear(128, classes),
     )

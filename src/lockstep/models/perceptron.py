@@ -11,9 +11,9 @@ __all__ = ["mlp"]
 
 
 def mlp(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), hidden: tuple[int, ...] = (256, 128)) -> nn.Module:
-    """Fully connected layers with ReLU between: (n, *shape) → (n, classes)."""
+    """Build fully connected layers with ReLU between them: (n, *shape) → (n, classes)."""
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU()]
+    for width_in, width_out in pairwise(widths):
+        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))

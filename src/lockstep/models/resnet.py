@@ -27,21 +27,21 @@ class Residual(nn.Module):
             self.shortcut = nn.Conv2d(channels_in, channels_out, kernel_size=1, stride=stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block's output for `x`."""
+        """Return the block's output for `x`."""
         y = torch.relu(self.norm1(self.conv1(x)))
         y = self.norm2(self.conv2(y))
         return torch.relu(y + self.shortcut(x))
 
 
 def resnet18(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
-    """ResNet-18 with a 3×3 first convolution of stride 1 and no max-pooling: (n, *shape) → (n, classes).
+    """Build ResNet-18 with a 3×3 first convolution of stride 1 and no max-pooling: (n, *shape) → (n, classes).
 
-    The change for small images is that of "Dive into Deep Learning", section 13.6; its convolutions have biases.
+    The adaptation to small images follows "Dive into Deep Learning", section 13.6; its convolutions have biases.
     """
     widths = (64, 64, 128, 256, 512)
     blocks: list[nn.Module] = []
-    for number, (before, after) in enumerate(pairwise(widths)):
-        blocks += [Residual(before, after, stride=1 if number == 0 else 2), Residual(after, after)]
+    for number, (width_in, width_out) in enumerate(pairwise(widths)):
+        blocks += [Residual(width_in, width_out, stride=1 if number == 0 else 2), Residual(width_out, width_out)]
     return nn.Sequential(
         nn.Conv2d(shape[0], 64, kernel_size=3, padding=1),
         nn.BatchNorm2d(64),

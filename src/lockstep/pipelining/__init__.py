@@ -1,8 +1,8 @@
-"""One model cut by layers into stages, one for each worker, through which a batch passes in parts."""
+"""Pipeline parallelism: a model split by layers into stages, one for each worker, that process micro-batches."""
 
 from __future__ import annotations
 
-from .make import pipeline
+from .partition import pipeline
 from .pipe import Pipeline
 
 __all__ = ["Pipeline", "pipeline"]

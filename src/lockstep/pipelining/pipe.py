@@ -1,8 +1,9 @@
-"""This worker's stage of a model, and what all stages do together: a batch, an output, a state dict."""
+"""The pipeline: one worker's stage, with training steps, forward passes and state dicts over all stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,23 +12,115 @@ from torch.optim import Optimizer
 
 from ..communicator import Communicator
 from ..errors import ConfigError, DataError
+from ..strategies.base import accumulation_dtype
 from ..training.losses import LossFn, LossSum
-from ..training.sums import raise_together
-from .schedules import make_schedule
-from .stage import pass_on, try_out
-from .whole import from_one, gathered, merge_optimizers, own_part, part_of_optimizer
+from ..training.precision import scale_gradients
+from ..training.sample_sums import raise_not_a_mean
+from .full_state import broadcast_tree, gather_stages, merge_optimizers, stage_optimizer_state, stage_state
 
-__all__ = ["Pipeline"]
+__all__ = ["SCHEDULES", "Pipeline", "dry_run", "forward_stages", "make_schedule"]
 
-# Micro-batches for each stage where the user says no number: with S stages and M micro-batches, (S - 1) / (M + S - 1)
-# of the time nothing can be done, here less than a fifth.
+
+# --- Schedules --------------------------------------------------------------------------------------------------------
+
+SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
+
+Values = tuple[torch.Tensor, ...]
+
+
+def make_schedule(
+    name: str,
+    module: nn.Module,
+    comm: Communicator,
+    microbatches: int,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    passed: tuple[Values, Values],
+) -> Any:
+    """Create a schedule of `torch.distributed.pipelining`.
+
+    Args:
+        name: a name of `SCHEDULES`.
+        module: this worker's stage.
+        comm: communicator over the workers.
+        microbatches: number of micro-batches in a batch.
+        loss_fn: (output, target) of a micro-batch → its loss; the gradients are those of the sum of all losses.
+        passed: example inputs and outputs of the stage for a micro-batch, so that torch need not infer them with a
+            forward pass, which would change running statistics.
+    """
+    from torch.distributed import pipelining
+
+    stage = pipelining.PipelineStage(
+        module, comm.rank, comm.size, comm.device, input_args=passed[0], output_args=passed[1], group=comm.group
+    )
+    # With fewer micro-batches than stages both schedules are equal, but torch's 1F1B refuses them.
+    supported = name if microbatches >= comm.size else "gpipe"
+    return getattr(pipelining, SCHEDULES[supported])(stage, microbatches, loss_fn=loss_fn, scale_grads=False)
+
+
+# --- Forward pass through all stages ----------------------------------------------------------------------------------
+
+
+def forward_stages(module: nn.Module, inputs: torch.Tensor | None, comm: Communicator) -> tuple[Values, Values]:
+    """Run the forward pass of one micro-batch through all stages; returns the inputs and outputs of this stage.
+
+    Args:
+        module: this worker's stage.
+        inputs: the micro-batch, needed on rank 0.
+        comm: communicator over the workers, one for each stage.
+    """
+    received = (inputs,) if comm.rank == 0 and inputs is not None else _receive_inputs(comm)
+    result = module(*received)
+    outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    if comm.rank < comm.size - 1:
+        comm.send_object([(value.shape, value.dtype, value.requires_grad) for value in outputs], comm.rank + 1)
+        for value in outputs:
+            comm.send(value.detach(), comm.rank + 1)
+    return received, outputs
+
+
+def _receive_inputs(comm: Communicator) -> Values:
+    """Receive the outputs of the previous stage."""
+    values = []
+    for shape, dtype, requires_grad in comm.recv_object(comm.rank - 1):
+        value = torch.empty(shape, dtype=dtype, device=comm.device)
+        comm.recv(value, comm.rank - 1)
+        values.append(value.requires_grad_(requires_grad))
+    return tuple(values)
+
+
+def dry_run(module: nn.Module, inputs: torch.Tensor | None, comm: Communicator) -> tuple[Values, Values]:
+    """Run `forward_stages`, and restore buffers and random generators."""
+    with _preserve_state(module, comm.device), torch.enable_grad():
+        return forward_stages(module, inputs, comm)
+
+
+@contextmanager
+def _preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore the buffers of `module` and torch's random generators after a `with` block."""
+    saved: list[tuple[Any, str, torch.Tensor]] = [
+        (layer, name, buffer.clone())
+        for layer in module.modules()
+        for name, buffer in layer._buffers.items()
+        if buffer is not None
+    ]
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+    for layer, name, values in saved:
+        layer._buffers[name].copy_(values)
+
+
+# --- Pipeline ---------------------------------------------------------------------------------------------------------
+
+# Default number of micro-batches for each stage: with S stages and M micro-batches, a worker is idle for
+# (S - 1) / (M + S - 1) of the time, here less than a fifth.
 _PER_STAGE = 4
 
 
 class Pipeline:
-    """One stage of a model that is cut over the workers, see `lockstep.pipeline`.
+    """One stage of a model that is split over the workers, see `lockstep.pipeline`.
 
-    Every method but `parameters` and `named_parameters` is called by all workers together::
+    All workers call every method together, except `parameters` and `named_parameters`::
 
         pipe = lockstep.pipeline(model, stages=2)
         optimizer = torch.optim.AdamW(pipe.parameters())
@@ -35,16 +128,16 @@ class Pipeline:
         optimizer.step()
 
     Args:
-        module: this worker's stage, on its device, with the whole model's names.
-        comm: the workers.
-        names: of the whole model's state dict.
-        schedule: of `lockstep.pipelining.schedules`.
+        module: this worker's stage, on its device, with the names of the whole model.
+        comm: communicator over the workers.
+        names: the names of the whole model's state dict, in order.
+        schedule: a name of `SCHEDULES`.
         microbatches: see `lockstep.pipeline`.
-        size: samples in a micro-batch where the stages take no other number.
+        size: samples in a micro-batch, if the stages were traced for a fixed size.
 
     Attributes:
         module: this worker's stage.
-        comm: the workers; the rank is the number of the stage.
+        comm: communicator over the workers; the rank is the number of the stage.
     """
 
     def __init__(
@@ -57,18 +150,18 @@ class Pipeline:
         size: int | None = None,
     ) -> None:
         self.module, self.comm = module, comm
-        self._names, self._order, self._microbatches, self._size = list(names), schedule, microbatches, size
+        self._names, self._schedule_name, self._microbatches, self._size = list(names), schedule, microbatches, size
         self._loss: LossSum | None = None
-        self._loss_checked = False  # whether it has been found to be a mean over samples
-        self._batch, self._counts = 0, [torch.zeros(())]
-        self._schedule: tuple[Any, Any] = (None, None)
+        self._loss_checked = False  # whether the first step has checked that it is a mean over samples
+        self._batch_size, self._counts = 0, [torch.zeros(())]
+        self._schedule: tuple[Any, Any] = (None, None)  # what it was created for, and the schedule
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this stage, by their names in the whole model."""
+        """Return the parameters of this stage, with their names in the whole model."""
         return self.module.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this stage, for an optimizer."""
+        """Return the parameters of this stage, for an optimizer."""
         return self.module.parameters()
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -81,98 +174,97 @@ class Pipeline:
         return self.train(False)
 
     def step(self, batch: torch.Tensor, target: torch.Tensor, loss_fn: LossFn) -> torch.Tensor:
-        """The loss of a batch, its mean over the whole batch, and its gradients in place of those of before.
+        """Run forward and backward passes of a batch; returns its mean loss, and replaces the gradients.
 
-        Layers see one micro-batch at a time: batch norm normalises over it alone.
+        Layers see one micro-batch at a time; batch norm has the statistics of a micro-batch.
 
         Args:
-            batch: the same on every worker, shape (samples, …).
-            target: the same on every worker, shape (samples, …).
+            batch: the inputs, equal on every worker, of shape (samples, …).
+            target: the targets, equal on every worker, of shape (samples, …).
             loss_fn: see `lockstep.training.losses.LossFn`.
 
         Returns:
-            0-dim tensor on the device, the same on every worker.
+            0-dim tensor of float64 (float32 on MPS) on the device, the same on every worker.
 
         Raises:
-            ConfigError: for a batch that cannot be cut into the micro-batches, another number of targets, or at the
-                first step a loss that is no mean over samples.
-            DataError: when the loss counts nothing in the whole batch.
+            ConfigError: for a batch that cannot be split into the micro-batches, another number of targets, or at the
+                first step a loss that is not a mean over samples.
+            DataError: if the loss counts nothing in the whole batch.
         """
         parts = self._check(batch, target)
         for p in self.parameters():
             p.grad = None
-        self._loss, self._batch, self._counts = LossSum(loss_fn, self.comm.device), len(batch), []
+        self._loss, self._batch_size, self._counts = LossSum(loss_fn, self.comm.device), len(batch), []
         if self._loss_checked:
             self._loss.parts.close()
         losses = self._passes(batch.to(self.comm.device), target.to(self.comm.device), parts)
         if not self._loss_checked:
-            raise_together(self._loss.parts.check(), self.comm)
+            raise_not_a_mean(self._loss.parts.check(), self.comm)
             self._loss_checked = True
-        totals = torch.zeros(2, device=self.comm.device, dtype=_wide(self.comm.device))
+        totals = torch.zeros(2, device=self.comm.device, dtype=accumulation_dtype(self.comm.device))
         if self.comm.rank == self.comm.size - 1:
             totals[0] = torch.stack([loss.detach() for loss in losses]).sum() * len(batch)
             for count in self._counts[-parts:]:
                 totals[1] += count
         self.comm.broadcast(totals, self.comm.size - 1)
-        return self._averaged(*totals.unbind())
+        return self._mean_loss(*totals.unbind())
 
     def _passes(self, batch: torch.Tensor, target: torch.Tensor, parts: int) -> list[torch.Tensor]:
-        """Forward and backward passes of all micro-batches; the last worker gets their losses."""
+        """Run the forward and backward passes of all micro-batches; returns their losses on the last worker."""
         if self.comm.size == 1:
             pairs = zip(batch.tensor_split(parts), target.tensor_split(parts), strict=True)
-            return [self._alone(*pair) for pair in pairs]
+            return [self._single_worker_pass(*pair) for pair in pairs]
         first, last = self.comm.rank == 0, self.comm.rank == self.comm.size - 1
         losses: list[torch.Tensor] = []
-        schedule = self._made(batch.tensor_split(parts)[0], parts)
+        schedule = self._schedule_for(batch.tensor_split(parts)[0], parts)
         schedule.step(*([batch] if first else []), target=target if last else None, losses=losses if last else None)
         return losses
 
-    def _alone(self, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _single_worker_pass(self, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = self._part_loss(self.module(inputs), target)
         torch.autograd.backward(loss)
         return loss
 
-    def _made(self, inputs: torch.Tensor, parts: int) -> Any:
-        """The schedule, again where micro-batches are of another shape than those of the last step."""
-        kind = (inputs.shape, inputs.dtype, parts, torch.is_autocast_enabled(self.comm.device.type))
-        if self._schedule[0] != kind:
-            passed = try_out(self.module, inputs, self.comm)
-            made = make_schedule(self._order, self.module, self.comm, parts, self._part_loss, passed)
-            self._schedule = (kind, made)
+    def _schedule_for(self, inputs: torch.Tensor, parts: int) -> Any:
+        """Return the schedule; a new one if the micro-batches have another shape than those of the last step."""
+        key = (inputs.shape, inputs.dtype, parts, torch.is_autocast_enabled(self.comm.device.type))
+        if self._schedule[0] != key:
+            passed = dry_run(self.module, inputs, self.comm)
+            schedule = make_schedule(self._schedule_name, self.module, self.comm, parts, self._part_loss, passed)
+            self._schedule = (key, schedule)
         return self._schedule[1]
 
     def _part_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
         total, count = self._loss(output, target, len(target))
         self._counts.append(torch.as_tensor(count, device=self.comm.device))
-        return total / self._batch
+        return total / self._batch_size
 
-    def _averaged(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """The mean loss; gradients, of a mean over samples, become those of the mean over what the loss counts."""
+    def _mean_loss(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss, and scale the gradients of a mean over samples to that over what the loss counts."""
         if count.device.type == "cpu" and count == 0:
             raise DataError("expected a batch with something that the loss counts, got only e.g. ignored labels")
-        factor = self._batch / count
-        if count.device.type != "cpu" or factor != 1:  # to ask is free on the CPU; elsewhere it would wait for a device
-            self._multiply(factor)
+        factor = self._batch_size / count
+        if count.device.type != "cpu" or factor != 1:  # reading the factor of another device would wait for it
+            scale_gradients(self._gradients(), factor)
         return total / count
 
-    def _multiply(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        for dtype in {gradient.dtype for gradient in gradients}:
-            own = [gradient for gradient in gradients if gradient.dtype == dtype]
-            torch._foreach_mul_(own, factor.to(dtype))
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters() if p.grad is not None]
 
     def _check(self, batch: Any, target: Any) -> int:
+        """Check a batch and its targets; returns the number of micro-batches."""
         for name, value in (("batch", batch), ("target", target)):
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                raise ConfigError(name, "a tensor of shape (samples, …)", found=_described(value))
+            if not isinstance(value, torch.Tensor):
+                raise ConfigError(name, "a tensor of shape (samples, …)", found=type(value).__name__)
+            if value.dim() == 0:
+                raise ConfigError(name, "a tensor of shape (samples, …)", found="a tensor without dimensions")
         if len(batch) != len(target):
             raise ConfigError("target", f"as many as samples in the batch, {len(batch)}", len(target))
-        return self._number(len(batch))
+        return self._microbatch_count(len(batch))
 
-    def _number(self, samples: int) -> int:
-        """Of micro-batches."""
+    def _microbatch_count(self, samples: int) -> int:
+        """Return the number of micro-batches in a batch."""
         if samples == 0:
             raise ConfigError("batch", "at least one sample", 0)
         if self._size is not None:
@@ -191,41 +283,41 @@ class Pipeline:
 
     @torch.no_grad()
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        """The model's output for a batch, the same on every worker, without gradients.
+        """Return the model's output for a batch, the same on every worker, without gradients.
 
         Raises:
-            ConfigError: for a batch that cannot be cut into the micro-batches.
+            ConfigError: for a batch that cannot be split into the micro-batches.
         """
-        parts = batch.to(self.comm.device).tensor_split(self._number(len(batch)))
-        outputs = [pass_on(self.module, part, self.comm)[1] for part in parts]
-        whole = torch.cat([values[0] for values in outputs]) if self.comm.rank == self.comm.size - 1 else None
-        result: torch.Tensor = from_one(whole, self.comm, self.comm.size - 1, self.comm.device)
+        parts = batch.to(self.comm.device).tensor_split(self._microbatch_count(len(batch)))
+        outputs = [forward_stages(self.module, part, self.comm)[1] for part in parts]
+        output = torch.cat([values[0] for values in outputs]) if self.comm.rank == self.comm.size - 1 else None
+        result: torch.Tensor = broadcast_tree(output, self.comm, self.comm.size - 1, self.comm.device)
         return result
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of all stages down together to a 2-norm of at most `max_norm`; the norm before."""
-        squares = [p.grad.to(_wide(self.comm.device)).square().sum() for p in self.parameters() if p.grad is not None]
-        total = torch.stack(squares or [torch.zeros((), device=self.comm.device, dtype=_wide(self.comm.device))]).sum()
+        """Clip the gradients of all stages to a joint 2-norm of at most `max_norm`; returns the norm before."""
+        gradients, dtype = self._gradients(), accumulation_dtype(self.comm.device)
+        squares = [gradient.to(dtype).square().sum() for gradient in gradients]
+        total = torch.stack(squares or [torch.zeros((), device=self.comm.device, dtype=dtype)]).sum()
         norm = self.comm.allreduce(total.reshape(1)).sqrt()[0]
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1)
-        self._multiply(factor)
+        scale_gradients(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the whole model, its tensors on the CPU, the same on every worker."""
-        found = gathered(self.module.state_dict(), self.comm)
-        return {name: found[name] for name in self._names}
+        """Return the state dict of the whole model, with tensors on the CPU, the same on every worker."""
+        entries = gather_stages(self.module.state_dict(), self.comm)
+        return {name: entries[name] for name in self._names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up this stage's part of the state dict of the whole model, from one device or any number of stages.
+        """Load this stage's part of the state dict of the whole model, from one device or any number of stages.
 
         Raises:
-            CheckpointError: when it is of another model.
+            CheckpointError: if it is the state dict of another model.
         """
-        self.module.load_state_dict(own_part(state, self._names, self.module.state_dict()))
+        self.module.load_state_dict(stage_state(state, self._names, self.module.state_dict()))
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """That of one optimizer over all parameters of the whole model; each worker gives that of its stage.
+        """Return the state dict of one optimizer over the whole model, merged from the optimizers of all stages.
 
         Raises:
             ConfigError: for an optimizer with several groups, or other parameters than this stage's.
@@ -233,19 +325,11 @@ class Pipeline:
         return merge_optimizers(optimizer, dict(self.named_parameters()), self._names, self.comm)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Take up this stage's part of the state dict of one optimizer over the whole model.
+        """Load this stage's part of the state dict of one optimizer over the whole model.
 
         Raises:
-            CheckpointError: when that has another number of parameters.
-            ConfigError: as `optimizer_state_dict`.
+            CheckpointError: if it has another number of parameters.
+            ConfigError: see `optimizer_state_dict`.
         """
-        own = part_of_optimizer(optimizer, dict(self.named_parameters()), self._names, self.comm, state)
-        optimizer.load_state_dict(own)
-
-
-def _described(value: Any) -> str:
-    return "a tensor without dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
+        parameters = dict(self.named_parameters())
+        optimizer.load_state_dict(stage_optimizer_state(optimizer, parameters, self._names, self.comm, state))

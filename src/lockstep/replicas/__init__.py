@@ -1,14 +1,12 @@
-"""One process and many devices: copies of a model, parts of a batch, sums over devices, and a thread for each."""
+"""Several devices in one process: replicas of a model, scatter and gather, collectives, and a thread per device."""
 
 from __future__ import annotations
 
 from .copies import replicate
-from .devices import Device, as_devices
-from .engine import Engine
-from .failure import ReplicaError
-from .spread import gather, scatter
-from .summing import allreduce_, broadcast_
-from .threads import Threads, parallel_apply
+from .joined_graph import allreduce_, broadcast_
+from .replica_threads import ReplicaError, Threads, parallel_apply
+from .replicated import Engine
+from .scatter import Device, as_devices, gather, scatter
 
 __all__ = [
     "Device",

@@ -1,4 +1,4 @@
-"""How a model and its training state are spread over workers; each strategy is known by name."""
+"""Strategies: how a model and its training state are distributed over workers, by name."""
 
 from __future__ import annotations
 

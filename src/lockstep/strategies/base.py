@@ -1,4 +1,4 @@
-"""What a step, an evaluation and a checkpoint ask of the way in which a model is spread over workers and devices."""
+"""The interface of strategies: how a model and its training state are distributed over workers and devices."""
 
 from __future__ import annotations
 
@@ -12,122 +12,134 @@ from torch.optim import Optimizer
 
 from ..communicator import Communicator
 from ..errors import ConfigError
-from ..fingerprints import fingerprint
-from .whole import filled_model, filled_optimizer
+from ..invariance.fingerprints import fingerprint
+from .full_state import read_model_state, read_optimizer_state
 
-__all__ = ["Strategy"]
+__all__ = ["Strategy", "accumulation_dtype"]
+
+
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums of losses, counts and statistics: float64, or float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class Strategy:
-    """One whole model on each worker, and nothing sent: right for one worker, and what the others begin with.
+    """The whole model on each worker, without communication: the strategy of one worker, and the base class.
 
-    A `TrainStep` calls, in this order: `check`, `prepare` and `adopt` once; `wrap` once, and again when other
-    parameters are trained; then for each step `reducing` around each pass, `reduce_step` in the last of them. A model
-    with more parameters than before is given to `prepare` and `adopt` again.
+    A `TrainStep` calls, in this order: `check`, `prepare` and `update_optimizer` once; `wrap` once, and again when the
+    set of trained parameters changes; then in each step `gradient_sync` around each pass, and `reduce_totals` in the
+    last of them. When the model has gained parameters, `prepare` and `update_optimizer` are called again.
 
     Args:
-        comm: the workers.
+        comm: communicator over the workers.
 
     Attributes:
-        shards: into how many shards a step is cut; None where it is cut by the number of workers alone.
-        in_step: whether a forward pass sends something, so that every worker has to make as many as the others, also
-            one without samples.
-        in_parts: whether tensors are a DTensor, of which each worker writes and reads its part of a checkpoint.
+        virtual_workers: number of shards of a global batch; None if it is divided among the workers only.
+        collective_forward: whether a forward pass communicates, so that every worker must run the same number of
+            passes, even one without samples.
+        sharded_state: whether parameters are DTensors, and each worker writes and reads its shards of a checkpoint.
     """
 
-    shards: int | None = None
-    in_step: bool = False
-    in_parts: bool = False
+    virtual_workers: int | None = None
+    collective_forward: bool = False
+    sharded_state: bool = False
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
     @property
     def devices(self) -> list[torch.device]:
-        """Where this worker computes, the device of its batches and losses first."""
+        """The devices that this worker computes on; batches and losses are on the first one."""
         return [self.comm.device]
 
-    # --- before the first step --------------------------------------------------------------------------------
+    # --- before the first step ----------------------------------------------------------------------------------------
 
-    def in_shards(self, shards: int, threads: int | None) -> Strategy:
-        """The strategy that computes each step in so many shards, in place of this one.
+    def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
+        """Return the strategy that replaces this one and computes each step in `virtual_workers` shards.
 
         Raises:
-            ConfigError: where there is none.
+            ConfigError: if this strategy does not support virtual workers.
         """
-        raise ConfigError("shards", f"none with the strategy {type(self).__name__.lower()}", shards)
+        raise ConfigError("virtual_workers", f"none with the strategy {type(self).__name__.lower()}", virtual_workers)
 
     def check(self, optimizer: Optimizer, precision: str) -> None:
-        """See that this strategy can train with them, before anything is changed.
+        """Check that this strategy supports `optimizer` and `precision`; called before anything is changed.
 
         Raises:
-            ConfigError: when it cannot.
+            ConfigError: if it does not.
         """
 
     def prepare(self, model: nn.Module) -> None:
-        """Bring the model to where it is trained, with rank 0's values."""
+        """Move the model to its device, with rank 0's values on every worker."""
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Let the optimizer have the parameters that `prepare` has put in the place of its own, if any."""
+    def update_optimizer(self, optimizer: Optimizer) -> None:
+        """Replace the optimizer's parameters by those that `prepare` has put in their place, if any."""
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """What a step calls in place of `module`, (data, samples) → (sum of the loss, what it is a sum over).
+        """Return the module that a step calls instead of `module`: (data, samples) → (sum of the loss, count).
 
         Its gradients are *averaged* over the workers.
         """
         return module
 
-    # --- a step, an evaluation --------------------------------------------------------------------------------
+    # --- steps and evaluation -----------------------------------------------------------------------------------------
 
-    def determined(self) -> AbstractContextManager[object]:
-        """Around a step: nothing is fixed but by the user."""
+    def deterministic(self) -> AbstractContextManager[object]:
+        """Return a context manager that applies determinism settings during a step; none here."""
         return nullcontext()
 
-    def reducing(self, now: bool) -> AbstractContextManager[object]:
-        """Around one of several passes of a step: whether its gradients are reduced now, or added up until later."""
+    backward_name = "gradient all-reduce"
+    """What the watchdog calls the collectives of a backward pass."""
+
+    def gradient_sync(self, now: bool) -> AbstractContextManager[object]:
+        """Return a context manager for one pass of a step.
+
+        Args:
+            now: whether the pass reduces the gradients; otherwise they accumulate until a later pass.
+        """
         return nullcontext()
 
-    def reduce_step(self, totals: torch.Tensor, weight: float) -> Callable[[], torch.Tensor]:
-        """Start summing a step's `totals` over the workers; calling what is returned waits for the sums.
+    def reduce_totals(self, totals: torch.Tensor, weight: float) -> Callable[[], torch.Tensor]:
+        """Start to sum a step's `totals` over the workers; returns a function that waits for the sums.
 
-        Called between the last forward pass and its backward, so that it runs beside it.
+        Called between the last forward pass and its backward pass, so that the reduction overlaps with the latter.
 
         Args:
             totals: 1-d floating tensor.
             weight: this worker's share of the step's samples, 0 to 1.
         """
-        return self.comm.allreduce_async(totals)
+        return self.comm.iallreduce(totals).wait
 
-    def spread(self, module: nn.Module) -> nn.Module:
-        """What an evaluation calls in place of `module`, (data, samples) → a tensor of sums over these samples."""
+    def wrap_evaluation(self, module: nn.Module) -> nn.Module:
+        """Return the module that an evaluation calls instead of `module`: (data, samples) → tensor of sums."""
         return module
 
     def sync_buffers(self) -> None:
-        """Give every worker rank 0's buffers, also those that something else than a step has changed."""
+        """Broadcast rank 0's buffers, including those changed outside of steps."""
 
-    # --- the state, as one worker with one device would have it; all workers call these together ----------------
-    # Where a worker does not want what it gets, it may get nothing. What is loaded may be stored tensors.
+    # --- full state dicts; called by all workers together -------------------------------------------------------------
+    # With wanted=False a worker takes part in collectives without keeping the result. States may hold stored tensors.
 
     def model_state(self, model: nn.Module, wanted: bool = True) -> dict[str, Any]:
-        """The model's state dict, of whole tensors."""
+        """Return the model's state dict with full tensors."""
         return model.state_dict()
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer, wanted: bool = True) -> dict[str, Any]:
-        """The optimizer's state dict, of whole tensors, by the number of the parameter."""
+        """Return the optimizer's state dict with full tensors, by the number of the parameter."""
         return optimizer.state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take up what `model_state` has given, here or under another strategy; it has been found to fit."""
-        model.load_state_dict(filled_model(model, state, self.comm))
+        """Load what `model_state` returned, under this or another strategy; names and shapes have been checked."""
+        model.load_state_dict(read_model_state(model, state, self.comm))
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take up what `optimizer_state` has given, here or under another strategy; it has been found to fit."""
-        optimizer.load_state_dict(filled_optimizer(optimizer, state, self.comm))
+        """Load what `optimizer_state` returned, under this or another strategy; names and shapes have been checked."""
+        optimizer.load_state_dict(read_optimizer_state(optimizer, state, self.comm))
 
     def fingerprint(self, model: nn.Module, optimizer: Optimizer) -> str:
-        """See `lockstep.fingerprint`; that of the whole tensors."""
+        """Return the fingerprint of the full tensors, see `lockstep.fingerprint`."""
         return fingerprint(model, optimizer)
 
-    def conditions_of(self) -> dict[str, Any]:
-        """What the bits of a run depend on beside its program, by name; empty where nothing is promised."""
+    def determinism_settings(self) -> dict[str, Any]:
+        """Return the settings that the bits of a run depend on, by name; empty without a guarantee of equal bits."""
         return {}

@@ -1,4 +1,4 @@
-"""Data parallelism with one process a device: every worker has the model, gradients are summed in the backward."""
+"""Data parallelism with one process per device: gradients are averaged by DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..communicator import Communicator
 from .base import Strategy
-from .buffers import MovingBuffers
-from .consistency import broadcast_all, make_same
+from .buffers import MutatedBuffers, RunningStatistics
 from .invariant import Invariant
-from .reaching import ReachingAll
-from .statistics import RunningStatistics
+from .module_sync import broadcast_tensors, sync_module
+from .unused_parameters import ConnectAllParameters
 
 __all__ = ["Distributed"]
 
-# The name of the option up to torch 2.12, and since then.
+# The option is called `forward_sync_buffers` since torch 2.13.
 _BUFFER_SYNC = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -32,85 +31,81 @@ _BUFFER_SYNC = (
 class Distributed(Strategy):
     """Trains one model on all workers with PyTorch's DistributedDataParallel.
 
-    Its reducer overlaps the sum of gradients with the backward pass (Li et al., "PyTorch Distributed: Experiences on
-    accelerating data parallel training", VLDB 2020). Alone, nothing is wrapped and nothing is sent.
+    Its reducer overlaps the reduction of gradients with the backward pass (Li et al., "PyTorch Distributed: Experiences
+    on accelerating data parallel training", VLDB 2020). With a single worker nothing is wrapped and nothing is sent.
 
     Args:
-        comm: the workers.
+        comm: communicator over the workers.
     """
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
         self._ddp: DistributedDataParallel | None = None
         self._statistics: RunningStatistics | None = None
-        self._buffers: MovingBuffers | None = None
+        self._buffers: MutatedBuffers | None = None
         self._model: nn.Module | None = None
 
-    def in_shards(self, shards: int, threads: int | None) -> Strategy:
-        """The same bits at any number of workers."""
-        return Invariant(self.comm, shards, threads)
+    def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
+        """Return the strategy that gives the same bits at any number of workers."""
+        return Invariant(self.comm, virtual_workers, threads)
 
     def prepare(self, model: nn.Module) -> None:
-        """Bring rank 0's values of `model` to every worker, and see that all are the same then.
+        """Move `model` to the device, broadcast rank 0's values, and check that all workers have the same.
 
         Raises:
-            MismatchError: when the models differ in their parameters or buffers.
+            MismatchError: if the models differ in their parameters or buffers.
         """
         self._model = model.to(self.comm.device)
-        make_same(model, self.comm)
+        sync_module(model, self.comm)
         if self.comm.size > 1:
             self._statistics = RunningStatistics(model, self.comm.world.is_first)
-            self._buffers = MovingBuffers(model, self.comm)
+            self._buffers = MutatedBuffers(model, self.comm)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """`module`, a step's forward pass around the prepared model, with its gradients *averaged* over workers."""
+        """Wrap `module`, a step's forward pass with the prepared model; gradients are *averaged* over the workers."""
         if self.comm.size == 1 or not any(p.requires_grad for p in module.parameters()):
             return module
         no_buffer_sync: dict[str, Any] = {_BUFFER_SYNC: False}
         self._ddp = DistributedDataParallel(
-            ReachingAll(module),
+            ConnectAllParameters(module),
             process_group=self.comm.group,
-            **no_buffer_sync,  # the running statistics are merged instead; see `reduce_step`
-            init_sync=False,  # `prepare` has done it, for every dtype and any strides
+            **no_buffer_sync,  # `reduce_totals` averages the running statistics instead
+            init_sync=False,  # `prepare` has synchronised the model, for every dtype and any strides
             gradient_as_bucket_view=True,
         )
         return self._ddp
 
-    def reducing(self, now: bool) -> AbstractContextManager[object]:
-        """Around one of several passes of a step: whether its gradients are reduced now, or added up until later."""
+    def gradient_sync(self, now: bool) -> AbstractContextManager[object]:
+        """Return a context manager for one pass of a step, see `Strategy.gradient_sync`."""
         if self._buffers is not None:
-            self._buffers.watch()
+            self._buffers.snapshot()
         return self._ddp.no_sync() if self._ddp is not None and not now else nullcontext()
 
-    def reduce_step(self, totals: torch.Tensor, weight: float) -> Callable[[], torch.Tensor]:
-        """Start summing a step's `totals` over the workers, with the running statistics of normalisation layers.
+    def reduce_totals(self, totals: torch.Tensor, weight: float) -> Callable[[], torch.Tensor]:
+        """Start to sum a step's `totals` over the workers, together with the running statistics.
 
-        Called between the last forward pass and its backward, so that it runs beside it. Calling what is returned
-        waits for the sums of `totals`, sets the merged statistics and gives all rank 0's other buffers that move.
-
-        Args:
-            totals: 1-d floating tensor.
-            weight: this worker's share of the step's samples, 0 to 1.
+        See `Strategy.reduce_totals`. The returned function also sets the averaged running statistics and broadcasts
+        rank 0's other buffers that forward passes change.
         """
         statistics, buffers = self._statistics, self._buffers
         if statistics is None or buffers is None or not (statistics or buffers):
-            return self.comm.allreduce_async(totals)
-        moved, own = buffers.moved(), len(totals)
-        numbers = totals.new_empty(own + 1 + len(statistics))
-        numbers[:own] = totals
-        numbers[own] = buffers.news(moved)
-        statistics.pack(weight, numbers[own + 1 :])
-        wait = self.comm.allreduce_async(numbers)
+            return self.comm.iallreduce(totals).wait
+        changed, size = buffers.changed(), len(totals)
+        vector = totals.new_empty(size + 1 + len(statistics))
+        vector[:size] = totals
+        vector[size] = buffers.count_new(changed)
+        statistics.pack(weight, vector[size + 1 :])
+        wait = self.comm.iallreduce(vector).wait
 
         def finish() -> torch.Tensor:
             summed = wait()
-            statistics.unpack(summed[own + 1 :])
-            buffers.sync(moved, summed[own])
-            return summed[:own]
+            statistics.unpack(summed[size + 1 :])
+            buffers.sync(changed, summed[size])
+            return summed[:size]
 
         return finish
 
     def sync_buffers(self) -> None:
-        """Give every worker rank 0's buffers, also those that something else than a step has changed."""
+        """Broadcast rank 0's buffers, including those changed outside of steps."""
         if self._model is not None and self.comm.size > 1:
-            broadcast_all(self._model.buffers(), self.comm)
+            broadcast_tensors(self._model.buffers(), self.comm)

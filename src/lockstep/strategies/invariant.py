@@ -1,4 +1,4 @@
-"""Data parallelism that gives the same bits at any number of workers: every shard of a step is computed by itself."""
+"""Data parallelism with the same bits at any number of workers: a separate pass for each shard of a step."""
 
 from __future__ import annotations
 
@@ -8,161 +8,320 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ..communicator import Communicator
 from ..errors import ConfigError
-from ..reductions.ordered import OrderedReducer
-from ..shard_count import shard_count
-from .base import Strategy
-from .buffers import MovingBuffers
-from .conditions import Conditions
-from .consistency import broadcast_all, make_same
-from .promise import check_meeting, check_modules
-from .shard_buffers import ShardBuffers
-from .sync_batchnorm import SyncBatchNorm, convert_noted
+from ..invariance.determinism import DeterminismSettings
+from ..invariance.ordered_reducer import OrderedReducer
+from ..invariance.shards import check_virtual_workers
+from .base import Strategy, accumulation_dtype
+from .buffers import MutatedBuffers
+from .module_sync import broadcast_tensors, sync_module
+from .sync_batchnorm import SyncBatchNorm, convert_marked
+from .unsupported_layers import check_joint_passes, check_supported
 
-__all__ = ["Invariant"]
+__all__ = ["Invariant", "ShardBuffers"]
+
+
+# --- Buffers per shard ------------------------------------------------------------------------------------------------
+
+
+class ShardBuffers:
+    """The buffers that forward passes change: running statistics of normalisation layers, and others.
+
+    Each shard starts with the buffers of the beginning of the step. Running statistics become the mean over shards of
+    each shard's result, weighted by samples; their counters, and all other buffers, become the result of shard 0.
+    Buffers outside normalisation layers are all copied at the first step, because it is not known which of them change;
+    later only those that change are copied again.
+
+    Args:
+        model: the model, on its device.
+        device: the device.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self._empty = torch.empty(0, dtype=accumulation_dtype(device), device=device)
+        self._averaged, self._counters = _SavedBuffers(self._empty), _SavedBuffers(self._empty)
+        norms = {id(layer) for layer in self._norms}
+        self._others = [
+            _SavedBuffer(layer, name) for layer in model.modules() if id(layer) not in norms for name in layer._buffers
+        ]
+
+    def begin(self) -> None:
+        """Save the buffers at the beginning of a step; each of its shards starts with these values."""
+        # The statistics of frozen layers, in evaluation mode, do not change; a mean of equal numbers would round.
+        buffers = [b for layer in self._norms if layer.training for b in layer.buffers(recurse=False)]
+        self._averaged.save([b for b in buffers if b.is_floating_point()])
+        self._counters.save([b for b in buffers if not b.is_floating_point()])
+        for other in self._others:
+            other.begin()
+
+    def restore(self) -> None:
+        """Restore the values of the beginning of the step, before the next shard."""
+        self._averaged.restore()
+        self._counters.restore()
+        for other in self._others:
+            other.restore()
+
+    def others_changed(self) -> bool:
+        """Return whether a buffer outside normalisation layers has changed since `begin` or the last `restore`."""
+        return any(other.changed() for other in self._others)
+
+    def shard_statistics(self, samples: int, first: bool) -> torch.Tensor:
+        """Return a shard's statistics after its forward pass, to be summed over all shards; a 1-d tensor.
+
+        Args:
+            samples: samples in the shard; without any, nothing has changed.
+            first: whether it is shard 0.
+        """
+        if first:
+            for other in self._others:
+                other.save_result()
+        if not self._averaged.numel + self._counters.numel:
+            return self._empty
+        counters = self._counters.flat()
+        return torch.cat([self._averaged.flat().mul_(samples), counters if first else counters.zero_()])
+
+    def set_statistics(self, sums: torch.Tensor, samples: int) -> None:
+        """Set the buffers at the end of a step.
+
+        Args:
+            sums: the sum of all shards' `shard_statistics`.
+            samples: samples in the global batch.
+        """
+        split = self._averaged.numel
+        self._averaged.set(sums[:split] / samples)
+        self._counters.set(sums[split:])
+        for other in self._others:
+            other.finish()
+
+
+class _SavedBuffers:
+    """Buffers and copies of their values at the beginning of a step, in persistent memory."""
+
+    def __init__(self, empty: torch.Tensor) -> None:
+        self._empty = empty
+        self._buffers: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        self.numel = 0
+
+    def save(self, buffers: list[torch.Tensor]) -> None:
+        if [id(b) for b in buffers] != [id(b) for b in self._buffers]:
+            self._buffers, self._copies = buffers, [torch.empty_like(b) for b in buffers]
+            self.numel = sum(b.numel() for b in buffers)
+        if buffers:
+            torch._foreach_copy_(self._copies, buffers)
+
+    def restore(self) -> None:
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._copies)
+
+    def flat(self) -> torch.Tensor:
+        """Return the current values as a 1-d tensor of the accumulation dtype."""
+        if not self._buffers:
+            return self._empty.clone()
+        return torch.cat([b.reshape(-1) for b in self._buffers]).to(self._empty.dtype, copy=True)
+
+    def set(self, values: torch.Tensor) -> None:
+        """Set the buffers from a 1-d tensor as `flat` returns it."""
+        if self._buffers:
+            parts = torch.split(values, [b.numel() for b in self._buffers])
+            torch._foreach_copy_(self._buffers, [p.view_as(b) for p, b in zip(parts, self._buffers, strict=True)])
+
+
+class _SavedBuffer:
+    """One buffer outside normalisation layers, looked up by name, because a model may replace the tensor."""
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        self._layer, self._name = layer, name
+        self._saved: torch.Tensor | None = None  # the tensor at the beginning of the step
+        self._copy: torch.Tensor | None = None  # a copy of its values then
+        self._result: torch.Tensor | None = None  # a copy of its values after shard 0, if changed
+        self._saved_version = -2  # not a version: the first step makes the copy
+
+    @property
+    def _current(self) -> torch.Tensor | None:
+        return self._layer._buffers.get(self._name)
+
+    def _version(self) -> int:
+        return -1 if self._current is None else self._current._version
+
+    def changed(self) -> bool:
+        return self._current is not self._saved or self._version() != self._saved_version
+
+    def begin(self) -> None:
+        if self.changed():  # by the last step, or after it
+            self._saved, self._saved_version = self._current, self._version()
+            self._copy = None if self._current is None else self._current.clone()
+        self._result = None
+
+    def restore(self) -> None:
+        if not self.changed():
+            return
+        self._layer._buffers[self._name] = self._saved
+        if self._saved is not None and self._copy is not None:
+            with torch.no_grad():
+                self._saved.copy_(self._copy)
+        self._saved_version = self._version()
+
+    def save_result(self) -> None:
+        if self.changed() and self._current is not None:
+            self._result = self._current.clone()
+
+    def finish(self) -> None:
+        self.restore()
+        if self._result is not None and self._current is not None:
+            with torch.no_grad():
+                self._current.copy_(self._result)
+
+
+# --- Strategy ---------------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
 
 
 class Invariant(Strategy):
-    """Trains one model on all workers, a pass for each of `shards` shards of a step, whoever computes them.
+    """Trains one model on all workers, with a separate pass for each of `virtual_workers` shards of a step.
 
-    Gradients, losses and running statistics are added in one fixed tree, see `lockstep.reductions.ordered`.
+    Gradients, losses and running statistics are added in one fixed tree, see `lockstep.invariance.ordered_reducer`.
 
     Args:
-        comm: the workers.
-        shards: into how many parts each global batch is cut; True is 8.
-        threads: within an operation on the CPU, see `lockstep.strategies.conditions`; 1 there when None.
+        comm: communicator over the workers.
+        virtual_workers: number of shards of each global batch.
+        threads: threads within an operation on the CPU, see `lockstep.invariance.determinism`; 1 on the CPU when None.
 
     Raises:
-        ConfigError: for fewer shards than workers.
+        ConfigError: for fewer virtual workers than workers.
 
     Attributes:
-        meeting_layers: those of the prepared model that look at all shards at once.
+        joint_layers: the layers of the prepared model that use all shards at once.
     """
 
-    shards: int
+    virtual_workers: int
 
-    def __init__(self, comm: Communicator, shards: int, threads: int | None = None) -> None:
+    def __init__(self, comm: Communicator, virtual_workers: int, threads: int | None = None) -> None:
         super().__init__(comm)
-        self.shards = shard_count(shards, comm.size)
-        self.conditions = Conditions(comm.device, threads)
-        self._say_threads()
+        self.virtual_workers = check_virtual_workers(virtual_workers, comm.size)
+        self.determinism = DeterminismSettings(comm.device, threads)
+        self._log_threads()
         self._model: nn.Module | None = None
-        self._made: tuple[OrderedReducer, ShardBuffers, MovingBuffers] | None = None
-        self.meeting_layers: list[SyncBatchNorm] = []
-        self._moved: list[bool] = []
-        self._unchanging: list[nn.Parameter] = []
+        self._prepared: tuple[OrderedReducer, ShardBuffers, MutatedBuffers] | None = None
+        self.joint_layers: list[SyncBatchNorm] = []
+        self._changed_buffers: list[bool] = []
+        self._checked_parameters: list[nn.Parameter] = []  # those that forward passes must not change
         self._versions: list[int] = []
 
-    def _say_threads(self) -> None:
-        threads, own = self.conditions.threads, torch.get_num_threads()
-        if threads is not None and threads != own and self.comm.rank == 0:
-            _log.warning("with shards, steps are computed with threads=%d in each worker, not %d", threads, own)
+    def _log_threads(self) -> None:
+        threads, current = self.determinism.threads, torch.get_num_threads()
+        if threads is not None and threads != current and self.comm.rank == 0:
+            _log.warning(
+                "with virtual workers, steps are computed with threads=%d in each worker, not %d", threads, current
+            )
 
-    def in_shards(self, shards: int, threads: int | None) -> Strategy:
-        """This one."""
+    def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
+        """Return this strategy."""
         return self
 
-    def conditions_of(self) -> dict[str, Any]:
-        """The number of shards, and what `lockstep.strategies.conditions` describes."""
-        return {"shards": self.shards, **self.conditions.describe()}
+    def determinism_settings(self) -> dict[str, Any]:
+        """Return the number of virtual workers, and the settings of `lockstep.invariance.determinism`."""
+        return {"virtual_workers": self.virtual_workers, **self.determinism.describe()}
 
     def prepare(self, model: nn.Module) -> None:
-        """Bring rank 0's values of `model` to every worker, and see that all are the same then.
+        """Move `model` to the device, broadcast rank 0's values, and check that all workers have the same.
 
         Raises:
-            MismatchError: when the models differ in their parameters or buffers.
-            ConfigError: when the model has a layer that would break the promise.
+            MismatchError: if the models differ in their parameters or buffers.
+            ConfigError: if the model has an unsupported layer, or the workers have different determinism settings.
         """
-        check_modules(model, self.comm.device)
-        self.meeting_layers = convert_noted(model, self.comm)
-        if self.meeting_layers:
-            check_meeting(model)
+        check_supported(model, self.comm.device)
+        self.joint_layers = convert_marked(model, self.comm)
+        if self.joint_layers:
+            check_joint_passes(model)
         self._model = model.to(self.comm.device)
-        make_same(model, self.comm)
+        sync_module(model, self.comm)
         if self.comm.size > 1:
-            self.conditions.check_same(self.comm)
+            self.determinism.check_same(self.comm)
         layers = [layer for layer in model.modules() if not getattr(layer, "same_bits", False)]
-        self._unchanging = [p for layer in layers for p in layer.parameters(recurse=False)]
-        reducer = OrderedReducer(model.parameters(), self.shards, self.comm, bare=True)
-        self._made = reducer, ShardBuffers(model, self.comm.device), MovingBuffers(model, self.comm, at_once=True)
+        self._checked_parameters = [p for layer in layers for p in layer.parameters(recurse=False)]
+        reducer = OrderedReducer(model.parameters(), self.virtual_workers, self.comm, bare=True)
+        mutated = MutatedBuffers(model, self.comm, at_once=True)
+        self._prepared = reducer, ShardBuffers(model, self.comm.device), mutated
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """`module` as it is: the reducer looks at parameters, and finds out by itself which of them are trained."""
+        """Return `module` unchanged: the reducer itself finds out which parameters are trained."""
         return module
 
-    def determined(self) -> AbstractContextManager[object]:
-        """Around all that must not depend on the machine's threads or on operations without a fixed order."""
-        return self.conditions.fixed()
+    def deterministic(self) -> AbstractContextManager[object]:
+        """Return a context manager that applies the determinism settings."""
+        return self.determinism.applied()
 
     @property
     def threads(self) -> int | None:
-        """Within an operation on the CPU."""
-        return self.conditions.threads
+        """Threads within an operation on the CPU."""
+        return self.determinism.threads
 
     @property
     def reducer(self) -> OrderedReducer:
-        """Of the prepared model."""
-        return self._parts[0]
+        """The reducer of the prepared model."""
+        return self._prepared_parts[0]
 
     @property
     def buffers(self) -> ShardBuffers:
-        """Those of the prepared model."""
-        return self._parts[1]
+        """The buffers of the prepared model."""
+        return self._prepared_parts[1]
 
     @property
-    def _parts(self) -> tuple[OrderedReducer, ShardBuffers, MovingBuffers]:
-        if self._made is None:
+    def _prepared_parts(self) -> tuple[OrderedReducer, ShardBuffers, MutatedBuffers]:
+        if self._prepared is None:
             raise ConfigError("strategy", "prepare(model) before anything else", found="no call of it")
-        return self._made
+        return self._prepared
 
     def begin(self) -> None:
-        """A step begins."""
-        _, buffers, moving = self._parts
-        self._versions = [p._version for p in self._unchanging]
+        """Save the buffers, and the versions of parameters and buffers, at the beginning of a step."""
+        _, buffers, mutated = self._prepared_parts
+        self._versions = [p._version for p in self._checked_parameters]
         buffers.begin()
         if self.comm.size > 1:
-            moving.watch()
+            mutated.snapshot()
 
-    def news(self) -> int:
-        """After this worker's last forward pass: how many of its buffers have been changed for the first time."""
+    def count_new_buffers(self) -> int:
+        """Return how many buffers have changed for the first time; called after this worker's last forward pass."""
         if self.comm.size == 1:
             return 0
-        moving = self._parts[2]
-        self._moved = moving.moved()
-        return moving.news(self._moved)
+        mutated = self._prepared_parts[2]
+        self._changed_buffers = mutated.changed()
+        return mutated.count_new(self._changed_buffers)
 
-    def end(self, sums: torch.Tensor, samples: int, news: torch.Tensor) -> None:
-        """Set the buffers that the passes have changed, on every worker alike.
+    def end(self, sums: torch.Tensor, samples: int, count_new: torch.Tensor) -> None:
+        """Set the buffers that the passes have changed, equally on every worker.
 
         Args:
-            sums: of the shards' `ShardBuffers.numbers`.
-            samples: of the global batch.
-            news: the sum of the workers' `news`.
+            sums: the sums of `ShardBuffers.shard_statistics` over all shards.
+            samples: samples in the global batch.
+            count_new: the sum of the workers' `count_new_buffers`.
 
         Raises:
-            ConfigError: when they have changed a parameter, which is not given to the other shards and workers.
+            ConfigError: if a forward pass has changed a parameter, which other shards and workers would not get.
         """
-        if [p._version for p in self._unchanging] != self._versions:
-            raise self._changed()
-        _, buffers, moving = self._parts
-        buffers.take(sums, samples)
+        if [p._version for p in self._checked_parameters] != self._versions:
+            raise self._parameter_changed()
+        _, buffers, mutated = self._prepared_parts
+        buffers.set_statistics(sums, samples)
         if self.comm.size > 1:
-            moving.sync(self._moved, news)
+            mutated.sync(self._changed_buffers, count_new)
 
-    def _changed(self) -> ConfigError:
-        old = {id(p): version for p, version in zip(self._unchanging, self._versions, strict=True)}
+    def _parameter_changed(self) -> ConfigError:
+        versions = {id(p): version for p, version in zip(self._checked_parameters, self._versions, strict=True)}
         assert self._model is not None
-        name = next(name for name, p in self._model.named_parameters() if p._version != old.get(id(p), p._version))
-        hint = "Keep what it changes in a buffer. If you know better, set same_bits = True on the layer."
+        name = next(name for name, p in self._model.named_parameters() if p._version != versions.get(id(p), p._version))
+        hint = "Store what it changes in a buffer. If you know better, set same_bits = True on the layer."
         return ConfigError(
             "model", "forward passes that change no parameter", found=f"one that changes {name}", hint=hint
         )
 
     def sync_buffers(self) -> None:
-        """Give every worker rank 0's buffers, also those that something else than a step has changed."""
+        """Broadcast rank 0's buffers, including those changed outside of steps."""
         if self._model is not None and self.comm.size > 1:
-            broadcast_all(self._model.buffers(), self.comm)
+            broadcast_tensors(self._model.buffers(), self.comm)

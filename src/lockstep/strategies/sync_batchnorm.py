@@ -1,4 +1,4 @@
-"""Batch normalisation with the statistics of the global batch, on every kind of device."""
+"""Synchronised batch normalisation: statistics of the global batch, on every kind of device."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import tree
 from ..communicator import Communicator
 from ..data.nested import map_tensors
 from ..errors import ConfigError
-from .meeting import Meeting
+from ..invariance import tree_sum
+from .joint_passes import JointPasses
 
-__all__ = ["SyncBatchNorm", "convert", "convert_noted", "taking_part_without_samples"]
+__all__ = ["SyncBatchNorm", "convert", "convert_marked", "placeholder_batch"]
 
 
-class _Parts(Protocol):
-    """The parts of a batch that are normalised together."""
+class _Exchange(Protocol):
+    """Collectives over the parts of a batch that are normalised together."""
 
-    def table(self, row: torch.Tensor) -> torch.Tensor:
-        """The rows of all parts, one below the other."""
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the 1-d tensors of all parts as the rows of a table."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of the `values` of all parts."""
+        """Return the sum of the `values` of all parts."""
 
 
-class _Workers:
-    """The parts of the workers."""
+class _WorkerExchange:
+    """Collectives over the workers, each of which has one part."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def table(self, row: torch.Tensor) -> torch.Tensor:
-        # A sum in which each row has one worker's numbers and zeros of the others is an all-gather with exact values.
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        # An all-reduce in which each row is one worker's and zero on the others is an exact all-gather.
         table = row.new_zeros(self._comm.size, row.numel())
         table[self._comm.rank] = row
         return self._comm.allreduce(table)
@@ -48,25 +48,25 @@ class _Workers:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm over the parts of all workers together: any (n, c, …) → the same shape.
+    """Batch norm over the samples of all workers: any (n, c, …) → the same shape.
 
-    Mean and variance in training are those of all workers' samples, so the output does not depend on how the batch is
-    cut; in evaluation it is ordinary batch norm. Every worker must run it equally often; a part may be empty. The
+    In training, mean and variance are those of all workers' samples, so the output does not depend on the partition of
+    the batch; in evaluation it is ordinary batch norm. Every worker must run it equally often; a part may be empty. The
     variances of parts are combined as in Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
     computing sample variances", 1979.
 
     Attributes:
-        comm: the workers, which copies of the layer share.
-        absent: this worker has no samples: what comes in only keeps the shapes of the layers behind alive.
-        meeting: of the shards of a step, while they are computed: then they take the place of the workers.
+        comm: communicator over the workers, which copies of the layer share.
+        absent: whether this worker has no samples; its input is a placeholder that gives later layers their shapes.
+        joint_passes: the joint passes of a step's shards while they run; they replace `comm`.
     """
 
     comm: Communicator
     absent = False
-    meeting: Meeting | None = None
+    joint_passes: JointPasses | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        memo[id(self.comm)] = self.comm  # a process group is no data
+        memo[id(self.comm)] = self.comm  # a process group cannot be copied
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -94,17 +94,18 @@ class SyncBatchNorm(_BatchNorm):
             )
         present = input[:0] if self.absent else input
         output: torch.Tensor
-        parts = self.meeting or _Workers(self.comm)
-        output, mean, variance, count = _normalise(present, self.weight, self.bias, self.eps, parts)
-        if self.meeting is None or self.meeting.is_first():
-            self._update(mean, variance, count)
+        exchange = self.joint_passes or _WorkerExchange(self.comm)
+        output, mean, variance, count = _normalise(present, self.weight, self.bias, self.eps, exchange)
+        if self.joint_passes is None or self.joint_passes.is_first():
+            self._update_statistics(mean, variance, count)
         if self.absent:
-            # Something of the usual size for the layers behind, and in the graph nothing but the empty output.
-            normal = (_wide(input.detach()) - _along(mean, input)) * _along((variance + self.eps).rsqrt(), input)
+            # A placeholder output for later layers; its graph contains the empty output only.
+            scale = (variance + self.eps).rsqrt()
+            normal = (_wide(input.detach()) - _per_channel(mean, input)) * _per_channel(scale, input)
             return normal.to(input.dtype) + output.sum()
         return output
 
-    def _update(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+    def _update_statistics(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -118,101 +119,104 @@ class SyncBatchNorm(_BatchNorm):
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, parts: _Parts) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, exchange: _Exchange) -> Any:
         axes = [0, *range(2, x.dim())]
         count = x.numel() // x.shape[1] if x.shape[1] else 0
         wide = _wide(x)
-        own = wide.mean(axes) if count else wide.new_zeros(x.shape[1])
-        spread = (wide - _along(own, x)).square().sum(axes)
-        counts, means, spreads = _gather(count, own, spread, parts)
+        local_mean = wide.mean(axes) if count else wide.new_zeros(x.shape[1])
+        local_squares = (wide - _per_channel(local_mean, x)).square().sum(axes)
+        counts, means, squares = _gather_statistics(count, local_mean, local_squares, exchange)
         total = counts.sum()
-        # To look at the total would make a GPU wait; with a single sample in all, no part has more than one.
+        # Reading the total makes the host wait for a GPU; if it is 1, no part has more than one value.
         if count <= 1 and total <= 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-        mean = tree.total(counts * means, torch.add) / total
-        variance = tree.total(spreads + counts * (means - mean).square(), torch.add) / total
+        mean = tree_sum.total(counts * means, torch.add) / total
+        variance = tree_sum.total(squares + counts * (means - mean).square(), torch.add) / total
         scale = (variance + eps).rsqrt()
-        normal = (wide - _along(mean, x)) * _along(scale, x)
-        ctx.parts, ctx.axes, ctx.has_bias = parts, axes, bias is not None
+        normal = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
+        ctx.exchange, ctx.axes, ctx.has_bias = exchange, axes, bias is not None
         ctx.save_for_backward(normal, weight, scale, total)
         ctx.mark_non_differentiable(mean, variance, total)
-        output = normal if weight is None else normal * _along(_wide(weight), x)
+        output = normal if weight is None else normal * _per_channel(_wide(weight), x)
         if bias is not None:
-            output = output + _along(_wide(bias), x)
+            output = output + _per_channel(_wide(bias), x)
         return output.to(x.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> Any:
         normal, weight, scale, total = ctx.saved_tensors
-        wide = _wide(gradient)
-        for_bias, for_weight = wide.sum(ctx.axes), (wide * normal).sum(ctx.axes)
-        sums = ctx.parts.sum(torch.stack((for_bias, for_weight)))
-        centred = wide - _along(sums[0] / total, wide) - normal * _along(sums[1] / total, wide)
+        wide = _wide(grad_output)
+        grad_bias, grad_weight = wide.sum(ctx.axes), (wide * normal).sum(ctx.axes)
+        sums = ctx.exchange.sum(torch.stack((grad_bias, grad_weight)))
+        centred = wide - _per_channel(sums[0] / total, wide) - normal * _per_channel(sums[1] / total, wide)
         factor = scale if weight is None else scale * _wide(weight)
-        for_input = (centred * _along(factor, wide)).to(gradient.dtype)
+        grad_input = (centred * _per_channel(factor, wide)).to(grad_output.dtype)
         if weight is not None:
-            for_weight, for_bias = for_weight.to(weight.dtype), for_bias.to(weight.dtype)
+            grad_weight, grad_bias = grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
         return (
-            for_input,
-            None if weight is None else for_weight,
-            for_bias if ctx.has_bias else None,
+            grad_input,
+            None if weight is None else grad_weight,
+            grad_bias if ctx.has_bias else None,
             None,
             None,
         )
 
 
-def _normalise(x: torch.Tensor, weight: Any, bias: Any, eps: float, parts: _Parts) -> Any:
-    return _Normalise.apply(x, weight, bias, eps, parts)  # type: ignore[no-untyped-call]
+def _normalise(x: torch.Tensor, weight: Any, bias: Any, eps: float, exchange: _Exchange) -> Any:
+    return _Normalise.apply(x, weight, bias, eps, exchange)  # type: ignore[no-untyped-call]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` in at least float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _along(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """View `values`, one for each channel, so that they broadcast over `like`, (n, c, …)."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def _gather(
-    count: int, mean: torch.Tensor, spread: torch.Tensor, parts: _Parts
+def _gather_statistics(
+    count: int, mean: torch.Tensor, squares: torch.Tensor, exchange: _Exchange
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the counts, means and sums of squared deviations of all parts, one row for each part."""
     channels = mean.numel()
-    table = parts.table(torch.cat([mean.new_full((1,), count), mean, spread]))
+    table = exchange.gather(torch.cat([mean.new_full((1,), count), mean, squares]))
     return table[:, :1], table[:, 1 : 1 + channels], table[:, 1 + channels :]
 
 
 @contextmanager
-def taking_part_without_samples(model: nn.Module, data: Any) -> Iterator[Any]:
-    """Gives data for a pass of a worker that has none itself, in which its layers still talk to those of the others.
+def placeholder_batch(model: nn.Module, data: Any) -> Iterator[Any]:
+    """Provide data for the pass of a worker without samples, whose layers take part in collectives all the same.
 
     Args:
-        model: whose `SyncBatchNorm` layers count no samples meanwhile.
+        model: the model; its `SyncBatchNorm` layers count no samples meanwhile.
         data: tensors of 0 samples.
 
     Yields:
-        One sample of zeros, as many models cannot do with none: ``x.view(x.size(0), -1)`` is ambiguous then. `data` as
-        it is where a layer is torch's own `nn.SyncBatchNorm`, which would count that sample.
+        One sample of zeros, because many models fail without samples: ``x.view(x.size(0), -1)`` is ambiguous then. If
+        a layer is torch's `nn.SyncBatchNorm`, which would count that sample, `data` is yielded unchanged.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
-    foreign = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+    has_torch_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
     for layer in layers:
         layer.absent = True
     try:
-        yield data if foreign else map_tensors(_one_of_zeros, data)
+        yield data if has_torch_layers else map_tensors(_one_zero_sample, data)
     finally:
         for layer in layers:
             layer.absent = False
 
 
-def _one_of_zeros(tensor: torch.Tensor) -> torch.Tensor:
+def _one_zero_sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_zeros(1, *tensor.shape[1:]) if tensor.dim() else tensor
 
 
 def convert(model: nn.Module, comm: Communicator) -> nn.Module:
-    """`model` with its batch-norm layers exchanged for `SyncBatchNorm`, in place; parameters and buffers are kept.
+    """Replace the batch-norm layers of `model` by `SyncBatchNorm`, in place, with the same parameters and buffers.
 
-    The model itself is returned, or its replacement where it is a batch-norm layer. Alone nothing changes, but that
-    `convert_noted` knows which layers were meant.
+    Returns the model, or its replacement if it is a batch-norm layer itself. On a single worker it only marks the
+    layers for `convert_marked`.
     """
     if comm.size == 1:
         for layer in model.modules():
@@ -220,35 +224,35 @@ def convert(model: nn.Module, comm: Communicator) -> nn.Module:
                 layer.synchronised = True  # type: ignore[assignment]
         return model
     if isinstance(model, _BatchNorm) and not isinstance(model, (SyncBatchNorm, nn.SyncBatchNorm)):
-        return _exchange(model, comm)
+        return _replace(model, comm)
     for name, child in model.named_children():
         setattr(model, name, convert(child, comm))
     return model
 
 
-def convert_noted(model: nn.Module, comm: Communicator) -> list[SyncBatchNorm]:
-    """The model's `SyncBatchNorm` layers, once those that `convert` has noted on a single worker are some, too.
+def convert_marked(model: nn.Module, comm: Communicator) -> list[SyncBatchNorm]:
+    """Replace the layers that `convert` has marked on a single worker, and return all `SyncBatchNorm` layers.
 
     Raises:
-        ConfigError: when the model itself is such a layer, which nothing can be exchanged in.
+        ConfigError: if the model itself is a marked layer, which cannot be replaced in place.
     """
     if getattr(model, "synchronised", False) and not isinstance(model, SyncBatchNorm):
         raise ConfigError("model", "a module that has batch norm in it", found=type(model).__name__)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if getattr(child, "synchronised", False) and not isinstance(child, SyncBatchNorm):
-                setattr(parent, name, _exchange(child, comm))  # type: ignore[arg-type]
+                setattr(parent, name, _replace(child, comm))  # type: ignore[arg-type]
     return [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
 
 
-def _exchange(layer: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
+def _replace(layer: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
     new = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, False, False)
     new.affine, new.track_running_stats, new.training = (
         layer.affine,
         layer.track_running_stats,
         layer.training,
     )
-    # The same Parameter objects: the optimizer holds them.
+    # The same Parameter objects, because the optimizer refers to them.
     new._parameters, new._buffers = layer._parameters, layer._buffers
     new.comm = comm
     return new

@@ -1,1 +1,1 @@
-"""The training loop and its parts, each of which also works alone."""
+"""The training loop and its parts, which can also be used separately."""

@@ -1,46 +1,120 @@
-"""Measures a model on a data set, with every sample counted once over all workers."""
+"""Evaluation of a model on a data set; every sample counts once over all workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from ..data.loader import Loader
+from ..communicator import Communicator, init
+from ..data.loader import Batch, Loader, dataloader_settings
+from ..data.nested import map_tensors, narrow, tensors_of
 from ..errors import ConfigError, DataError
-from ..shards import bounds
-from ..strategies.base import Strategy
-from ..strategies.sync_batchnorm import taking_part_without_samples
+from ..flight_recorder import in_method, named
+from ..invariance.shards import bounds
+from ..strategies.base import Strategy, accumulation_dtype
+from ..strategies.sync_batchnorm import placeholder_batch
 from .formats import IN_FLIGHT
-from .losses import Computation, Forward, LossFn, LossSum, classification, default_forward
+from .in_flight import InFlightLimit, check_in_flight
+from .losses import Computation, Forward, LossFn, LossSum, classification_loss, default_forward
 from .modes import evaluating
-from .precision import Precision
-from .settling import Pace, check_in_flight
-from .sums import NotAMean, SampleSum, raise_together
+from .precision import Precision, full_precision
+from .sample_sums import NotAMean, SampleSum, raise_not_a_mean
 
-__all__ = ["Measures", "Metric", "accuracy", "check_metrics", "default_metrics", "evaluate"]
+__all__ = [
+    "Evaluation",
+    "Metric",
+    "WholeSet",
+    "accuracy",
+    "check_metrics",
+    "default_metrics",
+    "evaluate",
+    "predict",
+    "whole_set",
+]
 
-Metric = Callable[[Any, Any], Any]
-"""(output, target) of some samples → the mean over them (a 0-dim floating tensor or a float), or one value for each of
-them (shape (n,)), or (sum, count) where the mean is over something else, such as labels or pixels: the rule for losses.
-The first batch of the first evaluation shows whether a mean is one, see `lockstep.training.sums`."""
+Metric = Callable[[Any, Any], Any] | Any
+"""(output, target) of n samples → the mean over the samples (a 0-dim floating tensor or a float), or one value for each
+sample (shape (n,)), or (sum, count) if the mean is over something else, such as labels or pixels: the rule for losses.
+The first batch of the first evaluation checks that a mean is over samples, see `lockstep.training.sample_sums`. What no
+sum over samples gives, such as AUC, is a `whole_set` metric, or an object of torchmetrics."""
+
+
+class WholeSet:
+    """A metric of a whole data set, which no sum over samples gives, such as AUC or F1, see `whole_set`.
+
+    Args:
+        fn: (outputs, targets) of all samples → a number; also an attribute.
+    """
+
+    def __init__(self, fn: Callable[[Any, Any], Any]) -> None:
+        self.fn = fn
+        self._outputs: list[Any] = []
+        self._targets: list[Any] = []
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._outputs, self._targets = [], []
+
+    def update(self, output: Any, target: Any) -> None:
+        """Add samples."""
+        self._outputs.append(output)
+        self._targets.append(target)
+
+    def compute(self) -> float:
+        """Return the metric of all samples."""
+        return float(self.fn(_concatenate(self._outputs), _concatenate(self._targets)))
+
+
+def whole_set(fn: Callable[[Any, Any], Any]) -> WholeSet:
+    """Return a metric that calls `fn` once, with the outputs and the targets of all samples of the data set.
+
+    They are gathered from all workers in the order of the data set, on the CPU of every worker, so the result does not
+    depend on the number of workers::
+
+        metrics={"auc": lockstep.whole_set(lambda output, target: roc_auc_score(target, output[:, 1]))}
+
+    Objects with `reset`, `update` and `compute`, such as those of torchmetrics, are metrics too, and get the gathered
+    outputs and targets of one global batch after the other.
+    """
+    return WholeSet(fn)
+
+
+def _is_stateful(metric: Any) -> bool:
+    """Return whether a metric has a state that is updated batch by batch, as those of torchmetrics."""
+    return all(callable(getattr(metric, name, None)) for name in ("reset", "update", "compute"))
+
+
+def _concatenate(parts: list[Any]) -> Any:
+    """Concatenate tensors along the first dimension, in nested structures of one form."""
+    tensors = [tensors_of(part) for part in parts]
+    columns = iter([torch.cat(column) if column[0].dim() else column[0] for column in zip(*tensors, strict=True)])
+    return map_tensors(lambda _: next(columns), parts[0])
+
+
+def _gather(tree: Any, comm: Communicator) -> Any:
+    """Concatenate the tensors of all workers in rank order, on the CPU of every worker; each has the same form."""
+    return map_tensors(lambda tensor: torch.cat(comm.allgather(tensor.detach().contiguous())).cpu(), tree)
 
 
 def accuracy(
     output: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor | int]:
-    """How many of the labels are the class of the largest output, and how many labels there are.
+    """Count the labels that are the class of the largest output.
 
     Args:
         output: shape (n, classes, …).
-        target: labels of shape (n, …), or probabilities of the shape of `output`, whose largest is the label.
+        target: labels of shape (n, …), or probabilities of the shape of `output`, the largest of which is the label.
         ignore_index: labels of this value do not count.
 
     Returns:
-        Two 0-dim tensors.
+        (correct labels, all labels), two 0-dim tensors.
 
     Raises:
         ConfigError: for other shapes.
@@ -58,16 +132,16 @@ def accuracy(
 
 
 def default_metrics(loss_fn: LossFn) -> dict[str, Metric]:
-    """Accuracy where the loss is one of classification, over the labels that it counts, and nothing otherwise."""
-    of_classes = classification(loss_fn)
-    return {} if of_classes is None else {"accuracy": partial(accuracy, ignore_index=of_classes.ignore_index)}
+    """Return accuracy for a loss of classification, over the labels that the loss counts; otherwise no metrics."""
+    loss = classification_loss(loss_fn)
+    return {} if loss is None else {"accuracy": partial(accuracy, ignore_index=loss.ignore_index)}
 
 
 def check_metrics(metrics: Mapping[str, Metric]) -> None:
-    """See that every metric can be called and has a name of its own.
+    """Check that every metric can be called with an output and a target, and that none has the name "loss".
 
     Raises:
-        ConfigError: naming the first that cannot be used.
+        ConfigError: naming the first invalid metric.
     """
     if not isinstance(metrics, Mapping):
         raise ConfigError(
@@ -76,58 +150,159 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
     if "loss" in metrics:
         raise ConfigError("metrics", "names other than that of the loss itself", found="'loss'")
     for name, metric in metrics.items():
-        if not callable(metric):
-            raise ConfigError("metrics", f"a function (output, target) -> value as {name!r}", metric)
+        _check_metric(name, metric)
+
+
+def _check_metric(name: str, metric: Any) -> None:
+    expected = f"a function (output, target) -> value as {name!r}"
+    if isinstance(metric, type):
+        found, hint = f"the class {metric.__name__}", f"Make an instance: {metric.__name__}()."
+        raise ConfigError("metrics", expected, found=found, hint=hint)
+    if _is_stateful(metric):
+        metric = metric.fn if isinstance(metric, WholeSet) else metric.update
+    if not callable(metric):
+        raise ConfigError("metrics", expected, metric)
+    try:
+        signature = inspect.signature(metric)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ConfigError("metrics", expected, found=f"one of {signature}") from None
+
+
+def predict(
+    model: nn.Module,
+    loader: Loader | DataLoader[Any],
+    *,
+    precision: Precision | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Any:
+    """Return the outputs of `model` for all samples of `loader`, in their order, the same on every worker.
+
+    Args:
+        model: the model; its mode (training or evaluation) is restored.
+        loader: the loader of the data set, with ``shuffle=False``; its epoch 0 is used. If its items are pairs, the
+            first elements are the inputs.
+        precision: the precision of the forward passes; float32 when None.
+        forward: (model, data) → output; that of the inputs when None.
+
+    Returns:
+        The outputs on the CPU, concatenated along the first dimension: a tensor, or a tuple, list or dict of tensors as
+        the model returns them.
+
+    Raises:
+        ConfigError: for a loader that shuffles.
+    """
+    with in_method("lockstep.predict"), _opened(loader) as opened:
+        return Prediction(model, forward or _output_of).run(opened, precision)
 
 
 def evaluate(
     model: nn.Module,
-    loader: Loader,
+    loader: Loader | DataLoader[Any],
     loss_fn: LossFn,
     metrics: Mapping[str, Metric] | None = None,
     *,
     precision: Precision | None = None,
     forward: Forward | None = None,
     strategy: Strategy | None = None,
-    in_flight: int = IN_FLIGHT,
+    max_steps_in_flight: int = IN_FLIGHT,
 ) -> dict[str, float]:
-    """The mean loss and the mean of each metric over all samples of `loader`, the same on every worker.
+    """Return the mean loss and the mean of each metric over all samples of `loader`, the same on every worker.
 
     Args:
-        model: left in the mode that it is in.
-        loader: deals out the data set; its epoch 0 is used.
+        model: the model; its mode (training or evaluation) is restored.
+        loader: the loader of the data set; its epoch 0 is used. Of a `DataLoader` of torch, the batch size is the
+            global batch size.
         loss_fn: see `lockstep.training.losses.LossFn`.
-        metrics: name → `Metric`; accuracy when None and the loss is one of classification.
-        precision: of the forward passes; float32 when None.
+        metrics: name → `Metric`; when None, accuracy for a loss of classification.
+        precision: the precision of the forward passes; float32 when None.
         forward: see `lockstep.training.losses.Forward`.
-        strategy: that of the training; None for a whole model on every worker.
-        in_flight: so many batches may be queued on an accelerator.
+        strategy: the strategy of the training; None for the whole model on every worker.
+        max_steps_in_flight: number of batches that may be queued on an accelerator.
 
     Returns:
         {"loss": …, and each metric's name: …}
 
     Raises:
-        ConfigError: for a metric named "loss" or one that cannot be called, outputs that do not fit the labels, or a
-            loss or metric that returns what is no mean over samples.
-        DataError: when the loss or a metric counts nothing in the whole data set.
+        ConfigError: for a metric named "loss" or one that is not callable, outputs that do not fit the labels, or a
+            loss or metric that is not a mean over samples.
+        DataError: if the loss or a metric counts nothing in the whole data set.
     """
     metrics = default_metrics(loss_fn) if metrics is None else metrics
-    measures = Measures(model, loss_fn, metrics, loader.comm.device, forward)
-    return measures.over(loader, precision, strategy, in_flight)
+    with in_method("lockstep.evaluate"), _opened(loader) as opened:
+        measures = Evaluation(model, loss_fn, metrics, opened.comm.device, forward)
+        return measures.run(opened, precision, strategy, max_steps_in_flight)
 
 
-class Measures(Computation):
-    """A loss and metrics of a model: (data, samples) → by row what each adds up to, and what that is a sum over.
+@contextmanager
+def _opened(loader: Loader | DataLoader[Any]) -> Iterator[Loader]:
+    if isinstance(loader, Loader):
+        yield loader
+        return
+    size, comm = int(loader.batch_size or 1), init()
+    settings = dataloader_settings(loader, "loader", size, warns=comm.rank == 0)
+    opened = Loader(**settings, global_batch_size=size, comm=comm)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def _output_of(model: nn.Module, data: Any) -> Any:
+    return model(data[0] if isinstance(data, (tuple, list)) else data)
+
+
+class Prediction(Computation):
+    """The outputs of a model: (data, samples) → output.
 
     Args:
-        model: see `evaluate`, as all others.
-        loss_fn: in the first row.
-        metrics: in the others.
-        device: where the outputs are.
-        forward: of the model.
+        model: see `predict`, as for the other arguments.
+        forward: see `predict`.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__(model)
+        self._forward = forward
+
+    @torch.no_grad()
+    def run(self, loader: Loader, precision: Precision | None) -> Any:
+        """Return the outputs, see `predict`."""
+        if loader.shuffle:
+            expected = "one with shuffle=False, in the order of the data set"
+            raise ConfigError("loader", expected, found="one that shuffles")
+        comm, precision = loader.comm, precision or Precision("fp32", loader.comm.device)
+        outputs = []
+        with evaluating(self.model):
+            for batch in loader.epoch(0):
+                parts = [(data, size) for _, data, size in _parts_of(loader, batch) if size]
+                results = []
+                for data, size in parts or [(loader.stand_in(), 0)]:
+                    with precision.autocast():
+                        output = map_tensors(full_precision, self(data, size))
+                    results.append(output if size else narrow(output, 0, 0))
+                outputs.append(_gather(_concatenate(results), comm))
+        return _concatenate(outputs)
+
+    def on(self, model: nn.Module, data: Any, size: int) -> Any:
+        """See `Computation`."""
+        return self._forward(model, data)
+
+
+class Evaluation(Computation):
+    """A loss and metrics of a model: (data, samples) → a table with a row (sum, count) for the loss and each metric.
+
+    Args:
+        model: see `evaluate`, as for the other arguments.
+        loss_fn: the loss, in the first row.
+        metrics: the metrics, in the other rows.
+        device: the device of the outputs.
+        forward: see `evaluate`.
 
     Raises:
-        ConfigError: for a metric named "loss", or functions that cannot be called.
+        ConfigError: for a metric named "loss", or functions that are not callable.
     """
 
     def __init__(
@@ -141,67 +316,121 @@ class Measures(Computation):
         super().__init__(model)
         check_metrics(metrics)
         self._loss, self._forward = LossSum(loss_fn, device), forward or default_forward
-        self._metrics = {name: SampleSum("metrics", metric, name) for name, metric in metrics.items()}
+        self._stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if _is_stateful(metric)}
+        of_samples = {name: metric for name, metric in metrics.items() if name not in self._stateful}
+        self._metrics = {name: SampleSum("metrics", metric, name) for name, metric in of_samples.items()}
+        self._names, self._kept = list(metrics), cast(list[tuple[Any, Any]], [])
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the results; those of `may_be_several` may have several others instead."""
+        return ["loss", *self._names]
+
+    @property
+    def may_be_several(self) -> list[str]:
+        """The names of metrics that may give several results, NAME_KEY."""
+        return [name for name, metric in self._stateful.items() if not isinstance(metric, WholeSet)]
 
     @torch.no_grad()
-    def over(
-        self, loader: Loader, precision: Precision | None, strategy: Strategy | None, in_flight: int
+    def run(
+        self, loader: Loader, precision: Precision | None, strategy: Strategy | None, max_steps_in_flight: int
     ) -> dict[str, float]:
-        """What `evaluate` returns."""
+        """Run the evaluation and return its results, see `evaluate`."""
         comm, device = loader.comm, loader.comm.device
         strategy, precision = strategy or Strategy(comm), precision or Precision("fp32", device)
-        measured = strategy.spread(self)
-        # by part of each batch; by row the loss and the metrics; what they add up to, and what that is a sum over
-        totals = torch.zeros(loader.shards or 1, 1 + len(self._metrics), 2, device=device, dtype=_wide(device))
-        pace, wrong = Pace(device, check_in_flight(in_flight)), None
+        self._reset_stateful(strategy)
+        wrapped = strategy.wrap_evaluation(self)
+        # (shard, loss or metric, sum or count)
+        shape = (loader.virtual_workers or 1, 1 + len(self._metrics), 2)
+        totals = torch.zeros(shape, device=device, dtype=accumulation_dtype(device))
+        limit, not_a_mean = InFlightLimit(device, check_in_flight(max_steps_in_flight)), None
         with evaluating(self.model):
-            for part, data, size in _parts(loader):
-                with precision.autocast():
-                    if size:
-                        totals[part] += measured(data, size)
-                    elif strategy.in_step:
-                        with taking_part_without_samples(self.model, data) as stand_in:
-                            measured(stand_in, 1)
-                wrong = wrong or self._check(precision)
-                pace.keep()
-        raise_together(wrong, comm)
-        # A shard's rows are zero but on one worker, so that this sum is exact; the next one has one order on all.
-        return _means(["loss", *self._metrics], comm.allreduce(totals).sum(0).tolist())
+            for batch in loader.epoch(0):
+                for shard, data, size in _parts_of(loader, batch):
+                    with precision.autocast():
+                        if size:
+                            totals[shard] += wrapped(data, size)
+                        elif strategy.collective_forward:
+                            with placeholder_batch(self.model, data) as placeholder:
+                                wrapped(placeholder, 1)
+                                self._kept.clear()
+                    not_a_mean = not_a_mean or self._check(precision)
+                    limit.record()
+                if self._stateful:
+                    self._update_stateful(loader, precision)
+        with named("check of loss and metrics"):
+            raise_not_a_mean(not_a_mean, comm)
+        # A shard's rows are nonzero on one worker only, so the all-reduce is exact; the sum over shards has one order.
+        with named("sums of loss and metrics"):
+            sums = comm.allreduce(totals).sum(0)
+        results = _means(["loss", *self._metrics], sums.tolist())
+        return self._with_stateful(results)
+
+    def _reset_stateful(self, strategy: Strategy) -> None:
+        if self._stateful and len(strategy.devices) > 1:
+            expected = "functions of samples with the strategy replicas, whose outputs are on several devices"
+            raise ConfigError("metrics", expected, found=f"{next(iter(self._stateful))!r}, a metric with a state")
+        self._kept.clear()
+        for metric in self._stateful.values():
+            metric.reset()
+            parts: Iterable[Any] = metric.modules() if isinstance(metric, nn.Module) else ()
+            for part in parts:
+                if hasattr(part, "distributed_available_fn"):  # of torchmetrics: all workers have all samples already
+                    part.distributed_available_fn = lambda: False
+
+    def _update_stateful(self, loader: Loader, precision: Precision) -> None:
+        """Update the metrics with a state, on every worker with the outputs and targets of all workers for a batch."""
+        kept, self._kept = self._kept, []
+        if not kept:  # of a worker without samples, for the form of the outputs
+            with precision.autocast():
+                kept = [narrow(self._forward(self.model, loader.stand_in()), 0, 0)]
+        outputs, targets = (
+            _gather(_concatenate([map_tensors(full_precision, pair[at]) for pair in kept]), loader.comm)
+            for at in (0, 1)
+        )
+        for metric in self._stateful.values():
+            metric.update(outputs, targets)
+
+    def _with_stateful(self, results: dict[str, float]) -> dict[str, float]:
+        """Return `results` with those of the metrics with a state, in the order in which the metrics were given."""
+        for name, metric in self._stateful.items():
+            value = metric.compute()
+            several = value.items() if isinstance(value, Mapping) else ()
+            results |= {f"{name}_{key}": float(each) for key, each in several} if several else {name: float(value)}
+        given = [key for name in ("loss", *self._names) for key in results if key == name or key.startswith(f"{name}_")]
+        return {name: results[name] for name in dict.fromkeys(given)}
 
     def _check(self, precision: Precision) -> NotAMean | None:
-        """What is wrong with the functions that are open, by the first part that they were called with."""
-        found = [self._loss.parts.check(precision.autocast)]
-        found += [metric.check(precision.autocast, gradients=False) for metric in self._metrics.values()]
-        return next((each for each in found if each is not None), None)
+        """Check the functions that have not been checked yet; returns the first that is not a mean over samples."""
+        results = [self._loss.parts.check(precision.autocast)]
+        results += [metric.check(precision.autocast, gradients=False) for metric in self._metrics.values()]
+        return next((result for result in results if result is not None), None)
 
     def on(self, model: nn.Module, data: Any, size: int) -> torch.Tensor:
         """See `Computation`."""
         output, target = self._forward(model, data)
+        if self._stateful:
+            self._kept.append((output, target))
         rows: list[tuple[Any, Any]] = [self._loss(output, target, size)]
         rows += [metric(output, target, size) for metric in self._metrics.values()]
         first = rows[0][0]
         device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
-        totals = torch.zeros(len(rows), 2, device=device, dtype=_wide(device))
+        totals = torch.zeros(len(rows), 2, device=device, dtype=accumulation_dtype(device))
         for row, (value, count) in zip(totals, rows, strict=True):
             row[0] += value
             row[1] += count
         return totals
 
 
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _parts(loader: Loader) -> Iterator[tuple[int, Any, int]]:
-    """(its number, its data, its samples) of each part of a batch that is this worker's."""
-    for batch in loader.epoch(0):
-        if not loader.shards:
-            yield 0, batch.data, batch.size
-            continue
-        run = range(*bounds(loader.shards, loader.comm.size, loader.comm.rank))
-        for shard, data in zip(run, batch.data, strict=True):
-            low, high = bounds(batch.global_size, loader.shards, shard)
-            yield shard, data, high - low
+def _parts_of(loader: Loader, batch: Batch) -> Iterator[tuple[int, Any, int]]:
+    """Yield (shard, data, samples) of this worker's shards; without virtual workers, its part of a batch is shard 0."""
+    if not loader.virtual_workers:
+        yield 0, batch.data, batch.size
+        return
+    shards = range(*bounds(loader.virtual_workers, loader.comm.size, loader.comm.rank))
+    for shard, data in zip(shards, batch.data, strict=True):
+        start, stop = bounds(batch.global_size, loader.virtual_workers, shard)
+        yield shard, data, stop - start
 
 
 def _means(names: list[str], totals: list[list[float]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Names and numbers that the options of a training run share with what uses them, apart from torch."""
+"""Names and defaults of training options, in a module that does not import torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ __all__ = ["IN_FLIGHT", "PRECISIONS", "REPLICA_CHECK"]
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 IN_FLIGHT = 5
-"""Steps that may be queued on an accelerator, if the user says nothing else."""
+"""Default number of steps that may be queued on an accelerator."""
 
 REPLICA_CHECK = 50
-"""Steps between two looks at a few weights of all workers, likewise."""
+"""Default number of steps between two comparisons of sampled weights among workers."""

@@ -1,4 +1,4 @@
-"""The modes of a model's layers: training, but for those that are frozen, and evaluation for a while."""
+"""Training and evaluation modes of a model's layers; frozen layers stay in evaluation mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["TrainingModes", "evaluating"]
 
 
 class TrainingModes:
-    """Remembers which layers of a model in training mode are in evaluation mode, e.g. batch norm that is frozen.
+    """Remembers which layers of a model in training mode are in evaluation mode, e.g. frozen batch norm.
 
     Args:
         model: the model.
@@ -22,7 +22,7 @@ class TrainingModes:
         self._frozen: list[nn.Module] = []
 
     def restore(self) -> None:
-        """Bring the model into training mode, as it was when last seen in it: frozen layers stay frozen."""
+        """Put the model into training mode; layers that were frozen when it was last in this mode stay frozen."""
         if self._model.training:
             self._frozen = [layer for layer in self._model.modules() if not layer.training]
             return
@@ -33,7 +33,7 @@ class TrainingModes:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every layer in evaluation mode, and afterwards each back into the mode it was in."""
+    """Put every layer into evaluation mode within a `with` block, and restore the modes after it."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The options of a training run: their names, meanings and limits, for flags and files alike."""
+"""The options of a training run, with names, help texts and checks, for command-line flags and files."""
 
 from __future__ import annotations
 
@@ -8,27 +8,23 @@ from typing import Any
 
 from ..data import DATA
 from ..errors import ConfigError, unknown_name
+from ..invariance.shards import check_virtual_workers
 from ..models import MODELS
 from ..registry import Registry
-from ..shard_count import DEFAULT_SHARDS, shard_count
 from ..strategies import STRATEGIES
 from .formats import IN_FLIGHT, PRECISIONS, REPLICA_CHECK
 from .schedules import SCHEDULES
 
-__all__ = ["GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_text"]
+__all__ = ["GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_param_groups", "parse_text"]
 
 GROUPS = ("what to train", "workers", "the step", "the run", "files and display")
 LOGS = ("csv", "tensorboard")
-_OF_ONE_CALL = ("out", "resume", "allow_different")
+_PER_CALL = ("run_dir", "resume", "allow_different_hardware", "quiet")
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
-def _option(
-    default: Any, group: str, text: str, metavar: str = "", choices: tuple[str, ...] = (), bare: str | None = None
-) -> Any:
-    """`bare` is what the flag alone means, without a value."""
-    told = {"group": group, "help": text, "metavar": metavar, "choices": choices, "bare": bare}
-    return field(default=default, metadata=told)
+def _option(default: Any, group: str, text: str, metavar: str = "", choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"group": group, "help": text, "metavar": metavar, "choices": choices})
 
 
 def _names(known: Registry) -> str:
@@ -37,11 +33,7 @@ def _names(known: Registry) -> str:
 
 @dataclass
 class TrainOptions:
-    """Every option of ``lockstep train``, with its default. Names are the flags' with ``_`` for ``-``.
-
-    Raises:
-        ConfigError: from `check`, naming the option, what was expected and what came.
-    """
+    """All options of ``lockstep train``, with their defaults. Names are those of the flags with ``_`` for ``-``."""
 
     model: str = _option("lenet", GROUPS[0], _names(MODELS), "NAME")
     data: str = _option("digits", GROUPS[0], _names(DATA), "NAME")
@@ -61,7 +53,7 @@ class TrainOptions:
         "distributed",
         GROUPS[1],
         "distributed: a copy of the model on each worker; replicas: on each of several devices in a worker; sharded: "
-        "one model, cut over the workers",
+        "one model, sharded over the workers",
         choices=tuple(STRATEGIES.names()),
     )
     devices: str = _option(
@@ -75,96 +67,135 @@ class TrainOptions:
         False, GROUPS[1], "batch norm with the statistics of the global batch, not of each worker's part"
     )
 
-    shards: int | None = _option(
+    virtual_workers: int | None = _option(
         None,
         GROUPS[1],
-        "give the same bits at any number of workers: cut each step into so many shards, each with a pass of its own "
-        f"(without a number: {DEFAULT_SHARDS})",
+        "give the same bits at any number of workers: compute what V workers compute, each with a separate pass over "
+        "its part of every step, on any number of workers up to V (e.g. 8)",
         "V",
-        bare=str(DEFAULT_SHARDS),
     )
-    threads: int | None = _option(None, GROUPS[1], "with shards: threads within an operation on the CPU (1)", "N")
-    allow_different: bool = _option(
-        False, GROUPS[1], "with shards: go on from a checkpoint on another machine or torch, with other bits"
+    threads: int | None = _option(
+        None, GROUPS[1], "with virtual workers: threads within an operation on the CPU (1)", "N"
+    )
+    allow_different_hardware: bool = _option(
+        False, GROUPS[1], "with virtual workers: resume from a checkpoint on another host or torch, with other bits"
     )
 
-    global_batch: int = _option(256, GROUPS[2], "samples in one step, over all workers", "N")
-    lr: float = _option(None, GROUPS[2], "learning rate (default: 0.05 for sgd, 0.001 for adam and adamw)", "X")
-    optimizer: str = _option(
-        "sgd", GROUPS[2], "rule by which gradients change weights", choices=("sgd", "adam", "adamw")
+    global_batch_size: int = _option(
+        None, GROUPS[2], "samples in one step, over all workers (default: 256; 64 for digits)", "N"
     )
+    lr: float = _option(None, GROUPS[2], "learning rate (default: 0.05 for sgd, 0.001 for adam and adamw)", "X")
+    optimizer: str = _option("sgd", GROUPS[2], "optimizer", choices=("sgd", "adam", "adamw"))
     momentum: float = _option(0.9, GROUPS[2], "momentum of sgd", "X")
-    weight_decay: float = _option(0.0, GROUPS[2], "how strongly weights are drawn to zero", "X")
-    clip_norm: float | None = _option(None, GROUPS[2], "upper bound of the norm of the whole gradient", "X")
-    accumulate: int = _option(
-        1, GROUPS[2], "passes in which a worker goes through its part of a step; more need less memory", "N"
+    beta1: float = _option(0.9, GROUPS[2], "first beta of adam and adamw", "X")
+    beta2: float = _option(0.999, GROUPS[2], "second beta of adam and adamw", "X")
+    weight_decay: float = _option(0.0, GROUPS[2], "weight decay (L2 penalty)", "X")
+    param_groups: str | None = _option(
+        None,
+        GROUPS[2],
+        "other values for some parameters, by patterns of their names, such as '*.bias:weight_decay=0;fc*:lr=0.01'",
+        "LIST",
+    )
+    max_grad_norm: float | None = _option(
+        None, GROUPS[2], "maximum 2-norm of all gradients together (gradient clipping)", "X"
+    )
+    gradient_accumulation_steps: int = _option(
+        1, GROUPS[2], "gradient accumulation steps in a worker's part of a step; more need less memory", "N"
     )
     precision: str = _option("fp32", GROUPS[2], "number format; fp16 scales gradients", choices=PRECISIONS)
     compile: bool = _option(False, GROUPS[2], "run the model through torch.compile")
-    channels_last: bool = _option(False, GROUPS[2], "memory layout that suits convolutions on GPUs")
-    in_flight: int = _option(
-        IN_FLIGHT, GROUPS[2], "on a GPU: steps that may be queued before the program waits for the oldest", "N"
+    channels_last: bool = _option(False, GROUPS[2], "channels-last memory format, for convolutions on GPUs")
+    max_steps_in_flight: int = _option(
+        IN_FLIGHT, GROUPS[2], "on a GPU: steps that may be queued before the host waits for the oldest", "N"
     )
     replica_check: int = _option(
         REPLICA_CHECK,
         GROUPS[2],
-        "steps between two looks at whether some weights are the same on all workers; all are compared at checkpoints "
-        "and ends of epochs, hyperparameters at every step; 0: nothing is compared",
+        "steps between two comparisons of sampled weights among workers; all weights are compared at checkpoints and "
+        "ends of epochs, hyperparameters at every step; 0: nothing is compared",
         "N",
     )
 
-    epochs: int = _option(10, GROUPS[3], "passes over the training data, counted from the beginning of the run", "N")
-    schedule: str = _option("cosine", GROUPS[3], "course of the learning rate", choices=SCHEDULES)
-    warmup_epochs: float = _option(0.0, GROUPS[3], "epochs in which the learning rate grows to its value", "X")
-    base_batch: int | None = _option(
-        None, GROUPS[3], "the global batch that --lr was chosen for; --lr is scaled from it to --global-batch", "N"
+    epochs: int = _option(
+        None,
+        GROUPS[3],
+        "passes over the training data, counted from the start of the run (default: 10; 15 for digits)",
+        "N",
     )
-    seed: int = _option(0, GROUPS[3], "random seed of first weights, order of samples and dropout", "N")
+    schedule: str = _option("cosine", GROUPS[3], "learning-rate schedule", choices=SCHEDULES)
+    warmup_epochs: float = _option(0.0, GROUPS[3], "epochs of linear learning-rate warm-up", "X")
+    base_batch_size: int | None = _option(
+        None, GROUPS[3], "the global batch that --lr was chosen for; --lr is scaled from it to --global-batch-size", "N"
+    )
+    seed: int = _option(0, GROUPS[3], "random seed of initial weights, sample order and dropout", "N")
     checkpoint_every: str = _option(
-        "1epoch", GROUPS[3], "how often to save, such as 2epochs or 500steps; 0: only when stopped", "INTERVAL"
+        "1epoch", GROUPS[3], "how often to save, such as 2epochs or 500steps; 0: only when interrupted", "INTERVAL"
     )
-    keep: int = _option(3, GROUPS[3], "how many of the newest checkpoints stay", "N")
+    keep_checkpoints: int = _option(3, GROUPS[3], "number of newest checkpoints to keep", "N")
     async_save: bool = _option(
-        False, GROUPS[3], "write checkpoints beside the training, from a copy of the state in memory"
+        False, GROUPS[3], "write checkpoints in the background, from a copy of the state in memory"
     )
     resume: str | None = _option(
         None,
         GROUPS[3],
-        "go on from a run's folder, a checkpoint, or the latest run in runs/, with the options of that run",
+        "resume from a run directory, a checkpoint, or the latest run in runs/, with the options of that run",
         "PATH|latest",
     )
 
-    out: str | None = _option(None, GROUPS[4], "run folder (default: a new one in runs/, or that of --resume)", "DIR")
-    log: str = _option(
-        "csv", GROUPS[4], "records, with commas between: csv (metrics.csv, always written), tensorboard", "LIST"
+    run_dir: str | None = _option(
+        None, GROUPS[4], "run directory (default: a new one in runs/, or that of --resume)", "DIR"
     )
-    loader_workers: int = _option(0, GROUPS[4], "processes for each worker that load data ahead", "N")
-    quiet: bool = _option(False, GROUPS[4], "say nothing but errors")
+    log: str = _option("csv", GROUPS[4], "comma-separated logs: csv (metrics.csv, always written), tensorboard", "LIST")
+    loader_workers: int = _option(0, GROUPS[4], "data loader processes for each worker", "N")
+    quiet: bool = _option(False, GROUPS[4], "print errors only")
 
     def __post_init__(self) -> None:
+        small = self.data == "digits"  # 1,437 samples
+        if self.global_batch_size is None:
+            self.global_batch_size = 64 if small else 256
+        if self.epochs is None:
+            self.epochs = 15 if small else 10
         if self.lr is None:
             self.lr = 0.05 if self.optimizer == "sgd" else 0.001
 
     def check(self) -> None:
-        """See that every value can be used, as far as that can be said without data, model and device."""
+        """Check every value, as far as it is possible without data, model and device.
+
+        Raises:
+            ConfigError: naming the option, what was expected and what was given.
+        """
         MODELS.check(self.model)
         DATA.check(self.data)
         if self.workers != "auto":
             _whole("workers", self.workers, 1)
-        for name in ("global_batch", "accumulate", "epochs", "keep", "in_flight"):
+        for name in (
+            "global_batch_size",
+            "gradient_accumulation_steps",
+            "epochs",
+            "keep_checkpoints",
+            "max_steps_in_flight",
+        ):
             _whole(name, getattr(self, name), 1)
         for name in ("loader_workers", "replica_check"):
             _whole(name, getattr(self, name), 0)
         _whole("seed", self.seed, 0, 2**63 - 1)  # torch takes 64 bits
-        for name in ("base_batch", "shards", "threads"):
+        for name in ("base_batch_size", "virtual_workers", "threads"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1)
         for name, above in (("lr", True), ("momentum", False), ("weight_decay", False), ("warmup_epochs", False)):
             _number(name, getattr(self, name), above)
-        if self.clip_norm is not None:
-            _number("clip_norm", self.clip_norm, above=True)
-        if self.accumulate > self.global_batch:
-            raise ConfigError("accumulate", f"at most the {self.global_batch} samples of a step", self.accumulate)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(name, "a number from 0 to below 1", getattr(self, name))
+        parse_param_groups(self.param_groups or "")
+        if self.max_grad_norm is not None:
+            _number("max_grad_norm", self.max_grad_norm, above=True)
+        if self.gradient_accumulation_steps > self.global_batch_size:
+            raise ConfigError(
+                "gradient_accumulation_steps",
+                f"at most the {self.global_batch_size} samples of a step",
+                self.gradient_accumulation_steps,
+            )
         if self.warmup_epochs >= self.epochs:
             raise ConfigError("warmup_epochs", f"less than the {self.epochs} epochs of the run", self.warmup_epochs)
         check_together(self)
@@ -186,49 +217,81 @@ class TrainOptions:
         parse_interval(self.checkpoint_every)
 
     def logs(self) -> list[str]:
-        """The parts of `log`."""
+        """Return the names in `log`."""
         return [name.strip() for name in self.log.split(",") if name.strip()]
 
     def device_list(self) -> list[str | int] | None:
-        """The parts of `devices`, numbers as such; None for "auto"."""
+        """Return the devices in `devices`, numbers as int; None for "auto"."""
         if self.devices == "auto":
             return None
         parts = [part.strip() for part in self.devices.split(",")]
         return [int(part) if part.isdecimal() else part for part in parts]
 
     def as_dict(self) -> dict[str, Any]:
-        """All options by name, for a file that `from_mapping` reads, but those that another call shall give itself."""
-        return {name: value for name, value in asdict(self).items() if name not in _OF_ONE_CALL}
+        """Return the options by name, for a file that `from_mapping` reads, without those that belong to one call."""
+        return {name: value for name, value in asdict(self).items() if name not in _PER_CALL}
+
+
+def parse_param_groups(text: str) -> list[tuple[list[str], dict[str, float]]]:
+    """Parse `param_groups`: "*.bias,bn*:weight_decay=0;fc*:lr=0.01" → [(patterns, {hyperparameter: value}), …].
+
+    Raises:
+        ConfigError: for another form.
+    """
+    groups = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        patterns, colon, values = part.rpartition(":")
+        pairs = [value.partition("=") for value in values.split(",")]
+        try:
+            numbers = {name.strip(): float(number) for name, _, number in pairs}
+        except ValueError:
+            numbers = {}
+        if not colon or not numbers:
+            expected = "groups such as '*.bias:weight_decay=0;fc*:lr=0.01,momentum=0.8'"
+            raise ConfigError("param_groups", expected, part)
+        groups.append(([pattern.strip() for pattern in patterns.split(",")], numbers))
+    return groups
 
 
 def check_together(options: TrainOptions) -> None:
-    """See that no option contradicts `strategy` or `shards`."""
+    """Check that no option contradicts `strategy` or `virtual_workers`.
+
+    Raises:
+        ConfigError: naming the first that does.
+    """
     if options.strategy == "replicas":
         _check_with_replicas(options)
     elif options.devices != "auto":
-        hint = "Pass --strategy replicas; or, to go on with a run of that strategy under another, --devices auto."
+        hint = "Pass --strategy replicas; or --devices auto, to resume a run of that strategy under another one."
         raise ConfigError("devices", "auto without the strategy replicas", options.devices, hint)
-    if options.shards is None:
+    if options.virtual_workers is None:
         if options.threads is not None:
-            raise ConfigError("threads", "none without shards", options.threads)
+            raise ConfigError("threads", "none without virtual workers", options.threads)
         return
     if options.workers != "auto":
-        shard_count(options.shards, int(options.workers))
-    if options.accumulate > 1:
-        raise ConfigError("accumulate", "1 with shards", options.accumulate, "Each shard is a pass of its own.")
+        check_virtual_workers(options.virtual_workers, int(options.workers))
+    if options.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "gradient_accumulation_steps",
+            "1 with virtual workers",
+            options.gradient_accumulation_steps,
+            "Each shard has its own pass.",
+        )
     if options.sync_batchnorm and options.compile:
-        raise ConfigError("compile", "false with shards and sync_batchnorm", True, "Leave out one of the three.")
+        raise ConfigError(
+            "compile", "false with virtual workers and sync_batchnorm", True, "Leave out one of the three."
+        )
 
 
 def _check_with_replicas(options: TrainOptions) -> None:
-    if options.shards is not None:
-        hint = "Shards are shared among processes: leave the strategy out."
-        raise ConfigError("shards", "none with the strategy replicas", options.shards, hint)
+    if options.virtual_workers is not None:
+        hint = "Virtual workers need processes: leave the strategy out."
+        raise ConfigError("virtual_workers", "none with the strategy replicas", options.virtual_workers, hint)
     if options.sync_batchnorm:
-        hint = "Statistics are those of each replica's part, averaged; --workers has synchronised ones."
+        hint = "Each replica uses the statistics of its own part; several --workers can synchronise them."
         raise ConfigError("sync_batchnorm", "false with the strategy replicas", True, hint)
     if options.compile:
-        hint = "Compiled programs do not run in several threads with random numbers of their own."
+        hint = "Compiled programs do not support threads with separate random numbers."
         raise ConfigError("compile", "false with the strategy replicas", True, hint)
 
 
@@ -248,21 +311,21 @@ def _number(name: str, value: Any, above: bool) -> None:
 
 
 def from_mapping(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The options that a file holds, each with its right type.
+    """Convert the options of a file to their types.
 
     Args:
-        values: option → value; ``-`` and ``_`` in names mean the same, and a text means what it would as a flag's.
+        values: option → value; ``-`` and ``_`` in names are equivalent, and a string is parsed as a flag's value.
         source: the file, for errors.
 
     Raises:
-        ConfigError: for a name that is no option or comes twice, or a value of the wrong kind.
+        ConfigError: for an unknown or duplicate name, or a value of a wrong type.
     """
     known = {option.name: option for option in fields(TrainOptions)}
     result: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise unknown_name(source, key, known, expected="options of a run, as `lockstep train --help` has them")
+            raise unknown_name(source, key, known, expected="options of a run, as listed by `lockstep train --help`")
         if name in result:
             raise ConfigError(f"{source}: {key}", "each option once", found="it twice")
         result[name] = _typed(known[name], value, f"{source}: {key}")
@@ -277,25 +340,25 @@ def _typed(option: Field[Any], value: Any, argument: str) -> Any:
         if kind != "bool" or not isinstance(value, bool):
             raise ConfigError(argument, _EXPECTED[kind], value)
         return value
-    # YAML 1.1 takes 1e-3 for a text, and `workers: 2` is a number.
+    # YAML 1.1 reads 1e-3 as a string, and `workers: 2` as a number.
     if isinstance(value, (str, int)) or (isinstance(value, float) and kind != "str"):
-        return parse_text(option, str(value), argument, came=value)
+        return parse_text(option, str(value), argument, original=value)
     raise ConfigError(argument, _EXPECTED[kind], value, "Put it in quotes." if kind == "str" else "")
 
 
-def parse_text(option: Field[Any], text: str, argument: str = "", came: object = None) -> Any:
-    """A flag's text as a value of its option's type.
+def parse_text(option: Field[Any], text: str, argument: str = "", original: object = None) -> Any:
+    """Parse a flag's text as a value of its option's type.
 
     Args:
         option: a field of `TrainOptions`.
-        text: as it was typed.
-        argument: what errors name; the option itself when "".
-        came: what errors show; the text itself when None.
+        text: the text.
+        argument: the name in errors; that of the option when "".
+        original: the value in errors; the text when None.
 
     Raises:
-        ConfigError: when it is none.
+        ConfigError: if it is not a value of that type.
     """
-    got = text if came is None else came
+    got = text if original is None else original
     kind = str(option.type).partition(" | ")[0]
     try:
         value = {"int": int, "float": float, "str": str}[kind](text)

@@ -1,4 +1,4 @@
-"""The number format of forward and backward passes, and the scaling of gradients that fp16 needs."""
+"""Mixed precision: autocast and gradient scaling; also scaling and clipping of gradients."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch.optim import Optimizer
 from ..errors import ConfigError, unknown_name
 from .formats import PRECISIONS
 
-__all__ = ["Precision", "clip"]
+__all__ = ["Precision", "clip", "full_precision", "scale_gradients"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Mixed precision: what autocast computes in, and how gradients are kept in range.
+    """Mixed precision: the dtype of autocast, and the gradient scaler of fp16.
 
     Parameters, their gradients and the optimizer's state stay in float32. With fp16 the loss is scaled up before the
-    backward pass and gradients down after it, and a step whose gradients overflow is skipped (Micikevicius et al.,
-    "Mixed precision training", ICLR 2018).
+    backward pass and gradients are scaled down after it, and a step whose gradients overflow is skipped (Micikevicius
+    et al., "Mixed precision training", ICLR 2018).
 
     Args:
         name: "fp32", "bf16" or "fp16".
-        device: where the model is.
+        device: the device of the model.
 
     Raises:
-        ConfigError: for another name, or a format that the device cannot compute in.
+        ConfigError: for another name, or a format that the device does not support.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -41,23 +41,23 @@ class Precision:
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Around a forward pass."""
+        """Return the autocast context manager of a forward pass."""
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of `loss` (a scalar), scaled where the format needs it."""
+        """Run the backward pass of `loss`, a scalar; gradients are scaled with fp16."""
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         torch.autograd.backward(scaled)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring the gradients back to their own size, before they are looked at or changed."""
+        """Unscale the gradients, before they are read or changed."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """One update, or none when fp16 gradients overflowed; every worker decides alike, from the same sums."""
+        """Update the parameters, or skip the step if fp16 gradients overflowed; the same on all workers."""
         if self._scaler is None:
             optimizer.step()
         else:
@@ -65,13 +65,18 @@ class Precision:
             self._scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and its history; empty where there is none."""
+        """Return the state of the gradient scaler; empty without one."""
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with a saved scale, if this precision has one."""
+        """Load the state of the gradient scaler, if this precision has one."""
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
+
+
+def full_precision(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a half-precision format as float32; others are returned unchanged."""
+    return tensor.float() if tensor.dtype in _AUTOCAST.values() else tensor
 
 
 def clip(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
@@ -79,4 +84,19 @@ def clip(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
 
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", ICML 2013.
     """
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded parameters
+    return whole
+
+
+def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply `gradients` in place by `factor`, a 0-dim tensor; does not wait for an accelerator."""
+    if not gradients:
+        return
+    if factor.device.type == "cpu":
+        torch._foreach_mul_(gradients, float(factor))
+        return
+    for dtype in {gradient.dtype for gradient in gradients}:
+        # foreach kernels need a factor of the gradients' dtype; half-precision formats are too coarse for it.
+        converted = factor.to(torch.promote_types(dtype, torch.float32))
+        torch._foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], converted)

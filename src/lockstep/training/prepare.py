@@ -1,4 +1,4 @@
-"""Changes to a model before training that the training step need not know of."""
+"""Preparation of a model for training: synchronised batch norm, memory format and compilation."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ def prepare_model(
     compile_model: bool = False,
     fixed_shapes: bool = False,
 ) -> nn.Module:
-    """`model` on the worker's device, changed in place as asked; its parameters stay the same objects.
+    """Move `model` to the worker's device, and change it in place; its parameters stay the same objects.
 
     Args:
         model: any module.
-        comm: the workers.
-        sync_batchnorm: batch norm with the statistics of the global batch.
-        channels_last: convolutions with channels in the innermost dimension; 4-d inputs are converted.
-        compile_model: run it through `torch.compile`. Names in the state dict do not change.
-        fixed_shapes: compile once for each shape of inputs, so that what is run for a shape does not depend on the
-            shapes that came before it; for training with shards.
+        comm: communicator over the workers.
+        sync_batchnorm: use the statistics of the global batch in batch norm.
+        channels_last: use the channels-last memory format; 4-d inputs are converted.
+        compile_model: compile it with `torch.compile`. Names in the state dict do not change.
+        fixed_shapes: compile separately for each shape of inputs, so that the program for a shape does not depend on
+            earlier shapes; for training with virtual workers.
+
+    Returns:
+        `model`, or its replacement if it is a batch-norm layer.
     """
     model = model.to(comm.device)
     if sync_batchnorm:
@@ -48,20 +51,20 @@ def prepare_model(
 
 
 def _compile_in_place(model: nn.Module, compiled: Callable[[Any], Any]) -> None:
-    """Compile the model's forward, and keep the model itself, with its names and its optimizer."""
+    """Replace the model's forward pass by a compiled one; names and parameters stay the same."""
     for layer in model.modules():
         if isinstance(layer, SyncBatchNorm):  # collectives cannot be traced
             eager = torch.compiler.disable(SyncBatchNorm.forward)  # type: ignore[no-untyped-call]
             layer.forward = MethodType(eager, layer)  # type: ignore[method-assign]
     forward = model.forward
-    of_class = getattr(forward, "__func__", lambda _, *args, **kwargs: forward(*args, **kwargs))
+    unbound = getattr(forward, "__func__", lambda _, *args, **kwargs: forward(*args, **kwargs))
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return of_class(module, *args, **kwargs)
+        return unbound(module, *args, **kwargs)
 
-    # nn.Module.compile() does nothing for torch's own containers (seen with torch 2.13): the compiler passes over
-    # frames of torch itself, so a Sequential has none that it would take. This frame is ours. As a method it follows
-    # a deep copy, which would go on running the model that it was made of otherwise.
+    # nn.Module.compile() does nothing for torch's own containers (seen with torch 2.13), because the compiler skips
+    # frames of torch itself; `run` is a frame that it compiles. A bound method, because a deep copy rebinds it; a plain
+    # function would keep running the original.
     model.forward = MethodType(compiled(run), model)
 
 

@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step."""
+"""Learning-rate schedules as functions of the step, and linear scaling of the learning rate."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ..errors import ConfigError, unknown_name
 __all__ = ["SCHEDULES", "Schedule", "make_schedule", "scaled_lr"]
 
 Schedule = Callable[[int], float]
-"""From the number of steps already made to the factor of the optimizer's own learning rate. A step is one update by
-all workers together, so their number never enters."""
+"""Number of steps done → factor of the optimizer's learning rate. A step is one update by all workers together, so the
+factor does not depend on their number."""
 
 SCHEDULES = ("constant", "cosine", "step")
 
 
 def make_schedule(name: str, total_steps: int, warmup_steps: int = 0, warmup_start: float = 0.0) -> Schedule:
-    """A learning-rate schedule with an optional linear warm-up before it.
+    """Return a learning-rate schedule with an optional linear warm-up.
 
     - constant: 1.
-    - cosine: from 1 down to 0 along half a cosine (Loshchilov, Hutter, "SGDR", ICLR 2017).
-    - step: 1, then a tenth of it after 1/3, 2/3 and 8/9 of the steps (Goyal et al., "Accurate, large minibatch SGD",
+    - cosine: from 1 to 0 along half a cosine (Loshchilov, Hutter, "SGDR", ICLR 2017).
+    - step: 1, multiplied by 0.1 after 1/3, 2/3 and 8/9 of the steps (Goyal et al., "Accurate, large minibatch SGD",
       2017: epochs 30, 60 and 80 of 90).
 
     Args:
         name: one of the above.
-        total_steps: steps of the whole run; behind them the factor stays what it was at the last.
+        total_steps: steps of the whole run; the factor is constant after them.
         warmup_steps: steps over which the factor grows linearly from `warmup_start` to 1 (Goyal et al. 2017, §2.2).
-        warmup_start: the factor that the warm-up leaves behind first, 0 to 1.
+        warmup_start: the factor at which the warm-up starts, 0 to 1.
 
     Raises:
         ConfigError: for an unknown name, or a warm-up as long as the run.
@@ -53,9 +53,9 @@ def make_schedule(name: str, total_steps: int, warmup_steps: int = 0, warmup_sta
     return factor
 
 
-def scaled_lr(lr: float, global_batch: int, base_batch: int | None) -> float:
-    """The linear scaling rule: `lr` was chosen for `base_batch` samples a step, and grows with the global batch.
+def scaled_lr(lr: float, global_batch_size: int, base_batch_size: int | None) -> float:
+    """Scale `lr`, chosen for `base_batch_size` samples a step, linearly to the global batch size.
 
     Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017, §2.1.
     """
-    return lr if base_batch is None else lr * global_batch / base_batch
+    return lr if base_batch_size is None else lr * global_batch_size / base_batch_size

@@ -1,49 +1,300 @@
-"""One optimizer update from one global batch, made by all workers together."""
+"""The training step: one optimizer update from one global batch, computed by all workers together."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import TypedDict
 
+from ..communicator import Communicator, init
 from ..data.loader import Batch
+from ..data.nested import split
 from ..errors import ConfigError, DataError, DivergedError
-from ..randomness import seed_torch
-from ..recorder import note_samples
-from ..shards import mix
+from ..flight_recorder import named, note_samples
+from ..invariance.randomness import seed_torch
+from ..invariance.shards import mix
+from ..replicas import Device
+from ..strategies import STRATEGIES
 from ..strategies.base import Strategy
-from .arguments import check_step, choose, learning_rate_factor, parameters_of
+from ..strategies.distributed import Distributed
+from ..strategies.invariant import Invariant
 from .formats import REPLICA_CHECK
 from .losses import Forward, LossFn, LossModule, LossSum
-from .passes import make_passes
-from .precision import Precision, clip
+from .precision import Precision, clip, scale_gradients
 from .replica_check import ReplicaCheck
+from .sample_sums import raise_not_a_mean
 from .schedules import Schedule
-from .sums import raise_together
+from .virtual_worker_passes import ShardPasses
 
-__all__ = ["StepResult", "TrainStep"]
+__all__ = [
+    "Passes",
+    "StepOptions",
+    "StepResult",
+    "TrainStep",
+    "check_max_grad_norm",
+    "check_step",
+    "check_threads",
+    "learning_rate_factor",
+    "make_passes",
+    "make_strategy",
+    "parameters_of",
+    "refuse_closure",
+    "resolve_strategy",
+]
 
-_RANDOM = 2  # the purpose of this key, beside `lockstep.data.loader`'s
+
+# --- Checks of the arguments ------------------------------------------------------------------------------------------
+
+
+class StepOptions(TypedDict, total=False):
+    """Options that a `Trainer` passes on to its `TrainStep`; see there."""
+
+    precision: str
+    gradient_accumulation_steps: int
+    max_grad_norm: float | None
+    schedule: Schedule | None
+    forward: Forward | None
+    virtual_workers: int | None
+    threads: int | None
+    replica_check: int
+
+
+def check_step(model: Any, optimizer: Any, gradient_accumulation_steps: Any, max_grad_norm: Any, schedule: Any) -> None:
+    """Check the types and values of arguments of `TrainStep`.
+
+    Raises:
+        ConfigError: naming the first invalid argument.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError("model", "a torch.nn.Module", found=type(model).__name__)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError("optimizer", "a torch.optim.Optimizer", found=type(optimizer).__name__)
+    refuse_closure(optimizer)
+    if (
+        isinstance(gradient_accumulation_steps, bool)
+        or not isinstance(gradient_accumulation_steps, int)
+        or gradient_accumulation_steps < 1
+    ):
+        raise ConfigError("gradient_accumulation_steps", "a whole number of at least 1", gradient_accumulation_steps)
+    check_max_grad_norm(max_grad_norm)
+    if schedule is not None and not callable(schedule):
+        hint = "lockstep.training.schedules.make_schedule(name, total_steps) makes one from a name."
+        raise ConfigError("schedule", "a function from the step's number to a learning-rate factor", schedule, hint)
+
+
+def check_max_grad_norm(max_grad_norm: Any) -> None:
+    """Check a limit of the gradient's norm.
+
+    Raises:
+        ConfigError: if it is neither None nor a number above 0.
+    """
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+        raise ConfigError("max_grad_norm", "a number above 0", max_grad_norm)
+
+
+def check_threads(threads: int | None, virtual_workers: int | None) -> None:
+    """Check that a number of threads is given with virtual workers only.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    if virtual_workers is None and threads is not None:
+        hint = "torch.set_num_threads() sets the number for the whole process."
+        raise ConfigError("threads", "none without virtual workers", threads, hint)
+
+
+def make_strategy(
+    strategy: str | Strategy, comm: Communicator, global_batch_size: int, devices: Sequence[Device] | None
+) -> Strategy:
+    """Return the strategy for the arguments of `Trainer`.
+
+    Raises:
+        ConfigError: for an unknown name, or `devices` with a strategy other than "replicas".
+    """
+    if isinstance(strategy, str):
+        options = (devices, global_batch_size) if strategy == "replicas" else ()
+        created: Strategy = STRATEGIES.load(strategy)(comm, *options)
+    else:
+        created = strategy
+    if devices is not None and strategy != "replicas":
+        hint = "Each worker has one device; lockstep.init(device) chooses it."
+        raise ConfigError("devices", "none without strategy='replicas'", found=str(list(devices)), hint=hint)
+    return created
+
+
+def resolve_strategy(
+    strategy: Strategy | None, virtual_workers: int | None, threads: int | None, gradient_accumulation_steps: int
+) -> Strategy:
+    """Return the strategy for the arguments of `TrainStep`.
+
+    Raises:
+        ConfigError: if they contradict each other.
+    """
+    check_threads(threads, virtual_workers)
+    chosen = Distributed(init()) if strategy is None else strategy
+    if virtual_workers is not None:
+        chosen = chosen.with_virtual_workers(virtual_workers, threads)
+    if chosen.virtual_workers is not None and gradient_accumulation_steps > 1:
+        hint = "Each shard has its own pass; more virtual workers need less memory."
+        raise ConfigError("gradient_accumulation_steps", "1 with virtual workers", gradient_accumulation_steps, hint)
+    return chosen
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def learning_rate_factor(schedule: Schedule, step: int) -> float:
+    """Return the learning-rate factor of `schedule` for `step`.
+
+    Raises:
+        ConfigError: if it is not a number.
+    """
+    factor: Any = schedule(step)
+    try:
+        return float(factor)
+    except (TypeError, ValueError):
+        raise ConfigError("schedule", f"a number as the factor of step {step}", factor) from None
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Check that `optimizer` takes a step from existing gradients.
+
+    Raises:
+        ConfigError: if its step needs a closure.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            "optimizer",
+            "one that takes a step from existing gradients, such as SGD or AdamW",
+            found=f"{type(optimizer).__name__}, whose step needs a closure",
+            hint="An optimizer may call a closure any number of times, and each call would run the workers' passes.",
+        )
+
+
+def parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the optimizer's parameters, group by group.
+
+    Raises:
+        ConfigError: if some are not parameters of the model.
+    """
+    known = {id(p) for p in model.parameters()}
+    parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in known for p in parameters)
+    if foreign:
+        raise ConfigError(
+            "optimizer",
+            "parameters of the model that is trained",
+            found=f"{foreign} of {len(parameters)} that are not among them",
+            hint="Make the optimizer from model.parameters() of this model.",
+        )
+    return parameters
+
+
+# --- Forward and backward passes --------------------------------------------------------------------------------------
+
+
+class Passes(Protocol):
+    """The forward and backward passes of a step."""
+
+    def run(
+        self, loss: Any, precision: Precision, batch: Batch, step: int, stop: bool, marks: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the passes; gradients are then sums over the global batch, divided by its number of samples.
+
+        Args:
+            loss: (data, samples) → (sum of the loss, count), as the strategy has wrapped it.
+            precision: the precision of the passes.
+            batch: this worker's part of the global batch.
+            step: the number of the step.
+            stop: whether this worker requests a stop.
+            marks: 1-d tensor that is summed over the workers with the totals, see `ReplicaCheck.marks`.
+
+        Returns:
+            1-d tensor of totals over the global batch: (sum of the loss, count, workers that request a stop, *marks).
+        """
+
+
+def make_passes(strategy: Strategy, seed: int, gradient_accumulation_steps: int) -> Passes:
+    """Return the passes for `strategy`; `seed` is that of dropout."""
+    if isinstance(strategy, Invariant):
+        return ShardPasses(strategy, seed)
+    return AccumulatedPasses(strategy, gradient_accumulation_steps)
+
+
+class AccumulatedPasses:
+    """One pass over this worker's part of a batch, or several to save memory; the last one reduces the gradients.
+
+    Args:
+        strategy: the prepared strategy.
+        gradient_accumulation_steps: number of passes.
+    """
+
+    def __init__(self, strategy: Strategy, gradient_accumulation_steps: int) -> None:
+        self._strategy, self._accumulation_steps = strategy, gradient_accumulation_steps
+
+    def run(
+        self, loss: Any, precision: Precision, batch: Batch, step: int, stop: bool, marks: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Passes`."""
+        strategy, totals = self._strategy, torch.nn.functional.pad(marks, (3, 0))
+        if stop:
+            totals[2] = 1
+        # The reduction averages over workers; the mean over samples needs the sum.
+        scale = strategy.comm.size / batch.global_size
+        parts = split(batch.data, batch.size, self._accumulation_steps)
+        for number, (data, size) in enumerate(parts):
+            last = number == len(parts) - 1
+            with strategy.gradient_sync(now=last):
+                with precision.autocast():
+                    total, count = loss(data, size)
+                totals[0] += total.detach()
+                totals[1] += count
+                if last:
+                    with named("loss and sample count"):
+                        finish = strategy.reduce_totals(totals, batch.size / batch.global_size)
+                with named(strategy.backward_name):
+                    precision.backward(total * scale)
+        return finish()
+
+
+# --- The training step ------------------------------------------------------------------------------------------------
+
+_RANDOM = 2  # the purpose of the seed's key, see `lockstep.invariance.randomness`
+
+
+_NOT_FINITE_LATER = "Lower the learning rate, warm it up, or clip the gradients."
+_NOT_FINITE_AT_FIRST = (
+    "No update has been made yet: look for values that are not finite in the inputs and the targets, and at the "
+    "initialisation of the model."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave; the same on every worker.
+    """The result of one step; the same on every worker.
 
     Attributes:
         step: the number of this step, from 0.
         loss: 0-dim tensor on the device, the mean over the global batch.
-        stop: 0-dim tensor on the device, above zero when some worker asked to stop.
-        learning_rate: that of the first parameter group; a tensor where it is one on a device.
-        count: 0-dim tensor on the device, what `loss` is the mean over: samples, or what the loss function counts.
-            Means of several steps are weighted by it.
-        samples: of the global batch, where gradients have been taken for those of a mean over them; None where `count`
-            was looked at.
-        marks: 1-d, the workers' sums of what `replicas` compares; None where that has been done.
-        replicas: what compares the workers' hyperparameters and weights.
+        stop: 0-dim tensor on the device, above zero if some worker requested a stop.
+        learning_rate: the learning rate of the first parameter group; a tensor if it is one on a device.
+        count: 0-dim tensor on the device, the denominator of `loss`: samples, or what the loss function counts. Means
+            over several steps are weighted by it.
+        samples: samples in the global batch, if the gradients were assumed to be those of a mean over samples; None if
+            `count` was used.
+        marks: 1-d tensor, the workers' sums of `ReplicaCheck.marks`; None if they have been compared.
+        replicas: the comparison of the workers' hyperparameters and weights.
+        grad_norm: 0-dim tensor on the device, the 2-norm of the whole gradient before clipping; None without
+            `max_grad_norm`, which measures it without clipping if it is ``float("inf")``.
     """
 
     step: int
@@ -54,6 +305,7 @@ class StepResult:
     samples: int | None = None
     marks: torch.Tensor | None = None
     replicas: ReplicaCheck | None = None
+    grad_norm: torch.Tensor | None = None
 
     @property
     def lr(self) -> float:
@@ -61,13 +313,13 @@ class StepResult:
         return float(self.learning_rate)
 
     def check(self) -> None:
-        """See that the loss is finite, and that the workers are alike; waits for the device. Called by all of them.
+        """Check the loss and that the workers' replicas are equal; called by all workers, waits for the device.
 
         Raises:
-            DivergedError: where it is not.
-            DataError: where it is a mean over nothing, as all labels of the global batch are ignored.
-            ConfigError: where some workers' losses were means over samples, and others' over something else.
-            MismatchError: where the workers have other hyperparameters or weights.
+            DivergedError: if the loss is not finite.
+            DataError: if the loss counts nothing, because all labels of the global batch are ignored.
+            ConfigError: if some workers' losses were means over samples, and others' over something else.
+            MismatchError: if the workers' hyperparameters or weights differ.
         """
         if self.marks is not None and self.replicas is not None:
             self.replicas.settle(self.step, self.marks.tolist())
@@ -75,11 +327,11 @@ class StepResult:
             if self.count == 0:
                 raise DataError(
                     f"step {self.step}: expected a global batch with something that the loss counts, got only e.g. "
-                    "labels that are ignored. Use a larger global batch, or leave such samples out of the data set."
+                    "ignored labels. Use a larger global batch, or remove such samples from the data set."
                 )
             raise DivergedError(
                 f"the loss is {float(self.loss)} at step {self.step} with learning rate {self.lr:g}. "
-                "Lower the learning rate, warm it up, or clip the gradients."
+                + (_NOT_FINITE_AT_FIRST if self.step == 0 else _NOT_FINITE_LATER)
             )
         if self.samples is not None and self.count != self.samples:
             hint = "Return (sum, count) for every batch, or a mean over the samples for every batch."
@@ -88,33 +340,33 @@ class StepResult:
 
 
 class TrainStep:
-    """Calls the model on this worker's part of a batch and updates it with everyone's gradients.
+    """Runs the model on this worker's part of a batch, and updates it with the gradients of all workers.
 
-    The loss and the gradient are means over the *global* batch, weighted by samples, whatever part of it a worker has.
-    A parameter that takes no part in a step has a gradient of zeros. Parameters may be frozen and unfrozen between
-    steps, on all workers alike. The model is left in the mode (training or evaluation) that it is in.
+    The loss and the gradient are means over the *global* batch, weighted by samples, independent of the workers' parts.
+    A parameter that a step does not use has a gradient of zeros. Parameters may be frozen and unfrozen between steps,
+    in the same way on all workers. The mode of the model (training or evaluation) is not changed.
 
     Args:
-        model: moved to the worker's device; rank 0's values are used by all.
-        optimizer: over parameters of `model`; one whose step needs a closure, such as LBFGS, cannot be used.
+        model: the model; moved to the worker's device, with rank 0's values on all workers.
+        optimizer: over parameters of `model`; optimizers whose step needs a closure, such as LBFGS, are not supported.
         loss_fn: see `lockstep.training.losses.LossFn`.
-        strategy: how the model is spread over the workers; data parallelism over those of `init()` when None.
+        strategy: how the model is distributed over the workers; data parallelism over those of `init()` when None.
         precision: "fp32", "bf16" or "fp16".
-        accumulate: passes into which a worker's part is cut to save memory; changes nothing else.
-        clip_norm: upper bound of the 2-norm of the whole gradient.
-        schedule: learning-rate factor by step; None leaves the learning rate to the user.
-        seed: of dropout and the like, with the step and the rank.
-        forward: how data becomes output and target, see `lockstep.training.losses.Forward`.
-        shards: make the same bits at any number of workers: a global batch is cut into so many shards, each with a
-            pass of its own, see `lockstep.strategies.invariant`; True is 8. Batches are those of a `Loader` with as
-            many. Dropout is keyed by the shard then, not by the rank.
-        threads: with shards, within an operation on the CPU; 1 when None.
-        replica_check: steps between two looks at a few weights of all workers, see
+        gradient_accumulation_steps: number of passes over a worker's part, to save memory; changes nothing else.
+        max_grad_norm: maximum 2-norm of the whole gradient; infinity measures it without clipping.
+        schedule: learning-rate factor by step; when None, the learning rate is not changed.
+        seed: the seed of dropout and the like, keyed with the step and the rank.
+        forward: the function from data to output and target, see `lockstep.training.losses.Forward`.
+        virtual_workers: compute what so many workers compute, with the same bits at any number of workers: a global
+            batch is cut into as many shards, each with its own pass, see `lockstep.strategies.invariant`. The batches
+            come from a `Loader` with the same number. Dropout is then keyed by the shard, not by the rank.
+        threads: with virtual workers, threads within an operation on the CPU; 1 when None.
+        replica_check: steps between two comparisons of sampled weights among workers, see
             `lockstep.training.replica_check`; 0 compares neither weights nor hyperparameters.
 
     Raises:
-        ConfigError: for values that cannot be used.
-        MismatchError: when the workers' models differ.
+        ConfigError: for invalid arguments.
+        MismatchError: if the workers' models differ.
     """
 
     def __init__(
@@ -125,61 +377,66 @@ class TrainStep:
         *,
         strategy: Strategy | None = None,
         precision: str = "fp32",
-        accumulate: int = 1,
-        clip_norm: float | None = None,
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
         schedule: Schedule | None = None,
         seed: int = 0,
         forward: Forward | None = None,
-        shards: int | None = None,
+        virtual_workers: int | None = None,
         threads: int | None = None,
         replica_check: int = REPLICA_CHECK,
     ) -> None:
-        check_step(model, optimizer, accumulate, clip_norm, schedule)
+        check_step(model, optimizer, gradient_accumulation_steps, max_grad_norm, schedule)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.strategy = choose(strategy, shards, threads, accumulate)
+        self.strategy = resolve_strategy(strategy, virtual_workers, threads, gradient_accumulation_steps)
         self.comm = self.strategy.comm
         self.precision = Precision(precision, self.comm.device)
-        self._clip_norm, self._seed = clip_norm, seed
+        self._max_grad_norm, self._seed = max_grad_norm, seed
         self.steps_done = 0
         self.strategy.check(optimizer, precision)
         self._prepare()
         loss = LossSum(loss_fn, self.comm.device)
-        self._loss, self._loss_checked = LossModule(model, loss, forward, in_step=self.strategy.in_step), False
+        self._loss = LossModule(model, loss, forward, collective_forward=self.strategy.collective_forward)
+        self._loss_checked = False
         self._module = self.strategy.wrap(self._loss)
-        self._passes = make_passes(self.strategy, seed, accumulate)
-        self._trained = [p.requires_grad for p in self._every]
+        self._passes = make_passes(self.strategy, seed, gradient_accumulation_steps)
+        self._trained = [p.requires_grad for p in self._all_parameters]
         self._parameters: list[nn.Parameter] = []
-        self._take_groups()
+        self._refresh_param_groups()
         self._replicas = ReplicaCheck(
             self.comm,
             model,
             optimizer,
             every=replica_check,
-            weights=not self.strategy.in_parts,
-            exact=self.strategy.shards is not None,
+            weights=not self.strategy.sharded_state,
+            exact=self.strategy.virtual_workers is not None,
         )
 
     def _prepare(self) -> None:
         self.strategy.prepare(self.model)
-        self.strategy.adopt(self.optimizer)
-        self._every = list(self.model.parameters())
+        self.strategy.update_optimizer(self.optimizer)
+        self._all_parameters = list(self.model.parameters())
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """Make one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
+        """Run one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
         return self.run(batch).loss
 
     def run(self, batch: Batch, stop: bool = False) -> StepResult:
-        """Make one step, and learn whether any worker wants to stop.
+        """Run one step; called by all workers.
+
+        Args:
+            batch: this worker's part of the global batch.
+            stop: whether this worker requests a stop; `StepResult.stop` tells all workers.
 
         Raises:
-            DivergedError: on the CPU, before anything is updated, when the loss is not finite. On other devices
-                this would wait for the device at every step; call `StepResult.check` when it suits.
-            DataError: likewise, when the loss counts nothing in the whole global batch.
-            MismatchError: likewise, when the workers have other hyperparameters or weights; on every worker.
-            ConfigError: when output, labels and loss do not fit, or a batch norm gets a single value; at the first step
-                also when the loss returns what is no mean over samples, on every worker, before anything is updated.
+            DivergedError: on the CPU, before the update, if the loss is not finite. On other devices the check would
+                wait for the device at every step; call `StepResult.check` instead.
+            DataError: likewise, if the loss counts nothing in the whole global batch.
+            MismatchError: likewise, on every worker, if the workers' hyperparameters or weights differ.
+            ConfigError: if output, labels and loss do not fit, or a batch norm gets a single value; at the first step
+                also on every worker, before the update, if the loss is not a mean over samples.
         """
-        with self.strategy.determined():
+        with self.strategy.deterministic():
             return self._run(batch, stop)
 
     def _run(self, batch: Batch, stop: bool) -> StepResult:
@@ -187,32 +444,33 @@ class TrainStep:
         marks = self._replicas.marks(self.steps_done)
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, stop, marks)
         if not self._loss_checked:
-            raise_together(self._loss.check(self.precision.autocast), self.comm)
+            raise_not_a_mean(self._loss.check(self.precision.autocast), self.comm)
             self._loss_checked = True
         loss_sum, count, stops = totals[:3].unbind()
         on_cpu = self.comm.device.type == "cpu"
-        # To ask whether the loss counts other things than samples is free on the CPU; elsewhere it would wait for the
-        # device, but where it is known. A wrong guess is found by `check`.
+        # Reading the count is free on the CPU; elsewhere it waits for the device, so a loss that counts samples here is
+        # assumed to count them on all workers. `StepResult.check` detects a wrong assumption.
         samples = batch.global_size if self._loss.counts_samples and not on_cpu else None
-        alike = (totals[3:], self._replicas)
-        result = StepResult(self.steps_done, loss_sum / count, stops, lr, count, samples, *alike)
+        result = StepResult(
+            self.steps_done, loss_sum / count, stops, lr, count, samples, marks=totals[3:], replicas=self._replicas
+        )
         if on_cpu:
             result.check()
         correction = batch.global_size / count
-        self._update(None if samples is not None or (on_cpu and correction == 1) else correction)
+        grad_norm = self._update(None if samples is not None or (on_cpu and correction == 1) else correction)
         self.steps_done += 1
         note_samples(batch.size)
-        return result
+        return result if grad_norm is None else replace(result, grad_norm=grad_norm)
 
-    def _take_groups(self) -> None:
-        """Look at the optimizer's groups, again where the user has added to them."""
+    def _refresh_param_groups(self) -> None:
+        """Read the optimizer's parameter groups, again if the user has added parameters."""
         groups = self.optimizer.param_groups
         if sum(len(group["params"]) for group in groups) == len(self._parameters):
             return
         self._parameters = parameters_of(self.model, self.optimizer)
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
-        if len(list(self.model.parameters())) != len(self._every):  # a layer that was not there before
+        if len(list(self.model.parameters())) != len(self._all_parameters):  # the model has a new layer
             self._prepare()
 
     def check_replicas(self) -> None:
@@ -224,9 +482,9 @@ class TrainStep:
         self._replicas.compare()
 
     def _begin(self) -> float | torch.Tensor:
-        self._take_groups()
-        if (trained := [p.requires_grad for p in self._every]) != self._trained:
-            # What reduces gradients counts on the parameters that there were when it was made.
+        self._refresh_param_groups()
+        if (trained := [p.requires_grad for p in self._all_parameters]) != self._trained:
+            # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
         seed_torch(mix((self._seed, _RANDOM, self.steps_done, self.comm.rank)) & 0xFFFFFFFF, self.comm.device)
         self.optimizer.zero_grad(set_to_none=True)
@@ -235,43 +493,36 @@ class TrainStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
         lr = self.optimizer.param_groups[0]["lr"]
-        # A tensor on a device is not looked at here, and may be changed in place.
+        # Reading a tensor on a device would wait for it; it is cloned, because it may be changed in place.
         on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
         return lr.detach().clone() if on_device else float(lr)
 
-    def _update(self, correction: torch.Tensor | None) -> None:
-        _fill(self._parameters)
+    def _update(self, correction: torch.Tensor | None) -> torch.Tensor | None:
+        """Update the parameters with the gradients times `correction`; returns their norm if it is limited."""
+        _fill_missing_gradients(self._parameters)
         self.precision.unscale(self.optimizer)
         if correction is not None:
-            _multiply([p.grad for p in self._parameters if p.grad is not None], correction)
-        if self._clip_norm is not None:
-            clip(self._parameters, self._clip_norm)
+            scale_gradients([p.grad for p in self._parameters if p.grad is not None], correction)
+        norm = None if self._max_grad_norm is None else clip(self._parameters, self._max_grad_norm)
         self.precision.step(self.optimizer)
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps made and the gradient scale; model and optimizer have their own."""
+        """Return the number of steps done and the state of the gradient scaler, without model and optimizer."""
         return {"steps_done": self.steps_done, "precision": self.precision.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved step."""
+        """Load what `state_dict` returned."""
         self.steps_done = int(state["steps_done"])
         self.precision.load_state_dict(state["precision"])
 
 
-def _fill(parameters: list[nn.Parameter]) -> None:
-    # On one worker torch leaves None where a parameter took no part, and an optimizer passes it by; among several it
-    # may have taken part on another worker, and its gradient is a sum. Zero is the gradient in both cases, so that
-    # weight decay and momentum go on alike.
+def _fill_missing_gradients(parameters: list[nn.Parameter]) -> None:
+    """Set missing gradients to zero.
+
+    On one worker, torch leaves None for an unused parameter, and optimizers skip it. Among several workers another one
+    may have used it, and its gradient is a sum. With zero in both cases, weight decay and momentum are the same.
+    """
     for p in parameters:
         if p.grad is None and p.requires_grad:
             p.grad = torch.zeros_like(p)
-
-
-def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    if factor.device.type == "cpu":
-        torch._foreach_mul_(gradients, float(factor))
-        return
-    for dtype in {gradient.dtype for gradient in gradients}:
-        # A factor of another dtype than the gradients takes them one by one; half formats are too coarse for it.
-        own = factor.to(torch.promote_types(dtype, torch.float32))
-        torch._foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], own)

@@ -1,87 +1,150 @@
-"""How all workers come to know, at the same place, that one of them wants the run to end."""
+"""Stopping all workers after the same step, on Ctrl-C, on SIGTERM, or at a program's request."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from signal import Signals
-from typing import NoReturn
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 import torch
 
 from ..communicator import Communicator
 from ..data.loader import Batch, Loader
-from .settling import LAG, OnHost
-from .signals import StopSignals
+from ..environment import ask_for_time, under_launcher
+from ..flight_recorder import in_method, named
+from .in_flight import LAG, HostCopy
 
-__all__ = ["StoppableLoader", "Stopping"]
+__all__ = ["StopRequests", "StopSignals", "StoppableLoader"]
 
 
-class Stopping:
-    """The wishes of all workers to end the run: signals, and reasons that a program has.
+# --- Signal handling --------------------------------------------------------------------------------------------------
+
+
+class StopSignals:
+    """A context manager that records the first SIGINT or SIGTERM instead of letting it end the process.
+
+    Without a launcher, a second signal has its usual effect. Under Lockstep's launcher repeated signals are ignored: a
+    signal to every process of the job reaches a worker twice, and the launcher kills workers that do not stop.
+
+    A signal that is ignored stays ignored (as in a job under nohup), and a handler that was not installed from Python,
+    which Python could not restore, is kept. Outside the main thread, where Python allows no signal handlers, this does
+    nothing. If the block ends without an exception, a recorded signal is raised again at its end, for the program
+    around the training.
+    """
+
+    HANDLED = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.HANDLED:
+                before = signal.getsignal(number)
+                if before not in (None, signal.SIG_IGN):
+                    self._before[number] = before
+                    signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+        if kind is None and self.received is not None:
+            signal.raise_signal(self.received)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and not under_launcher():
+            self._restore()
+            signal.raise_signal(number)
+        if self.received is None:
+            ask_for_time()
+        self.received = self.received or number
+
+    def _restore(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)
+
+
+# --- Agreement among workers on the stop ------------------------------------------------------------------------------
+
+
+_NAME = "agreement on whether to stop"
+
+
+class StopRequests:
+    """Requests of any worker to end the run: signals, and reasons given by the program.
 
     Args:
-        comm: the workers.
-        signals: what this one has been sent.
+        comm: communicator over the workers.
+        signals: the signals that this worker has received.
     """
 
     def __init__(self, comm: Communicator, signals: StopSignals) -> None:
         self._comm, self._signals = comm, signals
-        self._asked: deque[Callable[[], bool]] = deque()
+        self._pending_polls: deque[Callable[[], bool]] = deque()
         self.reason = ""
 
     @property
     def signalled(self) -> bool:
-        """Whether this worker has been sent a signal."""
+        """Whether this worker has received a signal."""
         return self._signals.received is not None
 
     def agree(self) -> tuple[Signals | None, str]:
-        """(the signal that some worker was sent, the reason that some worker has), for all workers the same."""
-        wishes = self._comm.allgather_object((self._signals.received, self.reason))
-        self.reason = next((reason for _, reason in wishes if reason), "")
-        return next((Signals(number) for number, _ in wishes if number is not None), None), self.reason
+        """Exchange the requests; returns (a signal that any worker has received, a reason), equal on all workers."""
+        with in_method("Trainer.fit"), named(_NAME):
+            requests = self._comm.allgather_object((self._signals.received, self.reason))
+        self.reason = next((reason for _, reason in requests if reason), "")
+        return next((Signals(number) for number, _ in requests if number is not None), None), self.reason
 
-    def ask(self, wait: bool = False) -> bool:
-        """Whether any worker has been sent a signal; every worker must ask equally often.
+    def poll(self, wait: bool = False) -> bool:
+        """Return whether any worker has received a signal; every worker must call this equally often.
 
-        Among several workers the answer is that to an earlier question, so that nobody waits for it, and with `wait`
-        to all the questions so far.
+        Among several workers the answer is that of an earlier poll, so that no worker waits; with `wait`, it is that of
+        all polls so far.
         """
         if self._comm.size == 1:
             return self.signalled
-        self._asked.append(self._question())
+        self._pending_polls.append(self._start_poll())
         stop = False
-        while len(self._asked) > (0 if wait else LAG):
-            stop = self._asked.popleft()() or stop
+        while len(self._pending_polls) > (0 if wait else LAG):
+            stop = self._pending_polls.popleft()() or stop
         return stop
 
-    def _question(self) -> Callable[[], bool]:
+    def _start_poll(self) -> Callable[[], bool]:
         flag = torch.full((1,), float(self.signalled), device=self._comm.device)
-        finish = self._comm.allreduce_async(flag)
+        with in_method("Trainer.fit"), named(_NAME):
+            finish = self._comm.iallreduce(flag).wait
         if flag.device.type == "cpu":
             return lambda: bool(finish() > 0)
-        answer = OnHost(finish())
-        return lambda: answer.read()[0] > 0
+        on_host = HostCopy(finish())
+        return lambda: on_host.read()[0] > 0
 
 
 class StoppableLoader:
-    """What an evaluation takes from a loader, with the question before each batch whether the run shall end.
+    """A loader for an evaluation that polls for stop requests before each batch.
 
     Args:
-        loader: what deals out the batches.
-        stopping: whom to ask.
-        stop: called where the answer is yes.
+        loader: the loader of the batches.
+        stop_requests: the requests to poll.
+        stop: called when a worker has requested a stop.
     """
 
-    def __init__(self, loader: Loader, stopping: Stopping, stop: Callable[[], NoReturn]) -> None:
-        self.comm, self.shards = loader.comm, loader.shards
-        self._loader, self._stopping, self._stop = loader, stopping, stop
+    def __init__(self, loader: Loader, stop_requests: StopRequests, stop: Callable[[], NoReturn]) -> None:
+        self.comm, self.virtual_workers = loader.comm, loader.virtual_workers
+        self._loader, self._stop_requests, self._stop = loader, stop_requests, stop
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The batches of `epoch`, as long as nobody wants to stop."""
+        """Yield the batches of `epoch` until a worker requests a stop."""
         for batch in self._loader.epoch(epoch):
-            if self._stopping.ask():
+            if self._stop_requests.poll():
                 self._stop()
             yield batch
-        if self._stopping.ask(wait=True):
+        if self._stop_requests.poll(wait=True):
             self._stop()

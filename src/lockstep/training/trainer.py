@@ -1,80 +1,90 @@
-"""Wires loader, step, evaluation, checkpoints and callbacks into a training run."""
+"""The `Trainer`: a training run of loader, training step, evaluation, checkpoints and callbacks, and its loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from signal import SIGTERM
+from typing import Any, NoReturn, cast
 
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import Unpack
+from torch.utils.data import DataLoader
+from typing_extensions import Never, Unpack
 
-from ..checkpoint import Checkpoint, read_tensors
+from .. import environment, flight_recorder, interruption
+from ..activity import Activity
+from ..checkpoint.folder import Checkpoint, read_tensors
 from ..communicator import init
-from ..data.loader import Loader
-from ..errors import CheckpointError, ConfigError
+from ..data.loader import Batch, Loader, dataloader_settings
+from ..errors import CheckpointError, ConfigError, DivergedError, InterruptedRunError, unexpected_argument
 from ..replicas import Device
 from ..strategies.base import Strategy
-from . import out_folder
-from .arguments import StepOptions, make_strategy
+from . import run_directory
 from .callbacks import defaults
-from .callbacks.base import Callback, Row
+from .callbacks.base import Callback
 from .callbacks.group import CallbackGroup
-from .compatibility import conditions_of
-from .epoch import EpochTotals
-from .evaluate import Measures, Metric, default_metrics
+from .checkpoint_manager import CheckpointManager
+from .errors_on_all import call_on_all
+from .evaluate import Evaluation, Metric, default_metrics, predict
 from .formats import IN_FLIGHT
-from .hyperparameters import constructed
-from .loop import Loop
+from .in_flight import StepsInFlight, check_in_flight
 from .losses import LossFn
 from .modes import TrainingModes
-from .position import Position, check_epochs
-from .saving import Saver, on_all
-from .settling import Unsettled, check_in_flight
-from .signals import StopSignals
-from .state import load_state, state_of
-from .step import TrainStep
+from .run_state import EpochTotals, Position, Row, RunState, check_epochs, check_max_steps, check_validate_every
+from .step import StepOptions, TrainStep, make_strategy
+from .stopping import StoppableLoader, StopRequests, StopSignals
 
-__all__ = ["StepOptions", "Trainer"]
+__all__ = ["Loop", "StepOptions", "Trainer"]
+
+_log = logging.getLogger(__name__)
+
+
+# --- Trainer ----------------------------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """Trains a model on all workers of the job. One trainer is one run, however many calls of `fit` it takes.
+    """Trains a model on all workers of the job. A trainer is one run, with any number of calls of `fit`.
 
     The loop, in short::
 
         for epoch in range(epochs):
             for batch in loader.epoch(epoch):       # this worker's part of each global batch
-                result = step.run(batch)            # forward, backward, sum of gradients, update
+                result = step.run(batch)            # forward, backward, reduction of gradients, update
             row = evaluate(model, validation)       # every sample once over all workers
             callbacks, checkpoint
 
     Args:
-        model: moved to the worker's device; rank 0's values are used by all.
+        model: the model; moved to the worker's device, with rank 0's values on all workers.
         optimizer: over parameters of `model`.
         loss_fn: see `lockstep.training.losses.LossFn`.
-        global_batch: samples in one update, over all workers.
-        seed: of the order of samples and of dropout.
-        out: the run's folder, for checkpoints and what callbacks write; None keeps everything in memory.
-        keep: so many of the newest checkpoints stay.
-        callbacks: `lockstep.training.callbacks.defaults` when None.
+        global_batch_size: samples in one step, over all workers.
+        seed: the seed of the order of samples and of dropout.
+        run_dir: the run directory, for checkpoints and the files of callbacks; when None, nothing is written.
+        keep_checkpoints: number of newest checkpoints to keep.
+        callbacks: the callbacks; `lockstep.training.callbacks.defaults` when None.
         strategy: "distributed", "replicas" or "sharded"; see `lockstep.strategies`.
-        devices: with "replicas" alone, see `lockstep.strategies.replicas`; the same may come several times.
-        metrics: of the evaluation, see `lockstep.training.evaluate.Metric`; accuracy for classification when None.
-        num_workers: processes that load data ahead, for each worker.
-        in_flight: on an accelerator, so many steps may be queued before the host waits for the oldest of them; their
-            losses come late, and in order. On the CPU a step has ended when the call for it returns.
-        async_save: checkpoints are written beside the training, from a copy of the state that `save` makes in memory,
-            one at a time; `fit` ends when the last of them is there.
-        allow_different: with shards, go on from a checkpoint also under conditions that give other bits.
-        step: precision, accumulate, clip_norm, schedule, forward, shards, threads and replica_check, see `TrainStep`.
+        devices: only with "replicas", see `lockstep.strategies.replicas`; a device may be listed several times.
+        metrics: the metrics of evaluations, see `lockstep.training.evaluate.Metric`; when None, accuracy for a loss of
+            classification.
+        num_workers: data loader processes for each worker.
+        max_steps_in_flight: number of steps that may be queued on an accelerator before the host waits for the oldest;
+            losses arrive later, in order. On the CPU a step has ended when its call returns.
+        async_save: write checkpoints in the background, one at a time, from a copy of the state in memory; `fit` waits
+            for the last one.
+        allow_different_hardware: with virtual workers, resume even under determinism settings that give other bits.
+        step: precision, gradient_accumulation_steps, max_grad_norm, schedule, forward, virtual_workers, threads and
+            replica_check, see `TrainStep`.
 
     Raises:
-        ConfigError: for values that cannot be used.
-        MismatchError: when the workers' models differ.
+        ConfigError: for invalid arguments.
+        MismatchError: if the workers' models differ.
+        TypeError: for an argument of another name; the error says where it belongs.
     """
 
     def __init__(
@@ -82,224 +92,561 @@ class Trainer:
         model: nn.Module,
         optimizer: Optimizer,
         loss_fn: LossFn,
-        global_batch: int,
+        global_batch_size: int,
         *,
         seed: int = 0,
-        out: str | Path | None = None,
-        keep: int = 3,
+        run_dir: str | Path | None = None,
+        keep_checkpoints: int = 3,
         callbacks: Sequence[Callback] | None = None,
         strategy: str | Strategy = "distributed",
         devices: Sequence[Device] | None = None,
         metrics: Mapping[str, Metric] | None = None,
         num_workers: int = 0,
-        in_flight: int = IN_FLIGHT,
+        max_steps_in_flight: int = IN_FLIGHT,
         async_save: bool = False,
-        allow_different: bool = False,
+        allow_different_hardware: bool = False,
         **step: Unpack[StepOptions],
     ) -> None:
+        if unknown := step.keys() - StepOptions.__annotations__.keys():
+            raise unexpected_argument("Trainer", min(unknown), _elsewhere())
         self.comm = init()
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self.global_batch, self.seed, self._num_workers = global_batch, seed, num_workers
+        self.global_batch_size, self.seed, self._num_workers = global_batch_size, seed, num_workers
         self.metrics = default_metrics(loss_fn) if metrics is None else metrics
-        self.out = None if out is None else Path(out)
-        made = make_strategy(strategy, self.comm, global_batch, devices)
-        self.step = TrainStep(model, optimizer, loss_fn, strategy=made, seed=seed, **step)
-        self._measures = Measures(model, loss_fn, self.metrics, self.comm.device, step.get("forward"))
-        self.allow_different = allow_different
-        self.hyperparameters = constructed(model, optimizer)
-        chosen = defaults(self.out is not None) if callbacks is None else callbacks
-        self._callbacks = CallbackGroup(chosen, self.comm.rank)
-        self.in_flight = check_in_flight(in_flight)
-        self.saver, self.modes = Saver(self, keep, async_save), TrainingModes(model)
-        self.unsettled = self._none_queued()
-        self.position, self.totals = Position(), EpochTotals(self.comm.device)
+        self.run_dir = None if run_dir is None else Path(run_dir)
+        chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
+        self.step = TrainStep(model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step)
+        self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, step.get("forward"))
+        self.state = RunState(self.step, global_batch_size, allow_different_hardware)
+        callbacks = defaults(self.run_dir is not None) if callbacks is None else callbacks
+        self._callbacks = CallbackGroup(callbacks, self.comm.rank)
+        if self.run_dir is not None:
+            self._callbacks.warn_of_missing()
+        self.max_steps_in_flight = check_in_flight(max_steps_in_flight)
+        self.checkpoint_manager = CheckpointManager(self.state, self.run_dir, keep_checkpoints, async_save)
+        self.modes = TrainingModes(model)
+        self.steps_in_flight = self._new_steps_in_flight()
         self._begun = False
-        self.made_folders: list[Path] = []  # those of `out` that were made for this run
+        self._dataloaders_warned_of: set[tuple[str, int | None]] = set()  # (argument, batch size): once each
+        self._run_lock: run_directory.RunLock | None = None  # on rank 0, while `fit` runs
+        self.numbers_run_dir = True  # whether a run beside an earlier one gets a directory of its own
+        self.created_directories: list[Path] = []  # `run_dir` and its parents, as far as this run has created them
         self._loop: Loop | None = None  # while `fit` runs
-        self.history: list[Row] = []
         self.stop_reason = ""
-        self.epoch, self.epochs, self.total_steps = 0, 0, 0
+        self.epochs, self.total_steps, self.steps_per_epoch = 0, 0, 0
+        self.steps_before_epoch = 0
 
-    def fit(self, train: Any, epochs: int, validate: Any = None, resume: str | Path | None = None) -> list[Row]:
-        """Train until `epochs` epochs are done in all, counted from the very beginning of the run.
+    def fit(
+        self,
+        train: Any,
+        epochs: int | None = None,
+        validate: Any = None,
+        resume: str | Path | None = None,
+        *,
+        max_steps: int | None = None,
+        validate_every: int | None = None,
+        **unknown: Never,
+    ) -> list[Row]:
+        """Train until `epochs` epochs or `max_steps` steps are done in total, counted from the beginning of the run.
 
-        Called again, it goes on where it ended. Ctrl-C and SIGTERM, on any worker, end the run after the step it is in,
-        or in the middle of an evaluation, with a checkpoint. Layers that are in evaluation mode while the model as a
-        whole is in training mode are taken to be frozen, and stay as they are.
+        A further call continues where the last one ended; with another data set, at the beginning of the next epoch.
+        Ctrl-C and SIGTERM, on any worker, end the run after the step in progress, or during an evaluation, with a
+        checkpoint. Layers in evaluation mode while the model as a whole is in training mode are considered frozen, and
+        stay in evaluation mode.
 
         Args:
-            train: a map-style data set, or a `Loader` of the trainer's global batch.
-            epochs: 1 or more.
-            validate: a data set, or a `Loader`, to evaluate on after each epoch.
-            resume: a checkpoint to go on from, or the folder of a run, for the newest one in it, or "latest": the
-                newest in `out`, which is fine to have none. Of these two the newest that is not damaged; what is
-                passed over is logged as an error. Model, optimizer and callbacks get its state; hyperparameters that
-                the optimizer is constructed with otherwise than then are as they are now, which is logged.
+            train: a map-style data set, a `Loader` with the trainer's global batch size, or a `DataLoader` of torch,
+                all of which is used except its batch size.
+            epochs: total number of epochs, 1 or more; as many as `max_steps` needs when None.
+            validate: a data set, a `Loader` or a `DataLoader`, to evaluate on after each epoch.
+            resume: a checkpoint to resume from, or a run directory, for its newest checkpoint, or "latest": the newest
+                checkpoint in `run_dir`, if any. Damaged checkpoints in a directory are skipped and logged as errors.
+                Model, optimizer and callbacks load its state; hyperparameters with which the optimizer is now
+                constructed differently keep their new values, which is logged. When None, the environment variable
+                LOCKSTEP_RESUME counts, if it names a directory of this run, or is "latest"; `lockstep run --resume`
+                sets it.
+            max_steps: total number of steps, 1 or more, at which the run ends, also within an epoch.
+            validate_every: number of steps between evaluations within an epoch, besides the one after it; each adds a
+                row to the history.
 
         Returns:
-            The history: one row an epoch.
+            The history: one row for each epoch, and for each validation within one.
 
         Raises:
-            ConfigError: for values that cannot be used, among them an `out` with another run, and fewer epochs than
-                are done.
-            CheckpointError: when `resume` is damaged, or of another model, optimizer or data set. Nothing has been
-                changed then.
-            DivergedError: when the loss is not finite, with the step and the learning rate.
-            MismatchError: when the workers' hyperparameters or weights are no longer the same; on every worker.
+            ConfigError: for invalid arguments, such as a `run_dir` with another run, or fewer epochs than are done.
+            CheckpointError: if `resume` is damaged, or of another model, optimizer or data set; nothing is changed.
+            DivergedError: if the loss is not finite, naming the step and the learning rate.
+            MismatchError: on every worker, if the workers' hyperparameters or weights differ.
             InterruptedRunError: after a signal, naming the checkpoint.
+            TypeError: for an argument of another name; the error says where it belongs.
         """
+        if unknown:
+            raise unexpected_argument("fit", next(iter(unknown)), _elsewhere())
+        if resume is None and not self._begun:
+            resume = self._requested_resume()
         with ExitStack() as opened:
-            loader = opened.enter_context(self._opened(train))
-            held_out = None if validate is None else opened.enter_context(self._opened(validate, shuffle=False))
-            self._begin(loader, epochs, resume)
-            opened.callback(self._release_folder)
-            with StopSignals() as signals, self.step.strategy.determined():
+            loader = opened.enter_context(self._opened(train, "train"))
+            held_out = None if validate is None else opened.enter_context(self._opened(validate, "validate"))
+            check_validate_every(validate_every, held_out is not None)
+            results = None if held_out is None else self._evaluation.names
+            self._callbacks.check(results, self._evaluation.may_be_several, self.run_dir is not None)
+            opened.callback(self._unlock_run_directory)
+            preparing = Activity("lockstep: preparing the run", shown=self._callbacks.shows_progress)
+            with preparing, flight_recorder.in_method("Trainer.fit"):
+                self._begin(loader, epochs, max_steps, resume)
+            opened.callback(self._release_run_directory)
+            with StopSignals() as signals, self.step.strategy.deterministic():
                 self._loop = Loop(self, self._callbacks, signals)
                 try:
-                    self._loop.run(loader, held_out)
-                    self.saver.wait()
+                    self._loop.run(loader, held_out, validate_every)
+                    self.checkpoint_manager.wait()
                 finally:
                     self._loop = None
-                    self.saver.end()
+                    self.checkpoint_manager.end()
         return self.history
 
+    def _requested_resume(self) -> str | None:
+        """Return what LOCKSTEP_RESUME requests, if it is for this trainer's run directory."""
+        requested = environment.resume()
+        if requested is None or self.run_dir is None or requested == "latest":
+            return requested if self.run_dir is not None else None
+        run = Path(requested)
+        run = run.parent.parent if run.parent.name == "checkpoints" else run
+        own = any(run.resolve() == each.resolve() for each in run_directory.numbered(self.run_dir))
+        return requested if own else None
+
     @contextmanager
-    def _opened(self, dataset: Any, shuffle: bool = True) -> Iterator[Loader]:
-        loader = self.loader(dataset, shuffle)
+    def _opened(self, dataset: Any, argument: str) -> Iterator[Loader]:
+        loader = self._loader(dataset, argument, shuffle=argument == "train")
         try:
             yield loader
         finally:
             if loader is not dataset:
                 loader.close()
 
-    def _begin(self, loader: Loader, epochs: int, resume: str | Path | None) -> None:
-        """Check everything, and only then take up the checkpoint."""
-        if loader.global_batch != self.global_batch:
+    def _begin(self, loader: Loader, epochs: int | None, max_steps: int | None, resume: str | Path | None) -> None:
+        """Check the arguments of `fit`, prepare the run directory, and load the checkpoint to resume from."""
+        if loader.global_batch_size != self.global_batch_size:
             hint = "Give both the same number, or fit the data set itself."
-            raise ConfigError("global_batch", f"{self.global_batch}, the trainer's", loader.global_batch, hint)
-        if loader.shards != self.step.strategy.shards:
-            raise ConfigError("shards", f"{self.step.strategy.shards}, the trainer's", loader.shards)
-        found = None if resume is None else self.saver.find(resume)
+            raise ConfigError(
+                "global_batch_size", f"{self.global_batch_size}, the trainer's", loader.global_batch_size, hint
+            )
+        if loader.virtual_workers != (own := self.step.strategy.virtual_workers):
+            hint = f"Make it with Loader(..., virtual_workers={own}), or fit the data set itself."
+            raise ConfigError(
+                "virtual_workers", f"{own}, the trainer's, in the Loader as well", loader.virtual_workers, hint
+            )
+        found = None if resume is None else self.checkpoint_manager.find(resume)
         position = self.position if found is None else Position(found.state["loader"])
-        check_epochs(epochs, position, again=self._begun and resume is None)
-        _take_to(position, loader, found)
-        self._prepare_folder(found, fresh=not self._begun and resume != "latest")
+        again = self._begun and resume is None
+        if again:
+            position = position.in_data_of(loader)
+        steps_done = self.step.steps_done if found is None else found.step
+        check_max_steps(max_steps, steps_done, again)
+        if epochs is None:
+            if max_steps is None:
+                raise ConfigError("epochs", "a number of epochs, or max_steps=", found="neither")
+            left = max_steps - (steps_done - position.step)
+            epochs = position.epoch + max(1, -(-left // len(loader)))
+        check_epochs(epochs, position, again)
+        _seek(position, loader, found)
+        if again:
+            self.state.position = position
+        self._prepare_run_directory(found, fresh=not self._begun and resume != "latest")
         if found is not None:
-            self._take_up(found)
-        self._begun, self.stop_reason, self.unsettled = True, "", self._none_queued()
-        self.epochs, self.total_steps = epochs, epochs * len(loader)
+            self._load_checkpoint(found)
+        self._begun, self.stop_reason, self.steps_in_flight = True, "", self._new_steps_in_flight()
+        self.epochs, self.steps_per_epoch = epochs, len(loader)
+        before = self.step.steps_done - self.position.step
+        self.total_steps = before + (epochs - self.position.epoch) * len(loader)
+        if max_steps is not None:
+            self.total_steps = min(self.total_steps, max_steps)
+        if self.done and self.comm.rank == 0:
+            _log.warning("%s", self._nothing_to_train())
 
-    def _none_queued(self) -> Unsettled:
-        return Unsettled(self.comm.device, self.in_flight, partial(self._callbacks.on_loss, self))
+    def _nothing_to_train(self) -> str:
+        by_epochs = self.position.epoch >= self.epochs
+        done, of = (self.position.epoch, self.epochs) if by_epochs else (self.step.steps_done, self.total_steps)
+        unit = "epoch" if by_epochs else "step"
+        return (
+            f"nothing is left to train: {done} of {of} {unit}s are done already. The number of {unit}s counts from "
+            "the beginning of the run"
+        )
 
-    def _prepare_folder(self, found: Checkpoint | None, fresh: bool) -> None:
-        out, from_path = self.out, self.saver.last_path if found is None else found.path
-        if out is not None:
-            self.made_folders += self.comm.on_rank0(lambda: out_folder.prepare(out, from_path, fresh))
+    def _new_steps_in_flight(self) -> StepsInFlight:
+        return StepsInFlight(self.comm.device, self.max_steps_in_flight, partial(self._callbacks.call, "on_loss", self))
 
-    def _release_folder(self) -> None:
-        if self.out is not None and self.comm.rank == 0:
-            out_folder.release(self.out)
+    def _prepare_run_directory(self, found: Checkpoint | None, fresh: bool) -> None:
+        given, from_path = self.run_dir, self.checkpoint_manager.last_path if found is None else found.path
+        if given is None:
+            return
+
+        def prepare() -> tuple[Path, list[Path]]:
+            run_dir = run_directory.choose(given, from_path, fresh) if self.numbers_run_dir else given
+            created = run_directory.prepare(run_dir, from_path, fresh)
+            self._run_lock = run_directory.RunLock(run_dir)
+            return run_dir, created
+
+        self.run_dir, created = self.comm.on_rank0(prepare)
+        self.checkpoint_manager.run_dir = self.run_dir
+        self.created_directories += created
+
+    def _release_run_directory(self) -> None:
+        if self.run_dir is not None and self.comm.rank == 0:
+            run_directory.release(self.run_dir)
+
+    def _unlock_run_directory(self) -> None:
+        if self._run_lock is not None:
+            self._run_lock.release()
+            self._run_lock = None
 
     @property
     def done(self) -> bool:
-        """Whether the epochs that were asked for are done, or there was a reason to stop before."""
-        return bool(self.stop_reason) or self.position.epoch >= self.epochs
+        """Whether all requested epochs or steps are done, or a stop was requested."""
+        done = self.step.steps_done
+        # The row of the last step may be missing in a run that was interrupted in its evaluation.
+        ended = done >= self.total_steps and bool(self.history) and self.history[-1]["step"] == done
+        return bool(self.stop_reason) or self.position.epoch >= self.epochs or ended
 
     @property
-    def conditions(self) -> dict[str, Any]:
-        """What the bits of a run with shards depend on beside the program; empty for other runs."""
-        return conditions_of(self.step.strategy, self.global_batch, self.step.precision.name)
+    def position(self) -> Position:
+        """The position in the training data."""
+        return self.state.position
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """The steps done of the epoch in progress, or of the one that has just ended."""
+        return self.step.steps_done - self.steps_before_epoch
+
+    @property
+    def totals(self) -> EpochTotals:
+        """Loss and speed of the epoch in progress."""
+        return self.state.totals
+
+    @property
+    def history(self) -> list[Row]:
+        """One row for each completed epoch, and for each validation within one."""
+        return self.state.history
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, from 0."""
+        return self.state.epoch
+
+    @property
+    def newest_checkpoint_step(self) -> int | None:
+        """The step of the newest checkpoint, including one that is being written; None without one."""
+        return self.checkpoint_manager.newest_step
 
     def check_losses(self) -> None:
-        """See that the losses of all steps so far are finite; waits for the device.
+        """Check that the losses of all steps so far are finite; waits for the device.
 
         Raises:
             DivergedError: naming the step and the learning rate.
         """
-        self.unsettled.check()
+        self.steps_in_flight.check()
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Loss and metrics over a data set or `Loader`, every sample once, the same on every worker.
+        """Return loss and metrics over all samples of a data set or `Loader`, the same on every worker.
 
         Raises:
-            ConfigError: for the very `Loader` that training is taking batches from, or a metric that returns what is
-                no mean over samples.
+            ConfigError: for the `Loader` that training is iterating over, or a metric that is not a mean over samples.
             InterruptedRunError: after a signal while `fit` runs, naming the checkpoint.
         """
-        self.step.strategy.sync_buffers()
-        with self._opened(dataset, shuffle=False) as opened, self.step.strategy.determined():
+        with self._evaluating("Trainer.evaluate", dataset) as opened:
             loader = opened if self._loop is None else self._loop.stoppable(opened)
-            return self._measures.over(loader, self.step.precision, self.step.strategy, self.in_flight)
+            return self._evaluation.run(loader, self.step.precision, self.step.strategy, self.max_steps_in_flight)
+
+    @contextmanager
+    def _evaluating(self, method: str, dataset: Any) -> Iterator[Loader]:
+        with flight_recorder.in_method(method):
+            self.step.strategy.sync_buffers()
+            with self._opened(dataset, "dataset") as opened, self.step.strategy.deterministic():
+                yield opened
+
+    def predict(self, dataset: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+        """Return the model's outputs for all samples of a data set or `Loader`, in order, the same on every worker.
+
+        See `lockstep.predict`, also for `forward`.
+        """
+        with self._evaluating("Trainer.predict", dataset) as opened:
+            return predict(self.model, opened, precision=self.step.precision, forward=forward)
 
     def loader(self, dataset: Any, shuffle: bool = True) -> Loader:
-        """A loader of this run's global batches over `dataset`; a `Loader` is returned as it is."""
+        """Return a loader of this run's global batches over `dataset`; a `Loader` is returned unchanged."""
+        return self._loader(dataset, "train" if shuffle else "dataset", shuffle)
+
+    def _loader(self, dataset: Any, argument: str, shuffle: bool) -> Loader:
         if isinstance(dataset, Loader):
             return dataset
+        settings: dict[str, Any] = {"dataset": dataset, "shuffle": shuffle, "num_workers": self._num_workers}
+        if isinstance(dataset, DataLoader):
+            warns = self.comm.rank == 0 and (argument, dataset.batch_size) not in self._dataloaders_warned_of
+            self._dataloaders_warned_of.add((argument, dataset.batch_size))
+            given = dataloader_settings(dataset, argument, self.global_batch_size, warns)
+            settings = given | {"num_workers": given["num_workers"] or self._num_workers}
         return Loader(
-            dataset,
-            self.global_batch,
+            **settings,
+            global_batch_size=self.global_batch_size,
             seed=self.seed,
-            shuffle=shuffle,
-            num_workers=self._num_workers,
             comm=self.comm,
-            shards=self.step.strategy.shards,
+            virtual_workers=self.step.strategy.virtual_workers,
         )
 
     def stop(self, reason: str) -> None:
-        """End the `fit` that is running after this epoch, in good order; any worker may ask for it."""
+        """Request that the running `fit` ends after this epoch or validation; any worker may call it."""
         if self._loop is not None:
-            self._loop.stopping.reason = self._loop.stopping.reason or reason
+            self._loop.stop_requests.reason = self._loop.stop_requests.reason or reason
 
-    def save(self) -> Path:
+    def save(self, best: bool = False) -> Path:
         """Write a checkpoint of this step; called by every worker.
 
-        Rank 0 writes it, or with strategy="sharded" every worker its part. With `async_save` this returns when the
-        state has been copied; `trainer.saver.wait()`, called by every worker, waits for the files.
+        Rank 0 writes it; with strategy="sharded" every worker writes its shards. With `async_save` this returns when
+        the state has been copied; `trainer.checkpoint_manager.wait()`, called by every worker, waits for the files.
+
+        Args:
+            best: keep this checkpoint besides the newest ones, as the one that the link ``checkpoints/best`` leads to,
+                until another is the best; it is complete when this returns.
 
         Raises:
-            CheckpointError: when it cannot be written, or the run has no folder; with `async_save` also when the one
-                before could not be.
-            ConfigError: when a callback's state cannot be stored; names the callback and the place in its state.
-            DivergedError: rather than saving a model with a loss that is not finite.
-            MismatchError: likewise, where the workers have other weights or hyperparameters.
+            CheckpointError: if it cannot be written, or the run has no run directory; with `async_save` also if the
+                previous checkpoint could not be written.
+            ConfigError: if a callback's state cannot be stored, naming the callback and the entry of its state.
+            DivergedError: if a loss is not finite; nothing is written.
+            MismatchError: if the workers' weights or hyperparameters differ; nothing is written.
         """
         self.check_losses()
-        self.step.check_replicas()
-        self.step.strategy.sync_buffers()
-        state = state_of(self, whole=False)
-        return self.saver.save(state, lambda: {"callbacks": self._callbacks.state_dict()})
+        with flight_recorder.in_method("Trainer.save"):
+            self.step.check_replicas()
+            self.step.strategy.sync_buffers()
+        self._callbacks.call("on_checkpoint_start", self)
+        state = self.state.state_dict(full=False)
+        path = self.checkpoint_manager.save(state, lambda: {"callbacks": self._callbacks.state_dict()}, best)
+        self._callbacks.call("on_checkpoint_end", self, path)
+        return path
 
     def resume(self, which: str | Path) -> None:
-        """Take up a checkpoint, taken with any number of workers, from which `fit` will go on; see there."""
-        found = self.saver.find(which)
-        if found is not None:
-            self._take_up(found)
+        """Load a checkpoint, written by any number of workers, for `fit` to continue from; see `fit`."""
+        checkpoint = self.checkpoint_manager.find(which)
+        if checkpoint is not None:
+            self._load_checkpoint(checkpoint)
 
-    def _take_up(self, found: Checkpoint) -> None:
-        # Agreed on each time: workers read for themselves, and a strategy may make collectives in between.
-        on_all(self.comm, partial(self._callbacks.load_state_dict, read_tensors(found.state.get("callbacks", {}))))
-        on_all(self.comm, partial(load_state, self, found.state))
-        self.saver.last = (found.step, found.path)
+    def _load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        # Errors are exchanged after each part: every worker reads files, and a strategy may call collectives.
+        callbacks_state = read_tensors(checkpoint.state.get("callbacks", {}))
+        call_on_all(self.comm, partial(self._callbacks.load_state_dict, callbacks_state))
+        call_on_all(self.comm, partial(self._load_state, checkpoint.state))
+        self.checkpoint_manager.set_last(checkpoint.step, checkpoint.path)
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        self.state.load_state_dict(state)
+        self.checkpoint_manager.last = None  # belongs to the previous state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that another process needs to go on from here, with any number of workers; called by every worker."""
-        return {**state_of(self), "callbacks": self._callbacks.state_dict()}
+        """Return the state to resume from in another process, with any number of workers; called by every worker."""
+        return {**self.state.state_dict(), "callbacks": self._callbacks.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved state.
+        """Load a saved state.
 
         Raises:
-            CheckpointError: before anything is changed, when it is of another model or optimizer; when a callback
-                cannot load its state.
+            CheckpointError: before anything is changed, if it is of another model or optimizer; if a callback cannot
+                load its state.
         """
-        load_state(self, state)
+        self._load_state(state)
         self._callbacks.load_state_dict(state.get("callbacks", {}))
 
 
-def _take_to(position: Position, loader: Loader, found: Checkpoint | None) -> None:
-    """Let `loader` begin at `position`; an error names the checkpoint that it is from, if any."""
+def _elsewhere() -> dict[str, str]:
+    """Return where arguments belong that neither a trainer nor its `fit` has, or only the other one."""
+    in_loader = "it belongs to a DataLoader or lockstep.Loader(...), which fit() and validate= take as data"
+    homes = dict.fromkeys([*inspect.signature(Loader).parameters, "sampler"], in_loader)
+    homes |= dict.fromkeys(inspect.signature(Trainer.fit).parameters, "it belongs to fit()")
+    homes |= dict.fromkeys(
+        [*inspect.signature(Trainer).parameters, *StepOptions.__annotations__], "it belongs to Trainer(...)"
+    )
+    return homes | {"batch_size": "a step has the samples of Trainer(..., global_batch_size=), over all workers"}
+
+
+def _seek(position: Position, loader: Loader, found: Checkpoint | None) -> None:
+    """Move `loader` to `position`; an error names the checkpoint that the position is from, if any."""
     try:
-        position.take_to(loader)
+        position.seek(loader)
     except CheckpointError as error:
         raise error if found is None else CheckpointError(f"{found.path}: {error}") from None
+
+
+# --- Training loop ----------------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """The loop over epochs: trains, evaluates and calls the callbacks.
+
+    Args:
+        trainer: the trainer that runs the steps and evaluations, and owns the state.
+        callbacks: the callbacks of the run.
+        signals: the signals that this worker has received.
+    """
+
+    def __init__(self, trainer: Trainer, callbacks: CallbackGroup, signals: StopSignals) -> None:
+        self._trainer, self._callbacks = trainer, callbacks
+        self.stop_requests = StopRequests(trainer.comm, signals)
+        self._active_loader: Loader | None = None
+        self._held_out: Loader | None = None
+        self._validate_every: int | None = None
+
+    def run(self, loader: Loader, held_out: Loader | None, validate_every: int | None = None) -> None:
+        """Run the epochs from the current position up to `trainer.epochs` and `trainer.total_steps`.
+
+        Args:
+            loader: of the training data.
+            held_out: of the validation data, if any.
+            validate_every: steps between validations within an epoch, if any.
+
+        Raises:
+            DivergedError: if a loss is not finite, naming the last checkpoint.
+            InterruptedRunError: after a signal, naming the checkpoint.
+        """
+        trainer = self._trainer
+        state = trainer.state
+        state.epoch = state.position.last_epoch
+        self._held_out, self._validate_every = held_out, validate_every
+        try:
+            with self._callbacks.running(trainer):
+                while not self._agree_to_stop():
+                    state.epoch = state.position.epoch
+                    self._train_epoch(loader)
+                    self._end_epoch()
+            if self.stop_requests.agree()[0] is not None:  # all epochs are done, but the program must still stop
+                self._interrupt()
+        except DivergedError as error:
+            trainer.checkpoint_manager.end()
+            last = trainer.checkpoint_manager.last_path
+            where = f"The last checkpoint is {last}." if last else "There is no checkpoint yet."
+            raise DivergedError(f"{error} {where}") from None
+
+    def _train_epoch(self, loader: Loader) -> None:
+        trainer = self._trainer
+        trainer.modes.restore()
+        state = trainer.state
+        before, state.totals = state.totals, EpochTotals(trainer.comm.device)
+        if state.position.step:
+            state.totals.load_state_dict(before.state_dict())
+        self._active_loader = loader
+        trainer.steps_before_epoch = trainer.step.steps_done - state.position.step
+        self._callbacks.call("on_train_epoch_start", trainer)
+        try:
+            if self._validation_is_due():  # of a run that was interrupted during it
+                self._validate_within_epoch()
+            for batch in () if self._no_more_steps() else loader.epoch(trainer.epoch):
+                self._step(loader, batch)
+                if self._validation_is_due():
+                    self._validate_within_epoch()
+                if self._no_more_steps():
+                    break
+        finally:
+            self._active_loader = None
+
+    def _step(self, loader: Loader, batch: Batch) -> None:
+        trainer = self._trainer
+        self._callbacks.call("on_train_step_start", trainer, batch)
+        result = trainer.step.run(batch, stop=self.stop_requests.signalled)
+        # Before the callbacks: one of them may save, and the checkpoint must include this step and its loss.
+        state = trainer.state
+        state.position.advance(loader)
+        state.totals.add(result.loss, result.count, batch.global_size)
+        trainer.steps_in_flight.add(result)
+        self._callbacks.call("on_train_step_end", trainer, result)
+        if trainer.steps_in_flight.settle():
+            self._interrupt()
+
+    def _no_more_steps(self) -> bool:
+        trainer = self._trainer
+        return bool(trainer.stop_reason) or trainer.step.steps_done >= trainer.total_steps
+
+    def _validation_is_due(self) -> bool:
+        """Return whether there is a validation within the epoch after the step just done."""
+        trainer, every = self._trainer, self._validate_every
+        done, step = trainer.step.steps_done, trainer.position.step
+        if every is None or done % every or not 0 < step < trainer.steps_per_epoch or done >= trainer.total_steps:
+            return False
+        return not trainer.history or trainer.history[-1]["step"] != done
+
+    def _validate_within_epoch(self) -> None:
+        self._add_row()
+        _, self._trainer.stop_reason = self.stop_requests.agree()
+
+    def _end_epoch(self) -> None:
+        """End an epoch, or the run within one."""
+        trainer, within = self._trainer, self._trainer.position.step < self._trainer.steps_per_epoch
+        if within and trainer.history and trainer.history[-1]["step"] == trainer.step.steps_done:
+            return  # stopped by a validation
+        row = self._add_row(ends_epoch=not within)
+        if not within:
+            self._callbacks.call("on_train_epoch_end", trainer, row)
+
+    def _add_row(self, ends_epoch: bool = False) -> Row:
+        """Validate, and add a row to the history."""
+        trainer = self._trainer
+        row: Row = {
+            "epoch": trainer.epoch + 1,
+            "step": trainer.step.steps_done,
+            "train_loss": trainer.totals.loss,
+            "lr": float(trainer.optimizer.param_groups[0]["lr"]),
+            "seconds": trainer.totals.seconds,
+            "samples_per_second": trainer.totals.samples_per_second,
+        }
+        trainer.check_losses()
+        trainer.step.check_replicas()
+        row |= self._validate(row["lr"])
+        if ends_epoch:
+            trainer.position.end_epoch()
+        trainer.history.append(row)
+        self._callbacks.call("on_row", trainer, row)
+        return row
+
+    def _validate(self, learning_rate: float) -> Row:
+        """Return the columns of a validation, if there is validation data."""
+        trainer = self._trainer
+        if self._held_out is None:
+            return {}
+        self._callbacks.call("on_validation_start", trainer)
+        measured = trainer.evaluate(self._held_out)
+        self._callbacks.call("on_validation_end", trainer, measured)
+        if not math.isfinite(measured["loss"]):
+            what = f"the validation loss is {measured['loss']} after step {trainer.step.steps_done}"
+            raise DivergedError(f"{what} with learning rate {learning_rate:g}.")
+        return {f"val_{name}": value for name, value in measured.items()}
+
+    def stoppable(self, loader: Loader) -> Loader:
+        """Wrap `loader` so that an evaluation over it ends early when a worker has received a signal.
+
+        Raises:
+            ConfigError: for the loader that training is iterating over, which would lose its position.
+        """
+        if loader is self._active_loader:
+            hint = "Pass its data set, or another Loader."
+            raise ConfigError(
+                "dataset", "another Loader than that of the epoch that is being trained", found="it", hint=hint
+            )
+        return cast(Loader, StoppableLoader(loader, self.stop_requests, self._interrupt))
+
+    def _agree_to_stop(self) -> bool:
+        """Return whether the run ends here, the same on all workers; interrupt an unfinished run after a signal."""
+        trainer = self._trainer
+        number, trainer.stop_reason = self.stop_requests.agree()
+        if number is not None and not trainer.done:
+            self._interrupt()
+        return trainer.done
+
+    def _interrupt(self) -> NoReturn:
+        trainer = self._trainer
+        number = self.stop_requests.agree()[0] or SIGTERM
+        trainer.check_losses()
+        where = f"after step {trainer.step.steps_done} (epoch {trainer.epoch + 1} of {trainer.epochs})"
+        path = None if trainer.run_dir is None else trainer.save()
+        trainer.checkpoint_manager.wait()
+        saved = "nothing was saved, as the run has no run directory" if path is None else f"saved {path}"
+        message = f"stopped by {number.name} {where}; {saved}"
+        interruption.install()
+        raise InterruptedRunError(message, number, None if path is None else str(path))

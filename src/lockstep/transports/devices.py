@@ -1,4 +1,4 @@
-"""Groups such as "cpu:shm,cuda:nccl": tensors that are not on the CPU go to the backend of their device."""
+"""Groups such as "cpu:shm,cuda:nccl": calls with tensors on another device go to the backend for that device."""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .c10d import PrefixStore
-from .shm.arguments import NotOnCPUError
-from .wrapped import as_group
+from .runtime.c10d import PrefixStore, backend_as_group
+from .runtime.tensor_arguments import NotOnCPUError
 
-__all__ = ["NAMES", "by_device", "device_options"]
+__all__ = ["OPERATIONS", "device_options", "dispatch_by_device"]
 
 Group = TypeVar("Group", bound=type[dist.ProcessGroup])
 
-# c10d's names for what can be asked of a group; some have two, as torch renamed them
-NAMES = (
+# c10d's names for the operations of a group; some have two, as torch renamed them
+OPERATIONS = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "send", "recv", "recv_anysource"),
     *("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"),
     *("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
@@ -32,23 +31,23 @@ NAMES = (
 )
 
 
-def by_device(group: Group) -> Group:
-    """Let the methods of `group`, a class for the CPU, hand on what is on another device.
+def dispatch_by_device(group: Group) -> Group:
+    """Make the methods of `group`, a class for the CPU, pass calls with tensors on another device to its backend.
 
-    torch.distributed gives up its own table of backends for a group that is written in Python, so the group keeps
-    one: a backend is made when its first tensor comes, which is at the same call on every rank.
+    torch.distributed does not use its own table of backends for a group that is written in Python, so the group keeps
+    one: a backend is made for its first tensor, which is at the same call on every rank.
     """
-    for name in NAMES:
-        setattr(group, name, _or_elsewhere(name, getattr(group, name)))
+    for name in OPERATIONS:
+        setattr(group, name, _or_device_backend(name, getattr(group, name)))
     for name in ("shutdown", "abort"):
-        setattr(group, name, _and_elsewhere(name, getattr(group, name)))
+        setattr(group, name, _and_device_backends(name, getattr(group, name)))
     for name in ("_start_coalescing", "_end_coalescing", "_get_backend"):
-        setattr(group, name, _of_device(name, getattr(group, name)))
-    setattr(group, "coalesces", _coalesces)  # noqa: B010 - as above, what is no name of c10d's class
+        setattr(group, name, _at_device_backend(name, getattr(group, name)))
+    setattr(group, "coalesces", _coalesces)  # noqa: B010 - no name of c10d's class
     return group
 
 
-def _or_elsewhere(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _or_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -60,17 +59,17 @@ def _or_elsewhere(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _and_elsewhere(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _and_device_backends(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: dist.ProcessGroup) -> None:
         method(self)
-        for backend in self.__dict__.get("_elsewhere", {}).values():
+        for backend in self.__dict__.get("_device_backends", {}).values():
             getattr(backend, name)()
 
     return call
 
 
-def _of_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _at_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: dist.ProcessGroup, device: torch.device | None = None) -> Any:
         backend = None if device is None or device.type == "cpu" else _known_backend(self, device)
@@ -82,29 +81,29 @@ def _of_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _known_backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
-    """The backend for `device`; None where there is none, or nothing has asked for it but the question what it is.
+    """Return the backend for `device`; None where there is none, or it has not been made and `device` has no index.
 
-    Who asks about a kind of device, without a number, may be about to end the group, and none is made for that.
+    A call that asks for a type of device, without an index, may be about to destroy the group; none is made for that.
     """
-    made: dict[str, dist.ProcessGroup] = group.__dict__.get("_elsewhere", {})
+    made: dict[str, dist.ProcessGroup] = group.__dict__.get("_device_backends", {})
     known = device.type in made or (device.index is not None and _name_of_backend(group, device) is not None)
     return _backend(group, device) if known else None
 
 
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether messages on `device` that are to travel side by side have to be given to the group as one."""
+    """Return whether messages on `device` that are to run concurrently have to be passed to the group as one batch."""
     if device.type == "cpu":
         return bool(group.supports_coalescing)
     return bool(getattr(_inner(_backend(group, device), device), "supports_coalescing", False))
 
 
 def _inner(backend: dist.ProcessGroup, device: torch.device) -> Any:
-    """What `as_group` has put into a group; one that is written in Python is its own backend."""
+    """Return the backend inside a group made by `backend_as_group`; a group written in Python is its own backend."""
     return backend._get_backend(device) if type(backend) is dist.ProcessGroup else backend
 
 
 def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The name of the backend for `device` beside the group's own, if there is one."""
+    """Return the name of the backend for `device`, if it is not the group's own."""
     try:
         config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
     except (RuntimeError, ValueError, TypeError):  # not among c10d's groups yet, or no longer
@@ -114,13 +113,13 @@ def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str | No
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    made: dict[str, dist.ProcessGroup] = group.__dict__.setdefault("_elsewhere", {})
+    made: dict[str, dist.ProcessGroup] = group.__dict__.setdefault("_device_backends", {})
     if device.type not in made:
         name, own = _name_of_backend(group, device), getattr(group, "backend", "shm")
         if name is None:
             raise ConfigError(
                 "tensor",
-                f"one on the CPU, which is what {own} carries",
+                f"one on the CPU, which {own} is for",
                 got=str(device),
                 hint=f'Make the group with "cpu:{own},{device.type}:..." to name a backend for it.',
             )
@@ -129,10 +128,10 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
 
 
 def device_options(options: Any, own: str) -> Any:
-    """The `pg_options` of a group, where they are not its `own` but for the backend of another device beside it.
+    """Return a group's `pg_options` if they are those of the backend for another device, and not its `own`.
 
     Raises:
-        ConfigError: they are for none of the backends that take some.
+        ConfigError: they are of no backend that takes options.
     """
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     if options is None or (nccl is not None and isinstance(options, nccl.Options)):
@@ -141,7 +140,7 @@ def device_options(options: Any, own: str) -> Any:
 
 
 def _make(group: Any, name: str, device: torch.device) -> dist.ProcessGroup:
-    store, place = PrefixStore(f"elsewhere/{device.type}", group.store), (group.rank(), group.size())
+    store, rank_and_size = PrefixStore(f"device/{device.type}", group.store), (group.rank(), group.size())
     plugin = dist.Backend._plugins.get(name.upper())
     backend: Any
     if name == "nccl":
@@ -149,11 +148,11 @@ def _make(group: Any, name: str, device: torch.device) -> dist.ProcessGroup:
         # as torch sets them for a group of its own
         options._timeout, options.group_name = group.timeout, group.group_name
         options.global_ranks_in_group = dist.get_process_group_ranks(group)
-        backend = dist.ProcessGroupNCCL(store, *place, options)
+        backend = dist.ProcessGroupNCCL(store, *rank_and_size, options)
     elif name == "gloo":
-        backend = dist.ProcessGroupGloo(store, *place, group.timeout)
+        backend = dist.ProcessGroupGloo(store, *rank_and_size, group.timeout)
     elif plugin is not None and not plugin.extended_api:
-        backend = plugin.creator_fn(store, *place, group.timeout)
+        backend = plugin.creator_fn(store, *rank_and_size, group.timeout)
     else:
         raise ConfigError("backend", "nccl, gloo or a plain plug-in beside the one for the CPU", name)
-    return as_group(backend, store, device.type)
+    return backend_as_group(backend, store, device.type)

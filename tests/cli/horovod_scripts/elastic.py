@@ -1,4 +1,4 @@
-"""A training as Horovod's users write it for jobs whose machines come and go; one operation fails on the way."""
+"""A training as Horovod's users write it for jobs whose hosts come and go; one operation fails on the way."""
 
 import argparse
 

@@ -1,19 +1,19 @@
-"""Every case runs over every transport, on two and on three ranks; over MPI most run on three only."""
+"""Every case runs over every transport, on two and on three ranks; over MPI and without compiled parts on three."""
 
 from __future__ import annotations
 
 import pytest
 
 from support import mpi
-from support.conformance import TRANSPORTS, Ranks
+from support.conformance import PURE, TRANSPORTS, Ranks
 from support.pool import Pool
 
-# Where cases over MPI run on every number of ranks; elsewhere on three, as MPI's operations are tried here.
-EVERY_SIZE = ("test_collectives.py",)
+# Where three ranks are enough: MPI's operations are not ours, and the Python form exchanges as the compiled one does.
+ON_THREE = (mpi.BACKEND, PURE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases over MPI that run on three ranks as well."""
+    """Leave out cases of `ON_THREE` that run on three ranks as well."""
     sizes = {item: _case_and_size(item) for item in items}
     on_three = {case for case, size in sizes.values() if size == 3}
     left_out = [item for item, (case, size) in sizes.items() if size not in (None, 3) and case in on_three]
@@ -22,10 +22,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _case_and_size(item: pytest.Item) -> tuple[str, int | None]:
-    """A case over MPI, and its number of ranks; None for any other, and where every number counts."""
+    """A case over one of `ON_THREE`, and its number of ranks; None for any other."""
     parameters = dict(getattr(item, "callspec").params) if hasattr(item, "callspec") else {}  # noqa: B009
     size = parameters.pop("size", None)
-    if parameters.get("transport") != mpi.BACKEND or item.path.name in EVERY_SIZE:
+    if parameters.get("transport") not in ON_THREE:
         return "", None
     return f"{item.path}::{getattr(item, 'originalname', item.name)}{parameters}", size
 

@@ -69,7 +69,7 @@ def mixed_with_waiting_ones(operations: list[str]) -> None:
         check()
 
 
-def test_those_under_way_and_those_that_wait(ranks: Ranks) -> None:
+def test_operations_in_flight_and_those_that_wait(ranks: Ranks) -> None:
     ranks.run(mixed_with_waiting_ones, all_kinds(ranks.transport))
 
 
@@ -148,7 +148,7 @@ def nobody_keeps_them() -> None:
 @pytest.mark.parametrize(
     "body", [start_returns_at_once, progress_without_help, compute_meanwhile, wait_elsewhere, nobody_keeps_them]
 )
-def test_work_goes_on_beside_the_program(ranks: Ranks, body: Body) -> None:
+def test_work_continues_beside_the_program(ranks: Ranks, body: Body) -> None:
     ranks.run(body)
 
 

@@ -283,5 +283,5 @@ def test_messages_beside_other_work(ranks: Ranks, body: Body) -> None:
 
 
 @pytest.mark.parametrize("count", [5, 3_000_000])
-def test_a_message_that_nobody_has_asked_for(ranks: Ranks, count: int) -> None:
+def test_a_message_that_no_rank_receives(ranks: Ranks, count: int) -> None:
     ranks.run(message_held_back, count)

@@ -1,8 +1,8 @@
-"""What happens beside the training: each callback is one file, and a training run without any is whole."""
+"""Callbacks of a training run, one file each; a run needs none."""
 
 from __future__ import annotations
 
-from .base import Callback
+from .base import Callback, TrainingContext
 from .checkpoints import Checkpoints
 from .csv_log import CSVLog
 from .curve import Curve
@@ -10,9 +10,19 @@ from .early_stopping import EarlyStopping
 from .progress import Progress
 from .tensorboard import TensorBoard
 
-__all__ = ["CSVLog", "Callback", "Checkpoints", "Curve", "EarlyStopping", "Progress", "TensorBoard", "defaults"]
+__all__ = [
+    "CSVLog",
+    "Callback",
+    "Checkpoints",
+    "Curve",
+    "EarlyStopping",
+    "Progress",
+    "TensorBoard",
+    "TrainingContext",
+    "defaults",
+]
 
 
 def defaults(with_folder: bool) -> list[Callback]:
-    """A progress display, and for a run with a folder its table, its picture and a checkpoint after each epoch."""
+    """Return a progress display and, for a run with a run directory, a CSV log, a plot and checkpoints by epoch."""
     return [Progress(), *([CSVLog(), Curve(), Checkpoints()] if with_folder else [])]

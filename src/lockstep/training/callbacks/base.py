@@ -1,63 +1,181 @@
-"""The moments of a training run at which something can be done."""
+"""The base class of callbacks, and the interface of a training run that they use."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..run_state import EpochTotals, Row
 
 if TYPE_CHECKING:
-    from ..step import StepResult
-    from ..trainer import Trainer
+    from torch import nn
+    from torch.optim import Optimizer
 
-__all__ = ["Callback", "Row"]
+    from ...communicator import Communicator
+    from ...data.loader import Batch
+    from ..step import StepResult, TrainStep
 
-Row = dict[str, float]
-"""One epoch's numbers: epoch (from 1), step, train_loss, lr, seconds, samples_per_second, and test_… by metric."""
+__all__ = ["Callback", "Row", "TrainingContext"]
+
+
+class TrainingContext(Protocol):
+    """The interface of a training run for callbacks; the `Trainer` implements it.
+
+    Other attributes of the trainer are private and may change.
+    """
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; with strategy="sharded", its parameters are this worker's shards."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer. A callback that changes it must run on every rank, see `Callback.every_rank`."""
+
+    @property
+    def comm(self) -> Communicator:
+        """Communicator over the workers; collectives only from callbacks that run on every rank."""
+
+    @property
+    def step(self) -> TrainStep:
+        """The training step: `steps_done`, `strategy`, `precision`."""
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory; None for a run that writes nothing."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in one step, over all workers."""
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Steps that may be queued on an accelerator."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, from 0."""
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the whole run."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch."""
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Steps done of the epoch in progress, or of the one that has just ended."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+
+    @property
+    def totals(self) -> EpochTotals:
+        """Loss and speed of the epoch in progress; reading the loss waits for the device."""
+
+    @property
+    def history(self) -> list[Row]:
+        """One row for each completed epoch and for each validation within one, equal on all workers."""
+
+    @property
+    def stop_reason(self) -> str:
+        """The reason for an end before the last epoch; "" without one."""
+
+    @property
+    def newest_checkpoint_step(self) -> int | None:
+        """The step of the newest checkpoint, written or being written; None without one."""
+
+    def save(self, best: bool = False) -> Path:
+        """Write a checkpoint, which is kept if it is the `best` one; called by every worker."""
+
+    def stop(self, reason: str) -> None:
+        """End the run after this epoch, or after the validation in progress; any worker may call it."""
+
+    def evaluate(self, dataset: Any) -> dict[str, float]:
+        """Return loss and metrics over a data set; called by every worker."""
 
 
 class Callback:
-    """Does nothing at any moment; override what you need.
+    """A callback that does nothing; override the hooks that are needed.
 
     Attributes:
-        every_rank: whether it runs on all workers. If not (the default), it runs on rank 0 alone and must not
-            communicate, nor change the model or the optimizer. One that does run everywhere must make the same
-            collectives and the same changes on each.
+        every_rank: whether it runs on all workers. If not (the default), it runs on rank 0 only, and must not
+            communicate nor change the model or the optimizer. A callback on every rank must call the same collectives
+            and make the same changes on each.
+        needs_columns: columns of the history that it reads, such as "val_loss"; `fit` checks before the first step that
+            the rows will have them.
+        adds_columns: columns that it adds itself to the rows, or to the results of a validation.
+        needs_run_dir: whether it writes to the run directory; `fit` checks before the first step that there is one.
     """
 
     every_rank: bool = False
+    needs_columns: Sequence[str] = ()
+    adds_columns: Sequence[str] = ()
+    needs_run_dir: bool = False
 
-    # --- what a checkpoint keeps ----------------------------------------------------------------------------------
+    # --- state for checkpoints ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What this callback needs to go on in another process: plain values and tensors, by name; nothing here.
+        """Return the state to resume in another process: plain values and tensors, by name; empty by default.
 
-        Asked on rank 0 for each checkpoint. It is kept under the name of the class, for a second callback of that class
-        with ``-2`` after it, and so on in their order.
+        Called on rank 0 for each checkpoint. It is stored under the name of the class, with the suffix ``-2`` for a
+        second callback of that class, and so on.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` has given; called on each rank on which it runs, before `on_start`.
+        """Load what `state_dict` returned; called on each rank on which the callback runs, before `on_train_start`.
 
-        An error in here is an error of the whole: the run does not go on from that checkpoint.
+        An exception here fails the whole job: the run does not resume from that checkpoint.
         """
 
-    # --- the moments ----------------------------------------------------------------------------------------------
+    # --- hooks, in the order in which they are called ----------------------------------------------------------------
 
-    def on_start(self, trainer: Trainer) -> None:
-        """Before the first step, after a checkpoint was loaded."""
+    def on_train_start(self, trainer: TrainingContext) -> None:
+        """Called before the first step, after a checkpoint was loaded."""
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        """After each step. Reading `result.loss` waits for the device: do so rarely, or see `on_loss`."""
+    def on_train_epoch_start(self, trainer: TrainingContext) -> None:
+        """Called before the first step of each epoch, and before the next step of one that a run resumes in."""
 
-    def on_loss(self, trainer: Trainer, result: StepResult, loss: float) -> None:
-        """When the loss of a step is on the host, and finite; nothing waits for it.
+    def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
+        """Called before each step; `batch` is this worker's part of the global batch."""
 
-        Once for every step, in their order, after its `on_step`. On an accelerator that is up to
-        ``trainer.in_flight - 1`` steps later; before a checkpoint or `on_epoch` all are told.
+    def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
+        """Called after each step. Reading `result.loss` waits for the device: do so rarely, or use `on_loss`."""
+
+    def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
+        """Called when the loss of a step is on the host, and finite; it does not wait for the device.
+
+        `result.grad_norm` is on the host then, too; it is None if the trainer has no `max_grad_norm`.
+
+        Called once for every step, in order, after its `on_train_step_end`: on an accelerator up to
+        ``trainer.max_steps_in_flight - 1`` steps later, and for all steps before a checkpoint or `on_row`.
         """
 
-    def on_epoch(self, trainer: Trainer, row: Row) -> None:
-        """After each epoch and its evaluation; `row` is also the last of `trainer.history`."""
+    def on_validation_start(self, trainer: TrainingContext) -> None:
+        """Called before each evaluation on the validation data."""
 
-    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-        """After the last step, or after what ended the run early; always called if `on_start` was."""
+    def on_validation_end(self, trainer: TrainingContext, results: dict[str, float]) -> None:
+        """Called after each evaluation on the validation data: the loss and the metrics, by name."""
+
+    def on_row(self, trainer: TrainingContext, row: Row) -> None:
+        """Called when a row was added to `trainer.history`: at the end of an epoch, and at a validation within one.
+
+        A run that ends within an epoch, after `max_steps`, adds a row too.
+        """
+
+    def on_train_epoch_end(self, trainer: TrainingContext, row: Row) -> None:
+        """Called after each epoch and its validation, after `on_row`; `row` is also the last of `trainer.history`."""
+
+    def on_checkpoint_start(self, trainer: TrainingContext) -> None:
+        """Called before a checkpoint is written."""
+
+    def on_checkpoint_end(self, trainer: TrainingContext, path: Path) -> None:
+        """Called after a checkpoint was written; with `async_save`, when its state was copied."""
+
+    def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
+        """Called after the last step, or after the error that ended the run; always called if `on_train_start` was."""

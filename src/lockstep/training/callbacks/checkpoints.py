@@ -1,59 +1,88 @@
-"""Saves a checkpoint every so often."""
+"""A callback that saves checkpoints at intervals of epochs or steps."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from .base import Callback, Row
+from .base import Callback, Row, TrainingContext
+from .columns import check_column, is_higher_better
 
 if TYPE_CHECKING:
     from ..step import StepResult
-    from ..trainer import Trainer
 
 __all__ = ["Checkpoints", "parse_interval"]
 
 
 def parse_interval(text: str) -> tuple[int, str]:
-    """ "2epochs" → (2, "epochs"), "500steps" → (500, "steps"); a bare number counts epochs, 0 means never.
+    """Parse an interval: "2epochs" → (2, "epochs"), "500steps" → (500, "steps"); "3" means epochs, "0" never.
 
     Raises:
         ConfigError: for anything else.
     """
-    found = re.fullmatch(r"(\d+)\s*(epochs?|steps?)?", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d+)\s*(epochs?|steps?)?", text.strip())
+    if match is None:
         raise ConfigError(
             "checkpoint_every", "a number of epochs or steps, e.g. 1epoch, 500steps, or 0 for never", text
         )
-    return int(found[1]), "steps" if (found[2] or "").startswith("step") else "epochs"
+    return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
 
 
 class Checkpoints(Callback):
-    """Saves every so many epochs or steps, and at the end; the trainer's `out` says where.
+    """Saves a checkpoint at each interval of epochs or steps, and at the end, in the trainer's `run_dir`.
 
-    At each step and epoch it comes after all other callbacks, so that what they change is saved.
+    It is called after all other callbacks, so that checkpoints include their changes.
 
     Args:
         every: "1epoch", "500steps", …; "0" saves only when the run is interrupted.
+        best: a column of the history, e.g. "val_accuracy"; the checkpoint of the row with the best value is saved and
+            kept besides the newest ones, and the link ``checkpoints/best`` leads to it. None keeps the newest only.
+        higher_is_better: whether higher values of `best` are better; when None, by the name, see `is_higher_better`.
+
+    Raises:
+        ConfigError: for an interval of another form, or a name that does not say which values are better; when `fit`
+            starts, for a column that the history will not have, or without a run directory.
     """
 
     every_rank = True
 
-    def __init__(self, every: str = "1epoch") -> None:
+    def __init__(self, every: str = "1epoch", best: str | None = None, higher_is_better: bool | None = None) -> None:
         self._count, self._unit = parse_interval(every)
+        self._best = best
+        self._higher = best is not None and is_higher_better(best, higher_is_better)
+        self.needs_columns = () if best is None else (best,)
+        self.needs_run_dir = bool(self._count) or best is not None
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Save when the steps are due."""
+    def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
+        """Save at each interval of steps."""
         if self._count and self._unit == "steps" and trainer.step.steps_done % self._count == 0:
             trainer.save()
 
-    def on_epoch(self, trainer: Trainer, row: Row) -> None:
-        """Save when the epochs are due."""
-        if self._count and self._unit == "epochs" and (trainer.epoch + 1) % self._count == 0:
+    def on_row(self, trainer: TrainingContext, row: Row) -> None:
+        """Save the best checkpoint at a validation within an epoch."""
+        if trainer.steps_in_epoch < trainer.steps_per_epoch and self._is_best(trainer.history):
+            trainer.save(best=True)
+
+    def on_train_epoch_end(self, trainer: TrainingContext, row: Row) -> None:
+        """Save at each interval of epochs, and after the best epoch so far."""
+        best = self._is_best(trainer.history)
+        if best or (self._count and self._unit == "epochs" and (trainer.epoch + 1) % self._count == 0):
+            trainer.save(best=best)
+
+    def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
+        """Save if the run ended without an error and this step has no checkpoint yet."""
+        if self._count and error is None and trainer.newest_checkpoint_step != trainer.step.steps_done:
             trainer.save()
 
-    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Save where the run ended well, unless that step has been saved, by this run or the one it goes on from."""
-        if self._count and error is None and trainer.saver.newest_step != trainer.step.steps_done:
-            trainer.save()
+    def _is_best(self, history: list[Row]) -> bool:
+        """Return whether the last row is better than all earlier ones; NaN is worse than any value."""
+        if self._best is None:
+            return False
+        check_column("Checkpoints", self._best, history[-1])
+        *earlier, last = [row.get(self._best, math.nan) for row in history]
+        known = [value for value in earlier if not math.isnan(value)]
+        if math.isnan(last) or not known:
+            return not math.isnan(last)
+        return last > max(known) if self._higher else last < min(known)

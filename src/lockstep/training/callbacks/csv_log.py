@@ -1,41 +1,39 @@
-"""Writes the epochs' numbers to `metrics.csv`."""
+"""A callback that writes the history of a run to `metrics.csv`."""
 
 from __future__ import annotations
 
 import csv
 import io
-from typing import TYPE_CHECKING
 
-from ... import atomic
-from .base import Callback, Row
-from .writing import Writing
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
+from ...system import atomic_files
+from .base import Callback, Row, TrainingContext
+from .writing import WriteGuard
 
 __all__ = ["CSVLog"]
 
 
 class CSVLog(Callback):
-    """One line an epoch in `metrics.csv` of the run folder.
+    """Writes one line for each row of the history to `metrics.csv` in the run directory.
 
-    The file is written anew each time, whole or not at all, so that a resumed run leaves no line twice. Where it cannot
-    be written, the log says so once and the training goes on.
+    The whole file is replaced atomically each time, so that a resumed run leaves no duplicate line. If it cannot be
+    written, a warning is logged once and the training continues.
     """
 
-    def __init__(self) -> None:
-        self._writing = Writing()
+    needs_run_dir = True
 
-    def on_epoch(self, trainer: Trainer, row: Row) -> None:
-        """Write all epochs so far."""
-        if trainer.out is not None:
-            path = trainer.out / "metrics.csv"
-            with self._writing.to(path):
-                atomic.write_text(path, as_csv(trainer.history))
+    def __init__(self) -> None:
+        self._write_guard = WriteGuard()
+
+    def on_row(self, trainer: TrainingContext, row: Row) -> None:
+        """Write all rows so far."""
+        if trainer.run_dir is not None:
+            path = trainer.run_dir / "metrics.csv"
+            with self._write_guard.to(path):
+                atomic_files.write_text(path, as_csv(trainer.history))
 
 
 def as_csv(history: list[Row]) -> str:
-    """The rows as CSV with a header; columns in the order in which they first appear."""
+    """Format the rows as CSV with a header; columns are in the order of their first appearance."""
     columns = list(dict.fromkeys(name for row in history for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")

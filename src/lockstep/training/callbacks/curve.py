@@ -1,64 +1,169 @@
-"""Draws loss and metrics over the epochs to `curve.png`."""
+"""A callback that plots losses, metrics and the learning rate of a run to `curve.png`."""
 
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ... import atomic
-from .base import Callback, Row
-from .writing import Writing
+from ...system import atomic_files
+from .base import Callback, Row, TrainingContext
+from .writing import WriteGuard
 
 if TYPE_CHECKING:
-    from ..trainer import Trainer
+    from ..step import StepResult
 
-__all__ = ["Curve", "draw"]
+__all__ = ["Curve", "StepLosses", "draw"]
+
+_RATIO = 20  # of the largest loss to the smallest one, from which on a logarithmic scale shows more
+
+
+class StepLosses:
+    """The losses of the steps of a run: at most `limit` means over equal numbers of consecutive steps.
+
+    When there are more, each two neighbours are replaced by their mean.
+    """
+
+    def __init__(self, limit: int = 1000) -> None:
+        self._limit, self.steps_per_mean = limit, 1
+        self.means: list[float] = []
+        self._sum, self._count = 0.0, 0
+
+    def add(self, loss: float) -> None:
+        """Add the loss of the next step."""
+        self._sum, self._count = self._sum + loss, self._count + 1
+        if self._count < self.steps_per_mean:
+            return
+        self.means.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self.means) == self._limit:
+            self.means = [(a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True)]
+            self.steps_per_mean *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {
+            "steps_per_mean": self.steps_per_mean,
+            "means": list(self.means),
+            "sum": self._sum,
+            "count": self._count,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.steps_per_mean, self.means = int(state["steps_per_mean"]), [float(value) for value in state["means"]]
+        self._sum, self._count = float(state["sum"]), int(state["count"])
 
 
 class Curve(Callback):
-    """A picture of the run in its folder, drawn when it ends, however it ends.
+    """Plots the run to `curve.png` in its run directory when it ends, with or without an error.
 
-    Where it cannot be written, the log says so.
+    If the file cannot be written, a warning is logged.
     """
 
-    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Draw all epochs so far, if there are any."""
-        if trainer.out is not None and trainer.history:
-            path = trainer.out / "curve.png"
-            with Writing().to(path):
-                atomic.write_bytes(path, draw(trainer.history))
+    needs_run_dir = True
+
+    def __init__(self) -> None:
+        self._losses = StepLosses()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses of the steps."""
+        return self._losses.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self._losses.load_state_dict(state)
+
+    def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
+        """Keep the loss of a step."""
+        self._losses.add(loss)
+
+    def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
+        """Plot all epochs so far, if there are any."""
+        if trainer.run_dir is not None and trainer.history:
+            path = trainer.run_dir / "curve.png"
+            with WriteGuard().to(path):
+                picture = draw(trainer.history, self._losses, trainer.steps_per_epoch, trainer.run_dir.name)
+                atomic_files.write_bytes(path, picture)
 
 
-def draw(history: list[Row]) -> bytes:
-    """The picture as PNG: the losses on the left, the metrics (in per cent where they are shares) on the right."""
+def draw(history: list[Row], losses: StepLosses, steps_per_epoch: int, name: str) -> bytes:
+    """Return the plot as PNG: losses, metrics (accuracy in per cent) and, if it changes, the learning rate, by epoch.
+
+    Args:
+        history: the rows of the run, at least one.
+        losses: the losses of its steps.
+        steps_per_epoch: steps of a whole epoch.
+        name: the name of the run, the title.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    metrics = [name for name in history[-1] if name.startswith("test_") and name != "test_loss"]
-    figure = Figure(figsize=(9 if metrics else 5, 3.6), layout="constrained")
+    metrics = [column for column in history[-1] if column.startswith("val_") and column != "val_loss"]
+    rates = [row["lr"] for row in history]
+    widths = [3.0, *([2.2] if metrics else []), *([1.3] if len(set(rates)) > 1 else [])]
+    figure = Figure(figsize=(1.8 * sum(widths), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2 if metrics else 1, squeeze=False)[0]
-    _panel(panels[0], history, [name for name in ("train_loss", "test_loss") if name in history[-1]], "loss")
+    figure.suptitle(name, fontsize="medium")
+    panels = list(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
+    epochs = [row["step"] / steps_per_epoch for row in history]
+    _draw_losses(panels.pop(0), history, epochs, losses, steps_per_epoch)
     if metrics:
-        _panel(panels[1], history, metrics, " / ".join(name.removeprefix("test_") for name in metrics))
+        _draw_metrics(panels.pop(0), history, epochs, metrics)
+    if panels:
+        panels[0].plot(epochs, rates, color="tab:gray", linewidth=1.5)
+        _finish(panels[0], "learning rate")
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     return picture.getvalue()
 
 
-def _panel(axes: Any, history: list[Row], names: list[str], title: str) -> None:
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+def _draw_losses(axes: Any, history: list[Row], epochs: list[float], losses: StepLosses, steps_per_epoch: int) -> None:
+    width = losses.steps_per_mean / steps_per_epoch
+    middles = [(number + 0.5) * width for number in range(len(losses.means))]
+    axes.plot(middles, losses.means, color="tab:blue", alpha=0.35, linewidth=0.8, label="each step")
+    columns = [column for column in ("train_loss", "val_loss") if column in history[-1]]
+    for column in columns:
+        _plot_column(axes, history, epochs, column, best=column == "val_loss")
+    shown = [*losses.means, *(row[column] for row in history for column in columns if column in row)]
+    if min(shown) > 0 and max(shown) > _RATIO * min(shown):
+        axes.set_yscale("log")
+    _finish(axes, "loss")
 
-    epochs = [row["epoch"] for row in history]
-    for name in names:
-        values = [row.get(name, float("nan")) for row in history]
-        last = f"{values[-1]:.2%}" if name == "test_accuracy" else f"{values[-1]:.4g}"
-        label = f"{name.replace('_', ' ')}: {last}"
-        axes.plot(epochs, values, marker="o" if len(epochs) < 40 else "", markersize=3, linewidth=1.5, label=label)
-    if names == ["test_accuracy"]:
+
+def _draw_metrics(axes: Any, history: list[Row], epochs: list[float], metrics: Sequence[str]) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    for column in metrics:
+        _plot_column(axes, history, epochs, column, best=column == "val_accuracy")
+    if list(metrics) == ["val_accuracy"]:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _finish(axes, " / ".join(column.removeprefix("val_") for column in metrics))
+
+
+def _plot_column(axes: Any, history: list[Row], epochs: list[float], column: str, best: bool) -> None:
+    values = [row.get(column, math.nan) for row in history]
+    percent = column == "val_accuracy"
+    last = f"{values[-1]:.2%}" if percent else f"{values[-1]:.4g}"
+    label = f"{column.replace('_', ' ')}: {last}"
+    marker = "o" if len(history) < 40 else ""
+    (line,) = axes.plot(epochs, values, marker=marker, markersize=3, linewidth=1.5, label=label)
+    known = [number for number, value in enumerate(values) if not math.isnan(value)]
+    if not best or len(known) < 2:
+        return
+    at = (max if percent else min)(known, key=values.__getitem__)
+    text = f"best: {values[at]:.2%}" if percent else f"best: {values[at]:.4g}"
+    label = f"{text}, epoch {epochs[at]:g}"
+    axes.plot(epochs[at], values[at], "*", color=line.get_color(), markersize=11, linestyle="none", label=label)
+
+
+def _finish(axes: Any, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.set(title=title, xlabel="epoch")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)

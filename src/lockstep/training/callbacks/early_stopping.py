@@ -1,66 +1,80 @@
-"""Ends a run whose metric no longer gets better."""
+"""A callback that ends a run whose metric no longer improves."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from .base import Callback, Row
-
-if TYPE_CHECKING:
-    from ..trainer import Trainer
+from .base import Callback, Row, TrainingContext
+from .columns import check_column, is_higher_better
 
 __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping(Callback):
-    """Stops after `patience` epochs in a row without a better value of `metric`.
+    """Stops a run after `patience` consecutive rows of the history without an improvement of `metric`.
+
+    There is a row for each epoch, with its validation if there is one, and for each validation within an epoch, see
+    `fit(validate_every=)`.
 
     Args:
-        metric: a column of the history, e.g. "test_loss".
-        patience: epochs to wait for a better value.
-        higher_is_better: for metrics such as accuracy.
-        min_delta: by how much a value must differ from the best to be better. A value that is NaN is worse than any.
+        metric: a column of the history, e.g. "val_loss".
+        patience: number of rows to wait for an improvement.
+        higher_is_better: whether higher values are better; when None, by the name, see `is_higher_better`.
+        min_delta: minimum difference from the best value that counts as an improvement. NaN is worse than any value.
 
     Raises:
-        ConfigError: for a patience below 1 or a negative min_delta; at the first epoch, for a metric that the history
-            does not have.
+        ConfigError: for a patience below 1, a negative min_delta, or a name that does not say which values are better;
+            when `fit` starts, for a metric that the history will not have.
     """
 
     every_rank = True
 
     def __init__(
-        self, metric: str = "test_loss", patience: int = 3, higher_is_better: bool = False, min_delta: float = 0.0
+        self,
+        metric: str = "val_loss",
+        patience: int = 3,
+        higher_is_better: bool | None = None,
+        min_delta: float = 0.0,
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise ConfigError("patience", "a whole number of at least 1", patience)
         if not min_delta >= 0:
             raise ConfigError("min_delta", "a number of at least 0", min_delta)
-        self.metric, self.patience = metric, patience
-        self._sign, self._min_delta = (1.0 if higher_is_better else -1.0), min_delta
+        self.metric, self.patience, self.needs_columns = metric, patience, (metric,)
+        self._sign, self._min_delta = (1.0 if is_higher_better(metric, higher_is_better) else -1.0), min_delta
 
-    def on_start(self, trainer: Trainer) -> None:
-        """A run that goes on from where this has stopped it stays stopped; with more patience it does not."""
+    def on_train_start(self, trainer: TrainingContext) -> None:
+        """Stop again if the run resumes from a row at which it was stopped; with more patience it continues."""
         if trainer.history and self.metric in trainer.history[-1]:
-            self._look(trainer)
+            self._inspect(trainer)
 
-    def on_epoch(self, trainer: Trainer, row: Row) -> None:
-        """Look at the history, which every worker has alike and which survives a resumed run."""
-        if self.metric not in row:
-            raise ConfigError("metric", f"one of {', '.join(row)}", self.metric, "Pass validate= for test metrics.")
-        self._look(trainer)
+    def on_row(self, trainer: TrainingContext, row: Row) -> None:
+        """Stop if the history, which is equal on all workers and part of checkpoints, has no improvement."""
+        check_column("EarlyStopping", self.metric, row)
+        self._inspect(trainer)
 
-    def _look(self, trainer: Trainer) -> None:
-        if self.waited(trainer.history) >= self.patience:
-            trainer.stop(f"{self.metric} has not improved for {self.patience} epochs")
+    def _inspect(self, trainer: TrainingContext) -> None:
+        rows = self.rows_since_best(trainer.history)
+        if rows >= self.patience:
+            name, least = self.metric, self._min_delta
+            better = f"{name} that is better by more than {least:g}" if least else f"better {name}"
+            trainer.stop(f"{rows} {_unit(name, trainer.history, rows)} without a {better}")
 
-    def waited(self, history: list[Row]) -> int:
-        """Epochs since the best one, at the end of `history`."""
-        scores = [self._sign * past.get(self.metric, math.nan) for past in history]
+    def rows_since_best(self, history: list[Row]) -> int:
+        """Return the number of rows in `history` after the best one."""
+        scores = [self._sign * row.get(self.metric, math.nan) for row in history]
         values = [-math.inf if math.isnan(score) else score for score in scores]
         best = 0
-        for place, value in enumerate(values):
+        for number, value in enumerate(values):
             if value > values[best] + self._min_delta:
-                best = place
+                best = number
         return len(values) - 1 - best
+
+
+def _unit(metric: str, history: list[Row], rows: int) -> str:
+    """Return what the last `rows` of `history` are: validations, or for a metric of the training epochs or rows."""
+    if metric.startswith("val_"):
+        return "validation" + "s"[: rows != 1]
+    of_epochs = len({row.get("epoch") for row in history[-rows - 1 :]}) == rows + 1
+    return ("epoch" if of_epochs else "row") + "s"[: rows != 1] + ("" if of_epochs else " of the history")

@@ -1,4 +1,4 @@
-"""The callbacks of one run, told of each moment together."""
+"""The group of callbacks of a run, which calls their hooks and collects their states."""
 
 from __future__ import annotations
 
@@ -6,103 +6,138 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
 
-from ... import recorder
-from ...errors import CheckpointError, ConfigError
-from ...packing import pack
-from .base import Callback, Row
+from ... import flight_recorder
+from ...checkpoint.serialization import pack
+from ...errors import CheckpointError, ConfigError, unknown_name
+from .base import Callback, TrainingContext
 from .checkpoints import Checkpoints
-
-if TYPE_CHECKING:
-    from ..step import StepResult
-    from ..trainer import Trainer
+from .columns import RowColumns
+from .csv_log import CSVLog
+from .curve import Curve
+from .progress import Progress
 
 __all__ = ["CallbackGroup"]
 
 _log = logging.getLogger(__name__)
+_OWN = f"{__name__.partition('.')[0]}."
+
+_FILES: dict[type[Callback], str] = {CSVLog: "no metrics.csv", Curve: "no curve.png"}
 
 
 class CallbackGroup:
-    """Those of `callbacks` that run on this rank.
+    """The callbacks that run on this rank.
 
     Args:
-        callbacks: in the order in which they are told, but for `Checkpoints`: those come last, as the others may
-            change what is saved.
-        rank: 0 has them all, the others only those with `every_rank`.
+        callbacks: the callbacks in the order of calls, except `Checkpoints`, which is called last, because the others
+            may change the state that it saves.
+        rank: the rank; ranks other than 0 run only callbacks with `every_rank`.
+
+    Attributes:
+        shows_progress: whether one of them shows the progress of the run on this rank.
 
     Raises:
-        ConfigError: for what is no callback, a class of them say.
+        ConfigError: for an object that is not a callback, for example a callback class.
     """
 
     def __init__(self, callbacks: Iterable[Callback], rank: int) -> None:
         ordered = sorted(map(_checked, callbacks), key=lambda callback: isinstance(callback, Checkpoints))
         self._members = [callback for callback in ordered if callback.every_rank or rank == 0]
-        self._named, self._speaks = _named(ordered), rank == 0
+        self._by_name, self._logs = _by_name(ordered), rank == 0
+        self._by_hook: dict[str, list[Callback]] = {}
+        self.shows_progress = any(isinstance(member, Progress) for member in self._members)
+
+    def check(self, metrics: Iterable[str] | None, several: Iterable[str], has_run_dir: bool) -> None:
+        """Check, with the same result on every rank, that the run has what the callbacks need.
+
+        Args:
+            metrics: the names of results of a validation; None for a run without validation.
+            several: the names of those metrics which may give several results, each in a column NAME_KEY.
+            has_run_dir: whether there is a run directory.
+
+        Raises:
+            ConfigError: for a column that a callback reads and that no row will have, or if it needs a run directory.
+        """
+        columns = RowColumns(metrics, several, self._by_name.values())
+        for name, member in self._by_name.items():
+            if member.needs_run_dir and not has_run_dir:
+                raise ConfigError(f"callbacks.{name}", "Trainer(run_dir=...), where it writes", found="none")
+            for column in member.needs_columns:
+                columns.check(name, column)
+
+    def warn_of_missing(self) -> None:
+        """Log a warning if the callbacks of a run with a run directory replace the default ones, and none saves."""
+        given = list(self._by_name.values())
+        if not self._logs or not given or any(isinstance(callback, Checkpoints) for callback in given):
+            return
+        files = [file for kind, file in _FILES.items() if not any(isinstance(callback, kind) for callback in given)]
+        _log.warning(
+            "run_dir is set, but callbacks= replaces the default callbacks: the run has %s. To add to them: callbacks="
+            "[*lockstep.callbacks.defaults(True), ...]; if this is meant, Checkpoints('0') in callbacks= silences this",
+            ", ".join(["no checkpoints at intervals", *files]),
+        )
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The state of each that has some, by name.
+        """Return the nonempty states, by name.
 
         Raises:
-            ConfigError: for one that cannot be stored, naming the callback and the place in its state.
+            ConfigError: for a state that cannot be stored, naming the callback and the entry of its state.
         """
-        found = {name: member.state_dict() for name, member in self._named.items() if member in self._members}
-        for name, state in found.items():
+        states = {name: member.state_dict() for name, member in self._by_name.items() if member in self._members}
+        for name, state in states.items():
             if not isinstance(state, dict):
                 raise ConfigError(f"callbacks.{name}", "a dict from state_dict()", found=f"a {type(state).__name__}")
-        held = {name: state for name, state in found.items() if state}
-        pack({"callbacks": held})
-        return held
+        nonempty = {name: state for name, state in states.items() if state}
+        pack({"callbacks": nonempty})  # raises an error for a state that cannot be stored
+        return nonempty
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Give each its state; say which is missing, and which belongs to none.
+        """Load the state of each callback; missing and unused states are logged.
 
         Raises:
-            CheckpointError: when one cannot load its state.
+            CheckpointError: if a callback cannot load its state.
         """
-        for name, member in self._named.items():
+        for name, member in self._by_name.items():
             if name in saved and member in self._members:
                 _load(name, member, copy.deepcopy(saved[name]))
-            elif name not in saved and self._speaks and member.state_dict():
-                _log.warning("the checkpoint has no state of the callback %s, which begins anew", name)
+            elif name not in saved and self._logs and member.state_dict():
+                _log.warning("the checkpoint has no state of the callback %s, which starts anew", name)
         for name in saved:
-            if name not in self._named and self._speaks:
+            if name not in self._by_name and self._logs:
                 _log.warning("the checkpoint has state of a callback %s, which this run does not have", name)
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        """A step has been made."""
-        for member in self._members:
-            with _waited_for(member):
-                member.on_step(trainer, result)
+    def call(self, hook: str, trainer: TrainingContext, *arguments: Any) -> None:
+        """Call the hook named `hook` of each callback that overrides it."""
+        for member in self._overriding(hook):
+            with _declared(member, hook):
+                getattr(member, hook)(trainer, *arguments)
 
-    def on_loss(self, trainer: Trainer, result: StepResult, loss: float) -> None:
-        """The loss of a step has arrived."""
-        for member in self._members:
-            with _waited_for(member):
-                member.on_loss(trainer, result, loss)
-
-    def on_epoch(self, trainer: Trainer, row: Row) -> None:
-        """An epoch has been made and evaluated."""
-        for member in self._members:
-            with _waited_for(member):
-                member.on_epoch(trainer, row)
+    def _overriding(self, hook: str) -> list[Callback]:
+        """Return the callbacks that override `hook`; most hooks of most callbacks do nothing at every step."""
+        if hook not in self._by_hook:
+            default = getattr(Callback, hook)
+            self._by_hook[hook] = [
+                member for member in self._members if getattr(getattr(member, hook), "__func__", None) is not default
+            ]
+        return self._by_hook[hook]
 
     @contextmanager
-    def running(self, trainer: Trainer) -> Iterator[None]:
-        """Call `on_start` of each now and `on_end` at the end, whatever ends it."""
+    def running(self, trainer: TrainingContext) -> Iterator[None]:
+        """Call `on_train_start` of each callback at the beginning of a `with` block, and `on_train_end` at its end."""
         error: BaseException | None = None
 
         def end(member: Callback) -> None:
-            # What goes wrong at the end must not hide what went wrong before.
-            with nullcontext() if error is None else suppress(Exception), _waited_for(member):
-                member.on_end(trainer, error)
+            # An exception of `on_train_end` must not hide the one that ended the run.
+            with nullcontext() if error is None else suppress(Exception), _declared(member, "on_train_end"):
+                member.on_train_end(trainer, error)
 
         with ExitStack() as stack:
             try:
                 for member in self._members:
-                    with _waited_for(member):
-                        member.on_start(trainer)
+                    with _declared(member, "on_train_start"):
+                        member.on_train_start(trainer)
                     stack.callback(end, member)
                 yield
             except BaseException as raised:
@@ -110,20 +145,22 @@ class CallbackGroup:
                 raise
 
 
-def _waited_for(member: Callback) -> AbstractContextManager[None]:
-    """Around what `member` does: the other ranks are meant to wait for what only rank 0 does."""
-    return nullcontext() if member.every_rank else recorder.alone()
+def _declared(member: Callback, hook: str) -> flight_recorder.activity:
+    """Return a context that tells the watchdog which callback runs, and that others wait for it on rank 0 only."""
+    kind = type(member)
+    is_own = kind.__module__.startswith(_OWN)
+    return flight_recorder.activity(f"the callback {kind.__name__}.{hook}", is_own, is_solo=not member.every_rank)
 
 
-def _named(callbacks: Iterable[Callback]) -> dict[str, Callback]:
-    """Each by its class and, for more than one of a class, its place among them."""
-    named: dict[str, Callback] = {}
-    seen = Counter[str]()
+def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """Return the callbacks by the names of their classes, with a number for the second and later of a class."""
+    by_name: dict[str, Callback] = {}
+    counts = Counter[str]()
     for callback in callbacks:
         kind = type(callback).__name__
-        seen[kind] += 1
-        named[kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"] = callback
-    return named
+        counts[kind] += 1
+        by_name[kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"] = callback
+    return by_name
 
 
 def _load(name: str, callback: Callback, state: Any) -> None:
@@ -134,12 +171,23 @@ def _load(name: str, callback: Callback, state: Any) -> None:
         raise CheckpointError(f"the callback {name} cannot load its state from the checkpoint: {what}") from error
 
 
+_HOOKS = frozenset(name for name in dir(Callback) if name.startswith("on_"))
+
+
+def _check_hooks(kind: type[Callback]) -> None:
+    """Check that the methods whose names begin with ``on_`` are hooks: any other would never be called."""
+    for name in dir(kind):
+        if name.startswith("on_") and name not in _HOOKS and callable(getattr(kind, name)):
+            raise unknown_name(f"callbacks.{kind.__name__}", name, _HOOKS, "a name that does not begin with on_")
+
+
 def _checked(callback: Any) -> Callback:
     if isinstance(callback, Callback):
+        _check_hooks(type(callback))
         return callback
     if isinstance(callback, type):
         name = callback.__name__
         raise ConfigError(
-            "callbacks", "instances of Callback", found=f"the class {name}", hint=f"Make one of it: {name}(...)."
+            "callbacks", "instances of Callback", found=f"the class {name}", hint=f"Create an instance: {name}(...)."
         )
     raise ConfigError("callbacks", "instances of Callback", found=f"one of type {type(callback).__name__}")

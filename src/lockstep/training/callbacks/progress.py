@@ -1,113 +1,403 @@
-"""Shows on the terminal how far the training is."""
+"""A callback that shows the progress of the training: on a terminal, in a notebook, or as lines in a log."""
 
 from __future__ import annotations
 
+import html
+import json
+import os
+import stat
+import sys
+import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .base import Callback, Row
+from ... import environment
+from ...activity import NOTEBOOK_MARK, display_in_notebook, in_notebook
+from .base import Callback, Row, TrainingContext
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
+    from ...data.loader import Batch
     from ..step import StepResult
-    from ..trainer import Trainer
 
 __all__ = ["Progress"]
 
-_REFRESH = 0.1  # seconds; nobody reads faster
+_LINE_INTERVAL = 10.0  # seconds between lines, where there is neither a terminal nor a notebook
 
 
 class Progress(Callback):
-    """A bar for the current epoch on a terminal, and a line for each epoch anywhere."""
+    """Shows what the run is doing, and the results of each epoch.
+
+    On a terminal it is a progress bar below a line for each epoch; in a notebook one table that updates in place;
+    elsewhere a line for each epoch, and one whenever 10 s have passed without any.
+    """
 
     def __init__(self) -> None:
-        from rich.console import Console
+        self._display: _Display | None = None
+        self._status = _Status()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._next_update = 0.0
+        self._began, self._steps_before = 0.0, 0
 
-        self._console = Console(highlight=False, markup=False, emoji=False)
-        self._bar: Bar | None = None
-        self._task: Any = None
-        self._next, self._loss = 0.0, "–"
+    # --- what the run is doing ---------------------------------------------------------------------------------------
 
-    def on_start(self, trainer: Trainer) -> None:
-        """Say what is about to happen, and begin the display where there is a terminal for it."""
-        self._console.print(as_heading(trainer), soft_wrap=True)
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    def on_train_start(self, trainer: TrainingContext) -> None:
+        """Show the heading, and start to show the progress."""
+        self._display = _find_display()
+        self._status = _Status(epochs=trainer.epochs, steps=trainer.steps_per_epoch)
+        self._display.begin(as_heading(trainer))
+        self._began, self._steps_before = time.monotonic(), trainer.step.steps_done
+        self._next_update = self._began + self._display.interval
+        self._ended.clear()
+        # Refreshes while no step ends: while data is loaded, a model is compiled, evaluated or saved.
+        self._thread = threading.Thread(target=self._refresh, name="lockstep-progress", daemon=True)
+        self._thread.start()
+
+    def on_train_epoch_start(self, trainer: TrainingContext) -> None:
+        """Show that the first batch is being loaded."""
+        self._status.epoch = trainer.epoch + 1
+        self._set_activity("loading data")
+
+    def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
+        """Show that a step is running."""
+        self._set_activity("in the first step" if trainer.step.steps_done == self._steps_before else "")
+
+    def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
+        """Update the display, at most ten times a second, or in a log every ten seconds."""
+        self._set_activity("loading data")
+        now = time.monotonic()
+        if now < self._next_update:
+            return
+        status, done = self._status, trainer.step.steps_done
+        status.step = trainer.steps_in_epoch
+        status.speed = f"{trainer.totals.samples_per_second:,.0f}"
+        rate = (now - self._began) / (done - self._steps_before)
+        status.left = as_duration(rate * (trainer.total_steps - done))
+        self._show(now)
+
+    def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
+        """Store the latest loss on the host for the display; reading a newer one would stall the device."""
+        self._status.loss = f"{loss:.4f}"
+
+    def on_validation_start(self, trainer: TrainingContext) -> None:
+        """Show that an evaluation is running."""
+        self._set_activity("evaluating")
+
+    def on_validation_end(self, trainer: TrainingContext, results: dict[str, float]) -> None:
+        """Show that it has ended."""
+        self._set_activity("")
+
+    def on_checkpoint_start(self, trainer: TrainingContext) -> None:
+        """Show that a checkpoint is being written."""
+        self._set_activity("saving")
+
+    def on_checkpoint_end(self, trainer: TrainingContext, path: Path) -> None:
+        """Show that it was written."""
+        self._set_activity("")
+
+    def on_row(self, trainer: TrainingContext, row: Row) -> None:
+        """Show the results of an epoch, or of a validation within one."""
+        assert self._display is not None
+        with self._lock:
+            within = trainer.steps_in_epoch < trainer.steps_per_epoch
+            self._display.add_row(row, as_line(row, trainer.epochs, within))
+            self._next_update = time.monotonic() + self._display.interval
+
+    def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
+        """End the display, with the reason for an early end, if any."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        assert self._display is not None
+        self._display.end(f"stopped early: {trainer.stop_reason}" if trainer.stop_reason and error is None else "")
+
+    # --- the display -------------------------------------------------------------------------------------------------
+
+    def _set_activity(self, activity: str) -> None:
+        self._status.activity, self._status.since = activity, time.monotonic()
+
+    def _refresh(self) -> None:
+        while not self._ended.wait(0.5):
+            now = time.monotonic()
+            # A bar that has just been updated needs no refresh, which would take the interpreter lock from the step.
+            if now >= self._next_update + 0.5:
+                self._show(now)
+
+    def _show(self, now: float) -> None:
+        assert self._display is not None
+        with self._lock:
+            self._next_update = now + self._display.interval
+            self._display.show(self._status)
+
+
+@dataclass
+class _Status:
+    """What a display shows. `since` is the time at which `activity` began."""
+
+    epoch: int = 1
+    epochs: int = 1
+    step: int = 0
+    steps: int = 1
+    loss: str = "–"
+    speed: str = "–"
+    left: str = "–"
+    activity: str = ""
+    since: float = 0.0
+
+    def doing(self) -> str:
+        """Return what the run has been doing for more than a second, and for how long; "" for a running step."""
+        seconds = time.monotonic() - self.since
+        return f"{self.activity} ({as_duration(seconds)})" if self.activity and seconds > 1 else ""
+
+    def as_line(self) -> str:
+        """Return the status as a line."""
+        place = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.steps}  loss {self.loss}"
+        return "  ".join(filter(None, [place, f"{self.speed} samples/s", f"{self.left} left", self.doing()]))
+
+
+class _Display(Protocol):
+    """Where the progress is shown. `interval` is the number of seconds between updates."""
+
+    interval: float
+
+    def begin(self, heading: str) -> None:
+        """Show the heading."""
+
+    def show(self, status: _Status) -> None:
+        """Show the status."""
+
+    def add_row(self, row: Row, line: str) -> None:
+        """Show the results of an epoch, which are also given as a line."""
+
+    def end(self, reason: str) -> None:
+        """End with a reason, if there is one."""
+
+
+class _Lines:
+    """Lines in a log."""
+
+    interval = _LINE_INTERVAL
+
+    def __init__(self, console: Any) -> None:
+        self._console = console
+
+    def begin(self, heading: str) -> None:
+        self._console.print(heading, soft_wrap=True)
+
+    def show(self, status: _Status) -> None:
+        self._console.print(status.as_line(), soft_wrap=True)
+
+    def add_row(self, row: Row, line: str) -> None:
+        self._console.print(line, soft_wrap=True)
+
+    def end(self, reason: str) -> None:
+        if reason:
+            self._console.print(reason, soft_wrap=True)
+
+
+class _Terminal(_Lines):
+    """A progress bar below the lines of the epochs."""
+
+    interval = 0.1
+
+    def __init__(self, console: Any) -> None:
+        super().__init__(console)
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        if self._console.is_terminal:
-            self._bar = Bar(
-                TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]}  {task.fields[speed]} samples/s"),
-                TimeRemainingColumn(compact=True),
-                console=self._console,
-                transient=True,
-                # Drawn at our steps: a thread that redraws would take the interpreter from the training.
-                auto_refresh=False,
-            )
-            self._task = self._bar.add_task("", total=trainer.total_steps, epoch="", epochs="", loss="–", speed="–")
-            self._bar.start()
-
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Move the bar, ten times a second at most."""
-        now = time.monotonic()
-        if self._bar is None or now < self._next:
-            return
-        self._next = now + _REFRESH
-        self._bar.update(
-            self._task,
-            completed=trainer.step.steps_done,
-            epoch=trainer.epoch + 1,
-            epochs=trainer.epochs,
-            loss=self._loss,
-            speed=f"{trainer.totals.samples_per_second:,.0f}",
+        self._bar = Bar(
+            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[doing]}"),
+            console=console,
+            transient=True,
+            auto_refresh=False,
         )
+        self._task = self._bar.add_task("", total=1, epoch="1", epochs="–", loss="–", doing="")
+
+    def begin(self, heading: str) -> None:
+        super().begin(heading)
+        self._bar.start()
+
+    def show(self, status: _Status) -> None:
+        doing = status.doing() or f"{status.speed} samples/s  {status.left} left"
+        fields: dict[str, Any] = {"epoch": status.epoch, "epochs": status.epochs, "loss": status.loss, "doing": doing}
+        self._bar.update(self._task, completed=status.step, total=status.steps, **fields)
         self._bar.refresh()
 
-    def on_loss(self, trainer: Trainer, result: StepResult, loss: float) -> None:
-        """The bar shows the last loss that is here: asking for a newer one would stall the device."""
-        self._loss = f"{loss:.4f}"
-
-    def on_epoch(self, trainer: Trainer, row: Row) -> None:
-        """A line with the epoch's numbers."""
-        self._console.print(as_line(row, trainer.epochs), soft_wrap=True)
-
-    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Give the terminal back; say why the run ended early, if it did."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        if trainer.stop_reason and error is None:
-            self._console.print(f"stopped early: {trainer.stop_reason}", soft_wrap=True)
+    def end(self, reason: str) -> None:
+        self._bar.stop()
+        super().end(reason)
 
 
-def as_heading(trainer: Trainer) -> str:
-    """The run in a line, and where its files are in another."""
+class _LauncherTerminal:
+    """A bar that is drawn over itself in one line, which the launcher shows on its terminal below all other lines.
+
+    It goes to standard error, so that what the program prints meanwhile is no part of that line.
+    """
+
+    interval = 0.2
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns - 10  # the launcher puts the rank in front
+        self._is_drawn = False
+
+    def begin(self, heading: str) -> None:
+        print(heading, flush=True)
+
+    def show(self, status: _Status) -> None:
+        place, steps = f"epoch {status.epoch}/{status.epochs}", f"{status.step}/{status.steps}"
+        doing = status.doing() or f"{status.speed} samples/s  {status.left} left"
+        text = f"{steps}  loss {status.loss}  {doing}"
+        width = min(40, self._columns - len(place) - len(text) - 2)
+        done = width * status.step // max(1, status.steps)
+        bar = f" {'#' * done}{'-' * (width - done)}" if width >= 5 else ""
+        print("\r" + f"{place}{bar} {text}"[: self._columns], end="", file=sys.stderr, flush=True)
+        self._is_drawn = True
+
+    def add_row(self, row: Row, line: str) -> None:
+        print(line, flush=True)
+
+    def end(self, reason: str) -> None:
+        if self._is_drawn:
+            print("\r ", file=sys.stderr, flush=True)  # the launcher removes a bar that ends blank
+        if reason:
+            print(reason, flush=True)
+
+
+class _Notebook:
+    """One output of a notebook's cell that updates in place: a bar, and a table of the latest epochs."""
+
+    interval = 0.5
+    _ROWS = 10
+
+    def __init__(self, open_output: Callable[[dict[str, str]], Any]) -> None:
+        self._heading, self._reason = "", ""
+        self._rows: list[Row] = []
+        self._line = ""  # the latest row as a line
+        self._status: _Status | None = None
+        self._open_output = open_output
+        self._handle: Any = None
+
+    def begin(self, heading: str) -> None:
+        self._heading = heading
+        self._handle = self._open_output(self._bundle())
+
+    def show(self, status: _Status) -> None:
+        self._status = status
+        self._handle.update(self._bundle(), raw=True)
+
+    def add_row(self, row: Row, line: str) -> None:
+        self._rows.append(row)
+        self._line = line
+        self._handle.update(self._bundle(), raw=True)
+
+    def end(self, reason: str) -> None:
+        self._status, self._reason = None, reason
+        self._handle.update(self._bundle(), raw=True)
+
+    def _bundle(self) -> dict[str, str]:
+        lines = [self._heading, *([self._status.as_line()] if self._status else []), self._reason]
+        bar = ""
+        if self._status is not None:
+            bar = f'<progress value="{self._status.step}" max="{self._status.steps}"></progress> '
+        paragraphs = "<br>".join(html.escape(line) for line in filter(None, lines[:1] + lines[-1:]))
+        status = html.escape(self._status.as_line()) if self._status else ""
+        plain = filter(None, [*lines, self._line])
+        return {"text/plain": "\n".join(plain), "text/html": f"{paragraphs}<br>{bar}{status}{self._table()}"}
+
+    def _table(self) -> str:
+        if not self._rows:
+            return ""
+        names = [name for name in self._rows[-1] if name != "step"]
+        head = "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in names)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{row.get(name, float('nan')):.6g}</td>" for name in names) + "</tr>"
+            for row in self._rows[-self._ROWS :]
+        )
+        return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+class _LauncherNotebook:
+    """The output of a notebook whose program has launched this worker."""
+
+    def __init__(self, bundle: dict[str, str]) -> None:
+        self.update(bundle)
+
+    def update(self, bundle: dict[str, str], raw: bool = True) -> None:
+        print(NOTEBOOK_MARK + json.dumps(bundle), flush=True)
+
+
+def _find_display() -> _Display:
+    if in_notebook():
+        return _Notebook(display_in_notebook)
+    launchers = environment.display() if _is_pipe(sys.stdout) and _is_pipe(sys.stderr) else ""
+    if launchers == "notebook":
+        return _Notebook(_LauncherNotebook)
+    if launchers:
+        return _LauncherTerminal(int(launchers))
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    return _Terminal(console) if console.is_terminal else _Lines(console)
+
+
+def _is_pipe(stream: Any) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):  # no file
+        return False
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def as_duration(seconds: float) -> str:
+    """Return a time in seconds as "0:07", "12:30" or "3:04:05"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def as_heading(trainer: TrainingContext) -> str:
+    """Return a line that describes the run, and a second one with its run directory, if any."""
     workers, threads = trainer.comm.size, torch.get_num_threads()
     parts = [
-        f"global batch {trainer.global_batch:,}",
-        f"{trainer.total_steps // trainer.epochs:,} steps an epoch",
+        f"global batch {trainer.global_batch_size:,}",
+        f"{trainer.steps_per_epoch:,} steps an epoch",
         f"{workers} {'worker' if workers == 1 else 'workers'} on {trainer.comm.device.type}",
     ]
     if (devices := len(trainer.step.strategy.devices)) > 1:
         parts.append(f"{devices} replicas each")
     if trainer.comm.device.type == "cpu":
         parts.append(f"{threads} {'thread' if threads == 1 else 'threads'} each")
-    return ", ".join(parts) + ("" if trainer.out is None else f"\nfiles in {trainer.out}")
+    return ", ".join(parts) + ("" if trainer.run_dir is None else f"\nfiles in {trainer.run_dir}")
 
 
-def as_line(row: Row, epochs: int) -> str:
-    """An epoch in one line, which a terminal of 80 columns shows as one; at its end, samples a second."""
+def as_line(row: Row, epochs: int, within: bool = False) -> str:
+    """Return a row of the history as one line of at most 80 columns; it ends with the samples per second.
+
+    Args:
+        row: the row.
+        epochs: the number of epochs of the run.
+        within: whether the row is that of a validation within an epoch, whose step is named then.
+    """
     width = len(str(epochs))
-    parts = [f"epoch {int(row['epoch']):>{width}}/{epochs}", f"loss {row['train_loss']:.4f}"]
+    parts = [f"epoch {int(row['epoch']):>{width}}/{epochs}"]
+    if within:
+        parts.append(f"step {int(row['step'])}")
+    parts.append(f"loss {row['train_loss']:.4f}")
     for name, value in row.items():
-        if name.startswith("test_"):
+        if name.startswith("val_"):
             label = name.replace("_", " ")
-            parts.append(f"accuracy {value:.2%}" if name == "test_accuracy" else f"{label} {value:.4f}")
+            parts.append(f"accuracy {value:.2%}" if name == "val_accuracy" else f"{label} {value:.4f}")
     parts.append(f"{row['seconds']:.1f} s")
     parts.append(f"{row['samples_per_second']:,.0f}/s")
     return "  ".join(parts)

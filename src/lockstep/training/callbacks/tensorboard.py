@@ -1,63 +1,94 @@
-"""Writes the run's numbers as TensorBoard events."""
+"""A callback that writes losses and metrics as TensorBoard events."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from .base import Callback, Row
-from .writing import Writing
+from .base import Callback, Row, TrainingContext
+from .writing import WriteGuard
 
 if TYPE_CHECKING:
-    from ..trainer import Trainer
+    from ..step import StepResult
 
 __all__ = ["TensorBoard", "check_installed"]
 
+# Columns of the history → tags; metrics of validations become "accuracy/val" and so on.
+_TAGS = {"train_loss": "loss/train_epoch", "lr": "learning_rate", "samples_per_second": "samples_per_second"}
 
-def check_installed() -> None:
-    """Raise ConfigError, saying what to install, when the package tensorboard is missing."""
+
+def check_installed(argument: str = "TensorBoard()") -> None:
+    """Check that the package tensorboard is installed.
+
+    Args:
+        argument: what needs it, as errors name it.
+
+    Raises:
+        ConfigError: if it is not, naming what to install.
+    """
     from importlib.util import find_spec
 
     if find_spec("tensorboard") is None:
-        hint = "pip install 'lockstep-train[tensorboard]'"
-        raise ConfigError("log", "csv, as tensorboard is not installed", found="tensorboard", hint=hint)
+        found = "an environment without it"
+        raise ConfigError(argument, "the package tensorboard", found=found, hint="pip install tensorboard")
 
 
 class TensorBoard(Callback):
-    """Scalars by step in the folder `tensorboard` of the run: losses, metrics, learning rate, speed.
+    """Writes scalars to `tensorboard` in the run directory, with steps on the x axis.
 
-    Where they cannot be written, the log says so once and the training goes on without them.
+    During an epoch: ``loss/train``, and ``gradient_norm`` if the trainer has `max_grad_norm`. At the end of an epoch
+    and at validations: ``loss/train_epoch``, ``loss/val``, each metric as ``accuracy/val``, ``learning_rate`` and
+    ``samples_per_second``. If they cannot be written, a warning is logged once and the training continues.
+
+    Args:
+        every_steps: steps between two values of ``loss/train``.
 
     Raises:
-        ConfigError: when the package tensorboard is not installed.
+        ConfigError: if the package tensorboard is not installed, or `every_steps` is below 1; when `fit` starts,
+            without a run directory.
     """
 
-    def __init__(self) -> None:
+    needs_run_dir = True
+
+    def __init__(self, every_steps: int = 10) -> None:
         check_installed()
-        self._writing = Writing()
+        if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
+            raise ConfigError("every_steps", "a whole number of at least 1", every_steps)
+        self._every = every_steps
+        self._write_guard = WriteGuard()
         self._writer: Any = None
 
-    def on_start(self, trainer: Trainer) -> None:
-        """Open the event file; what a resumed run repeats replaces what was there."""
+    def on_train_start(self, trainer: TrainingContext) -> None:
+        """Open the event file; events of steps that a resumed run repeats are replaced."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        if trainer.out is not None:
-            folder = trainer.out / "tensorboard"
-            with self._writing.to(folder):
-                self._writer = SummaryWriter(str(folder), purge_step=trainer.step.steps_done)
+        if trainer.run_dir is not None:
+            folder = trainer.run_dir / "tensorboard"
+            with self._write_guard.to(folder):
+                self._writer = SummaryWriter(str(folder), purge_step=trainer.step.steps_done + 1)
 
-    def on_epoch(self, trainer: Trainer, row: Row) -> None:
-        """One point for each number."""
+    def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
+        """Write the loss of a step, and the norm of its gradient."""
+        if (result.step + 1) % self._every == 0:
+            norm = {} if result.grad_norm is None else {"gradient_norm": float(result.grad_norm)}
+            self._write({"loss/train": loss, **norm}, result.step + 1)
+
+    def on_row(self, trainer: TrainingContext, row: Row) -> None:
+        """Write a scalar for each value of the row."""
+        named = {name: f"{name.removeprefix('val_')}/val" for name in row if name.startswith("val_")} | _TAGS
+        self._write({tag: row[name] for name, tag in named.items()}, int(row["step"]))
+
+    def _write(self, scalars: Mapping[str, float], step: int) -> None:
         if self._writer is not None:
-            with self._writing.to(Path(self._writer.log_dir)):
-                for name, value in row.items():
-                    if name not in ("epoch", "step"):
-                        self._writer.add_scalar(name, value, int(row["step"]))
+            with self._write_guard.to(Path(self._writer.log_dir)):
+                for tag, value in scalars.items():
+                    self._writer.add_scalar(tag, value, step)
 
-    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+    def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
         """Close the event file."""
         if self._writer is not None:
-            with self._writing.to(Path(self._writer.log_dir)):
+            with self._write_guard.to(Path(self._writer.log_dir)):
                 self._writer.close()
             self._writer = None

@@ -1,4 +1,4 @@
-"""Lets a run go on whose log or picture cannot be written: the training is worth more than they are."""
+"""Tolerance of write errors: a run continues if a log or a plot cannot be written."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Writing"]
+__all__ = ["WriteGuard"]
 
 _log = logging.getLogger(__name__)
 
 
-class Writing:
-    """The writing of one callback. That it fails, for want of space or permission say, is said once."""
+class WriteGuard:
+    """Turns write errors of one callback, such as a full disk, into a single warning."""
 
     def __init__(self) -> None:
         self._failed = False
 
     @contextmanager
     def to(self, path: Path) -> Iterator[None]:
-        """Around what writes to `path`; an OSError in there becomes a warning in the log, the first time."""
+        """Return a context manager for writing to `path` that logs the first OSError as a warning."""
         try:
             yield
         except OSError as error:
             if not self._failed:
                 reason = error.strerror or error
-                _log.warning("%s cannot be written: %s. The training goes on without it.", path, reason)
+                _log.warning("%s cannot be written: %s. The training continues without it.", path, reason)
             self._failed = True

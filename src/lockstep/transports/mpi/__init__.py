@@ -1,1 +1,1 @@
-"""Collectives and messages over MPI, through mpi4py."""
+"""A backend for torch.distributed over MPI, through mpi4py."""

@@ -1,1 +1,1 @@
-"""A backend for torch.distributed that carries data through shared memory, for ranks on one machine."""
+"""A backend for torch.distributed that transfers data through shared memory, for ranks on one host."""

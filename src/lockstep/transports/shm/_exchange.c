@@ -1,8 +1,8 @@
-/* What a rank does in a collective: a few phases for each chunk, with waits between them.
+/* The phases of a rank in a collective: a few for each chunk, with waits between them.
  *
- * Counters are written with release and read with acquire order, so that data written before a counter is seen by
- * whoever has seen the counter, and data read before a counter is written is not yet overwritten by whoever waits for
- * it, on every processor (C11 5.1.2.4; on x86-64 both are plain moves, on ARM stlr and ldar).
+ * Counters are written with release and read with acquire order, so that data written before a counter is visible to
+ * a rank that has seen the counter, and data read before a counter is written is not overwritten by a rank that waits
+ * for the counter, on every processor (C11 5.1.2.4; on x86-64 both are plain moves, on ARM stlr and ldar).
  */
 #include "_exchange.h"
 
@@ -16,28 +16,28 @@
 #define FAST
 #endif
 
-enum { WHOLE = 32 << 10 }; /* as in reducing.py */
+enum { ONE_TICK_BYTES = 32 << 10 }; /* as in collectives.py */
 
-static const int64_t SIZES[ADDED] = {4, 8, 4, 8};
+static const int64_t SIZES[SUM_DTYPES] = {4, 8, 4, 8};
 
 /* After an action, a rank may post a tick and wait for others. */
-enum { NOBODY, EVERYONE, ROOT };
+enum { NO_RANK, ALL_RANKS, ROOT };
 enum { EACH = -1 };
 typedef struct {
-    void (*act)(Exchange *); /* NULL ends the list */
+    void (*action)(Exchange *); /* NULL ends the list */
     int posts, waits_for;
 } Phase;
 
-/* One role in a collective. `ticks` are those that a chunk takes; it `lingers` when a rank's last tick for a chunk does
- * not yet say that it has read it, but only the next one that it posts, whatever for; it `writes` to the slots, gives
- * so many parts, and gets so many (EACH: one for each rank). */
+/* One role in a collective. A chunk takes so many `ticks`; it `reads_late` when a rank's last tick for a chunk does not
+ * mean that it has read the chunk, but only the next one that it posts, in whatever collective; `writes`: whether it
+ * writes to the slots; it has so many inputs and outputs (EACH: one for each rank). */
 struct Plan {
-    int ticks, lingers, writes, gives, gets;
+    int ticks, reads_late, writes, input_count, output_count;
     Phase phases[4];
 };
 
 /* glibc's memcpy may choose "rep movsb", which some AMD processors run at a quarter of the speed of plain vector moves
- * when source and destination lie unluckily to each other (seen here at 64 KiB to 512 KiB). */
+ * for some alignments of source and destination (seen here at 64 KiB to 512 KiB). */
 FAST void exchange_copy(char *restrict to, const char *restrict from, int64_t bytes) {
     typedef float Vector __attribute__((vector_size(32), aligned(1), may_alias));
     int64_t i = 0;
@@ -75,7 +75,7 @@ DEFINE_SUM(sum_int32, uint32_t)
 DEFINE_SUM(sum_int64, uint64_t)
 
 typedef void (*Sum)(char *, char *const *, int64_t, int64_t);
-static const Sum SUMS[ADDED] = {sum_float32, sum_float64, sum_int32, sum_int64};
+static const Sum SUMS[SUM_DTYPES] = {sum_float32, sum_float64, sum_int32, sum_int64};
 
 /* --- the memory --- */
 
@@ -87,7 +87,7 @@ static char *slot(const Exchange *x, int64_t rank) {
 
 static void post(Exchange *x) {
     int64_t *words = words_of(x, x->rank);
-    if (x->plan->writes) words[x->signs + x->half] = x->sign;
+    if (x->plan->writes) words[x->signatures + x->half] = x->signature;
     x->tick += 1;
     __atomic_store_n(words, (int64_t)x->tick, __ATOMIC_RELEASE);
 }
@@ -100,27 +100,26 @@ static int all_reached(Exchange *x, long long tick) {
     return 1;
 }
 
-static int has_come(Exchange *x) {
-    if (x->whom < 0) return all_reached(x, x->awaited);
-    return __atomic_load_n(words_of(x, x->whom), __ATOMIC_ACQUIRE) >= x->awaited;
+static int has_arrived(Exchange *x) {
+    if (x->awaited_rank < 0) return all_reached(x, x->awaited_tick);
+    return __atomic_load_n(words_of(x, x->awaited_rank), __ATOMIC_ACQUIRE) >= x->awaited_tick;
 }
 
-/* What a rank tells of the collective that it takes part in: its kind, its dtype, its place in the order, and some
- * size; as in signs.py. */
-static int64_t sign_of(const Exchange *x, int64_t bytes) {
-    return (int64_t)x->kind << 59 | (int64_t)x->dtype << 53 | (x->first & 0x1fff) << 40 |
+/* The signature of a collective: its kind, its dtype, its position in the order, and a size; as in signatures.py. */
+static int64_t signature_of(const Exchange *x, int64_t bytes) {
+    return (int64_t)x->kind << 59 | (int64_t)x->dtype << 53 | (x->first_tick & 0x1fff) << 40 |
            (bytes & (((int64_t)1 << 40) - 1));
 }
 
-/* Whether all whose data this rank is about to read take part in the same collective, with sizes that fit. */
-static int all_agree(Exchange *x) {
+/* Whether all ranks whose data this one is about to read are in the same collective, with sizes that fit. */
+static int signatures_match(Exchange *x) {
     if (x->kind == BARRIER) return 1;
     for (int64_t r = 0; r < x->size; r++) {
-        int64_t told = words_of(x, r)[x->signs + x->half];
-        if (r == x->rank || (x->whom >= 0 && x->whom != r)) continue;
-        x->expected = x->kind == ALL_GATHER ? sign_of(x, x->out[r].bytes) : x->sign;
-        if (told == x->expected) continue;
-        x->odd = r, x->told = told;
+        int64_t found_signature = words_of(x, r)[x->signatures + x->half];
+        if (r == x->rank || (x->awaited_rank >= 0 && x->awaited_rank != r)) continue;
+        x->expected_signature = x->kind == ALL_GATHER ? signature_of(x, x->out[r].bytes) : x->signature;
+        if (found_signature == x->expected_signature) continue;
+        x->mismatched_rank = r, x->found_signature = found_signature;
         return 0;
     }
     return 1;
@@ -133,7 +132,7 @@ static int64_t in_chunk(const Exchange *x, Part part) {
     return left < 0 ? 0 : left < x->step ? left : x->step;
 }
 
-/* Of what lies in `slot` the part's share of this chunk, and the other way round */
+/* Copy this chunk of a part from a slot, or to it */
 static void take_from(const Exchange *x, Part part, const char *slot) {
     exchange_copy(part.at + x->start, slot, in_chunk(x, part));
 }
@@ -142,34 +141,34 @@ static void put_into(const Exchange *x, char *slot, Part part) {
     exchange_copy(slot, part.at + x->start, in_chunk(x, part));
 }
 
-static void keep(const Exchange *x, Part from, Part to) {
+static void copy_own(const Exchange *x, Part from, Part to) {
     if (from.at != to.at) put_into(x, to.at + x->start, from);
 }
 
-static void nothing(Exchange *x) { (void)x; }
+static void no_action(Exchange *x) { (void)x; }
 
-static void put_whole(Exchange *x) { put_into(x, slot(x, x->rank), x->in[0]); }
+static void put_input(Exchange *x) { put_into(x, slot(x, x->rank), x->in[0]); }
 
-static void take_roots(Exchange *x) { take_from(x, x->out[0], slot(x, x->root)); }
+static void take_from_root(Exchange *x) { take_from(x, x->out[0], slot(x, x->root)); }
 
-static void take_mine(Exchange *x) { take_from(x, x->out[0], slot(x, x->rank)); }
+static void take_own_slot(Exchange *x) { take_from(x, x->out[0], slot(x, x->rank)); }
 
 static void take_result(Exchange *x) { take_from(x, x->out[0], slot(x, x->size)); }
 
 static void take_each(Exchange *x) {
     for (int64_t r = 0; r < x->size; r++) {
         if (r != x->rank) take_from(x, x->out[r], slot(x, r));
-        else keep(x, x->in[0], x->out[r]);
+        else copy_own(x, x->in[0], x->out[r]);
     }
 }
 
 static void put_each(Exchange *x) {
     for (int64_t r = 0; r < x->size; r++)
         if (r != x->rank) put_into(x, slot(x, r), x->in[r]);
-    keep(x, x->in[x->rank], x->out[0]); /* last, as the output may be one of the inputs */
+    copy_own(x, x->in[x->rank], x->out[0]); /* last, as the output may be one of the inputs */
 }
 
-/* The slice of a chunk that this rank adds */
+/* The slice of a chunk that this rank sums */
 static void slice(const Exchange *x, int64_t *begin, int64_t *end) {
     int64_t bytes = in_chunk(x, x->in[0]), size = SIZES[x->dtype];
     int64_t per = ((bytes / size + x->size - 1) / x->size * size + ALIGN - 1) / ALIGN * ALIGN;
@@ -177,19 +176,19 @@ static void slice(const Exchange *x, int64_t *begin, int64_t *end) {
     *end = *begin + per < bytes ? *begin + per : bytes;
 }
 
-/* Adds up `bytes` that lie `offset` into each slot, or for this rank at `own`. */
+/* Sums `bytes` at `offset` in each slot, for this rank at `own`. */
 static void sum_into(const Exchange *x, char *out, char *own, int64_t offset, int64_t bytes) {
-    char *parts[MOST_RANKS];
+    char *parts[MAX_RANKS];
     for (int64_t r = 0; r < x->size; r++) parts[r] = r == x->rank ? own : slot(x, r) + offset;
     SUMS[x->dtype](out, parts, x->size, bytes / SIZES[x->dtype]);
 }
 
-static void sum_whole(Exchange *x) {
+static void sum_inputs(Exchange *x) {
     char *data = x->in[0].at + x->start;
     sum_into(x, data, data, 0, in_chunk(x, x->in[0]));
 }
 
-static void put_others_slices(Exchange *x) { /* nobody else reads this rank's own */
+static void put_others_slices(Exchange *x) { /* no other rank reads this rank's own */
     int64_t begin, end, bytes = in_chunk(x, x->in[0]);
     char *mine = slot(x, x->rank), *data = x->in[0].at + x->start;
     slice(x, &begin, &end);
@@ -229,7 +228,7 @@ static void sum_part(Exchange *x) {
     sum_into(x, x->out[0].at + x->start, own, x->rank * x->step, in_chunk(x, x->out[0]));
 }
 
-/* In an all-to-all a slot begins with the bytes that its rank has for each, and before them the most. */
+/* In an all-to-all a slot begins with a header: the most bytes that its rank sends to any rank, then those to each. */
 static int64_t header(const Exchange *x) { return ((x->size + 1) * 8 + ALIGN - 1) / ALIGN * ALIGN; }
 
 static void put_pieces(Exchange *x) {
@@ -246,51 +245,54 @@ static void put_pieces(Exchange *x) {
 static void take_pieces(Exchange *x) {
     for (int64_t r = 0; r < x->size; r++) {
         const int64_t *sizes = (const int64_t *)slot(x, r);
-        if (sizes[0] > x->whole) x->whole = sizes[0];
+        if (sizes[0] > x->longest) x->longest = sizes[0];
         if (sizes[1 + x->rank] == x->out[r].bytes) continue;
-        x->odd = r, x->told = sign_of(x, sizes[1 + x->rank]), x->expected = sign_of(x, x->out[r].bytes);
+        x->mismatched_rank = r;
+        x->found_signature = signature_of(x, sizes[1 + x->rank]);
+        x->expected_signature = signature_of(x, x->out[r].bytes);
         return;
     }
     for (int64_t r = 0; r < x->size; r++) {
         if (r != x->rank) take_from(x, x->out[r], slot(x, r) + header(x) + x->rank * x->step);
-        else keep(x, x->in[r], x->out[r]);
+        else copy_own(x, x->in[r], x->out[r]);
     }
 }
 
 /* --- collectives --- */
 
-static const Plan WHOLE_ALL_REDUCE = {1, 1, 1, 1, 1, {{put_whole, 1, EVERYONE}, {sum_whole, 0, NOBODY}}};
+static const Plan ONE_TICK_ALL_REDUCE = {1, 1, 1, 1, 1, {{put_input, 1, ALL_RANKS}, {sum_inputs, 0, NO_RANK}}};
 
 static const Plan PLANS[KINDS][2] = {
-    /* of the others, and of the root where it plays another part */
-    [BARRIER] = {{1, 0, 0, 0, 0, {{nothing, 1, EVERYONE}, {nothing, 0, NOBODY}}}},
+    /* the plan of all ranks but the root, and the root's where it differs */
+    [BARRIER] = {{1, 0, 0, 0, 0, {{no_action, 1, ALL_RANKS}, {no_action, 0, NO_RANK}}}},
     [ALL_REDUCE] = {{2, 1, 1, 1, 1,
-                     {{put_others_slices, 1, EVERYONE}, {sum_slice, 1, EVERYONE}, {take_others_slices, 0, NOBODY}}}},
-    [REDUCE] = {{3, 0, 1, 1, 1, {{put_whole, 1, EVERYONE}, {sum_slice_for_root, 1, NOBODY}, {nothing, 1, NOBODY}}},
+                     {{put_others_slices, 1, ALL_RANKS}, {sum_slice, 1, ALL_RANKS}, {take_others_slices, 0, NO_RANK}}}},
+    [REDUCE] = {{3, 0, 1, 1, 1, {{put_input, 1, ALL_RANKS}, {sum_slice_for_root, 1, NO_RANK}, {no_action, 1, NO_RANK}}},
                 {3, 0, 1, 1, 1,
-                 {{put_whole, 1, EVERYONE}, {sum_slice_for_root, 1, EVERYONE}, {take_result, 1, NOBODY}}}},
-    [BROADCAST] = {{1, 0, 0, 1, 1, {{nothing, 0, ROOT}, {take_roots, 1, NOBODY}}},
-                   {1, 0, 1, 1, 1, {{put_whole, 1, NOBODY}}}},
-    [GATHER] = {{1, 0, 1, 1, 0, {{put_whole, 1, NOBODY}}},
-                {1, 0, 0, 1, EACH, {{nothing, 0, EVERYONE}, {take_each, 1, NOBODY}}}},
-    [SCATTER] = {{1, 0, 0, 0, 1, {{nothing, 0, ROOT}, {take_mine, 1, NOBODY}}},
-                 {1, 0, 1, EACH, 1, {{put_each, 1, NOBODY}}}},
-    [ALL_GATHER] = {{1, 1, 1, 1, EACH, {{put_whole, 1, EVERYONE}, {take_each, 0, NOBODY}}}},
-    [ALL_TO_ALL] = {{1, 1, 1, EACH, EACH, {{put_pieces, 1, EVERYONE}, {take_pieces, 0, NOBODY}}}},
-    [REDUCE_SCATTER] = {{1, 1, 1, EACH, 1, {{put_parts, 1, EVERYONE}, {sum_part, 0, NOBODY}}}},
+                 {{put_input, 1, ALL_RANKS}, {sum_slice_for_root, 1, ALL_RANKS}, {take_result, 1, NO_RANK}}}},
+    [BROADCAST] = {{1, 0, 0, 1, 1, {{no_action, 0, ROOT}, {take_from_root, 1, NO_RANK}}},
+                   {1, 0, 1, 1, 1, {{put_input, 1, NO_RANK}}}},
+    [GATHER] = {{1, 0, 1, 1, 0, {{put_input, 1, NO_RANK}}},
+                {1, 0, 0, 1, EACH, {{no_action, 0, ALL_RANKS}, {take_each, 1, NO_RANK}}}},
+    [SCATTER] = {{1, 0, 0, 0, 1, {{no_action, 0, ROOT}, {take_own_slot, 1, NO_RANK}}},
+                 {1, 0, 1, EACH, 1, {{put_each, 1, NO_RANK}}}},
+    [ALL_GATHER] = {{1, 1, 1, 1, EACH, {{put_input, 1, ALL_RANKS}, {take_each, 0, NO_RANK}}}},
+    [ALL_TO_ALL] = {{1, 1, 1, EACH, EACH, {{put_pieces, 1, ALL_RANKS}, {take_pieces, 0, NO_RANK}}}},
+    [REDUCE_SCATTER] = {{1, 1, 1, EACH, 1, {{put_parts, 1, ALL_RANKS}, {sum_part, 0, NO_RANK}}}},
 };
 
-/* The next chunk begins when all have read what was in its half; who does not write there need not wait for that. */
-static void claim(Exchange *x) {
-    x->phase = 0, x->whom = -1, x->awaited = 0, x->first = x->tick;
+/* The next chunk begins when all ranks have read the last one in its half; a rank that does not write there need not
+ * wait for that. */
+static void claim_half(Exchange *x) {
+    x->phase = 0, x->awaited_rank = -1, x->awaited_tick = 0, x->first_tick = x->tick;
     if (x->kind == BARRIER) return;
     x->half ^= 1;
-    if (x->plan->writes) x->awaited = x->free_at[x->half];
-    x->free_at[x->half] = x->tick + x->plan->ticks + x->plan->lingers;
-    x->sign = sign_of(x, x->told_bytes);
+    if (x->plan->writes) x->awaited_tick = x->free_at[x->half];
+    x->free_at[x->half] = x->tick + x->plan->ticks + x->plan->reads_late;
+    x->signature = signature_of(x, x->signature_bytes);
 }
 
-static int64_t add_up(const Part *parts, int64_t count, int64_t *most) {
+static int64_t total_bytes_of(const Part *parts, int64_t count, int64_t *most) {
     int64_t sum = 0;
     for (int64_t i = 0; i < count; i++) {
         sum += parts[i].bytes;
@@ -301,57 +303,59 @@ static int64_t add_up(const Part *parts, int64_t count, int64_t *most) {
 
 void exchange_choose(Exchange *x, int kind, int64_t root) {
     x->kind = kind, x->root = root, x->plan = &PLANS[kind][root == x->rank && PLANS[kind][1].ticks > 0];
-    x->gives = x->plan->gives == EACH ? x->size : x->plan->gives;
-    x->gets = x->plan->gets == EACH ? x->size : x->plan->gets;
+    x->input_count = x->plan->input_count == EACH ? x->size : x->plan->input_count;
+    x->output_count = x->plan->output_count == EACH ? x->size : x->plan->output_count;
 }
 
 void exchange_begin(Exchange *x) {
-    int64_t most = 0, given = add_up(x->in, x->gives, &most), got = add_up(x->out, x->gets, &most);
-    x->weight = given > got ? given : got;
-    x->whole = most, x->start = 0, x->step = x->chunk, x->odd = -1;
-    x->told_bytes = x->kind == SCATTER ? got : x->kind == ALL_TO_ALL ? 0 : given;
-    if (x->kind == ALL_REDUCE && most * (x->size - 1) <= WHOLE && most <= x->chunk) x->plan = &WHOLE_ALL_REDUCE;
+    int64_t most = 0;
+    int64_t given = total_bytes_of(x->in, x->input_count, &most), got = total_bytes_of(x->out, x->output_count, &most);
+    x->total_bytes = given > got ? given : got;
+    x->longest = most, x->start = 0, x->step = x->chunk, x->mismatched_rank = -1;
+    x->signature_bytes = x->kind == SCATTER ? got : x->kind == ALL_TO_ALL ? 0 : given;
+    if (x->kind == ALL_REDUCE && most * (x->size - 1) <= ONE_TICK_BYTES && most <= x->chunk)
+        x->plan = &ONE_TICK_ALL_REDUCE;
     if (x->kind == REDUCE_SCATTER) x->step = x->chunk / x->size / ALIGN * ALIGN;
     if (x->kind == ALL_TO_ALL) x->step = (x->chunk - header(x)) / x->size / ALIGN * ALIGN;
-    x->is_empty = most == 0 && x->kind != BARRIER && x->kind != ALL_TO_ALL; /* there is nothing to do */
-    if (!x->is_empty) claim(x);
+    x->is_empty = most == 0 && x->kind != BARRIER && x->kind != ALL_TO_ALL; /* no data */
+    if (!x->is_empty) claim_half(x);
 }
 
-/* The next action, and what is to be waited for after it */
-static void act(Exchange *x, const Phase *phase) {
-    phase->act(x);
+/* Run the next action, and set the tick to wait for after it */
+static void run_action(Exchange *x, const Phase *phase) {
+    phase->action(x);
     if (phase->posts) post(x);
-    x->whom = phase->waits_for == ROOT ? x->root : -1;
-    /* who has not posted yet waits for those who have */
-    x->awaited = phase->waits_for == NOBODY ? 0 : x->tick + !phase->posts;
+    x->awaited_rank = phase->waits_for == ROOT ? x->root : -1;
+    /* a rank that has not posted waits for those that have */
+    x->awaited_tick = phase->waits_for == NO_RANK ? 0 : x->tick + !phase->posts;
 }
 
 static enum Outcome advance(Exchange *x) {
     while (!x->is_empty) {
         const Phase *phase = &x->plan->phases[x->phase];
-        if (!has_come(x)) return WAITING;
-        if (x->phase > 0 && phase->act != NULL && x->awaited > 0 && !all_agree(x)) return DIFFERENT;
-        if (phase->act != NULL) {
-            act(x, phase);
-            if (x->odd >= 0) return DIFFERENT;
+        if (!has_arrived(x)) return WAITING;
+        if (x->phase > 0 && phase->action != NULL && x->awaited_tick > 0 && !signatures_match(x)) return MISMATCH;
+        if (phase->action != NULL) {
+            run_action(x, phase);
+            if (x->mismatched_rank >= 0) return MISMATCH;
             x->phase++;
         } else {
             x->start += x->step;
-            if (x->start >= x->whole) return DONE;
-            claim(x);
+            if (x->start >= x->longest) return DONE;
+            claim_half(x);
         }
     }
     return DONE;
 }
 
-enum Outcome exchange_go_on(Exchange *x, long looks) {
+enum Outcome exchange_advance(Exchange *x, long spins) {
     for (long i = 0;; i++) {
         long long tick = x->tick;
         int phase = x->phase;
         enum Outcome outcome = advance(x);
-        if (outcome != WAITING || looks < 0 || i >= looks + OFFERS) return outcome;
+        if (outcome != WAITING || spins < 0 || i >= spins + YIELDS) return outcome;
         if (x->tick != tick || x->phase != phase) i = 0; /* a new wait */
-        if (i < looks) PAUSE();
-        else sched_yield(); /* to the awaited, should they be on the same core */
+        if (i < spins) PAUSE();
+        else sched_yield(); /* to the awaited rank, should it be on the same core */
     }
 }

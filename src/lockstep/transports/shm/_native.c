@@ -1,4 +1,4 @@
-/* The collectives of _exchange.c as a Python type: what state.py offers in Python, and the calls of compiled.py. */
+/* The collectives of _exchange.c as a Python type: the ExchangeState of rank_states.py, and the calls of native.py. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -10,16 +10,16 @@ typedef struct {
     Py_buffer memory;
     Exchange x;
     int64_t fragment;
-} State;
+} ExchangeState;
 
-static PyObject *go_on(Exchange *x, long looks) {
+static PyObject *advance(Exchange *x, long spins) {
     enum Outcome outcome;
-    /* one that is large, or expects the core to be wanted by others, leaves the interpreter to them */
-    if (x->weight < LARGE && looks != 0) {
-        outcome = exchange_go_on(x, looks);
+    /* a large one, and one with more ranks than cores, releases the interpreter lock */
+    if (x->total_bytes < LARGE && spins != 0) {
+        outcome = exchange_advance(x, spins);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        outcome = exchange_go_on(x, looks);
+        outcome = exchange_advance(x, spins);
         Py_END_ALLOW_THREADS
     }
     return PyLong_FromLong(outcome);
@@ -46,30 +46,30 @@ static int read_parts(PyObject *numbers, Part *parts, int64_t count) {
 }
 
 static PyObject *state_begin(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    Exchange *x = &((State *)self)->x;
+    Exchange *x = &((ExchangeState *)self)->x;
     if (n != 6 || x->memory == NULL) {
-        PyErr_SetString(PyExc_TypeError, "begin(kind, root, dtype, looks, inputs, outputs), with some memory");
+        PyErr_SetString(PyExc_TypeError, "begin(kind, root, dtype, spins, inputs, outputs), on a state with memory");
         return NULL;
     }
     long kind = PyLong_AsLong(args[0]), root = PyLong_AsLong(args[1]);
-    long dtype = PyLong_AsLong(args[2]), looks = PyLong_AsLong(args[3]);
+    long dtype = PyLong_AsLong(args[2]), spins = PyLong_AsLong(args[3]);
     if (PyErr_Occurred()) return NULL;
-    int adds = kind == ALL_REDUCE || kind == REDUCE || kind == REDUCE_SCATTER;
-    if (kind < 0 || kind >= KINDS || root < 0 || root >= x->size || dtype < 0 || dtype >= (adds ? ADDED : DTYPES)) {
+    int dtypes = kind == ALL_REDUCE || kind == REDUCE || kind == REDUCE_SCATTER ? SUM_DTYPES : DTYPES;
+    if (kind < 0 || kind >= KINDS || root < 0 || root >= x->size || dtype < 0 || dtype >= dtypes) {
         PyErr_SetString(PyExc_ValueError, "begin: no such collective, root or dtype");
         return NULL;
     }
     exchange_choose(x, (int)kind, root);
-    if (!read_parts(args[4], x->in, x->gives) || !read_parts(args[5], x->out, x->gets)) return NULL;
+    if (!read_parts(args[4], x->in, x->input_count) || !read_parts(args[5], x->out, x->output_count)) return NULL;
     x->dtype = (int)dtype;
     exchange_begin(x);
-    return go_on(x, looks);
+    return advance(x, spins);
 }
 
-static PyObject *state_advance(PyObject *self, PyObject *looks_) {
-    long looks = PyLong_AsLong(looks_);
-    if (looks == -1 && PyErr_Occurred()) return NULL;
-    return go_on(&((State *)self)->x, looks);
+static PyObject *state_advance(PyObject *self, PyObject *spins_) {
+    long spins = PyLong_AsLong(spins_);
+    if (spins == -1 && PyErr_Occurred()) return NULL;
+    return advance(&((ExchangeState *)self)->x, spins);
 }
 
 static PyObject *state_copy(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -100,8 +100,8 @@ static int read_numbers(PyObject *const *args, Py_ssize_t n, Py_ssize_t count, l
     return !PyErr_Occurred();
 }
 
-/* The ring that begins so far into the memory; NULL with an error set if it does not fit. */
-static char *ring_at(State *s, long long offset, long long done, long long bytes) {
+/* The ring at `offset` in the memory; NULL with an error set if it does not fit. */
+static char *ring_at(ExchangeState *s, long long offset, long long done, long long bytes) {
     if (s->x.memory != NULL && offset >= 0 && offset + ring_bytes(s->fragment) <= s->x.halves && offset % 8 == 0 &&
         done >= 0 && bytes >= 0 && bytes <= s->fragment)
         return s->x.memory + offset;
@@ -110,64 +110,65 @@ static char *ring_at(State *s, long long offset, long long done, long long bytes
 }
 
 static PyObject *state_put(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    State *s = (State *)self;
+    ExchangeState *s = (ExchangeState *)self;
     long long a[8];
     if (!read_numbers(args, n, 8, a)) return NULL;
     char *ring = ring_at(s, a[0], a[1], a[7]);
     if (ring == NULL) return NULL;
-    Piece piece = {a[2], a[3], a[4], a[5], a[7], (char *)(intptr_t)a[6]};
+    Fragment fragment = {a[2], a[3], a[4], a[5], a[7], (char *)(intptr_t)a[6]};
     int put;
-    if (piece.bytes < LARGE) return PyBool_FromLong(ring_put(ring, s->fragment, a[1], &piece));
+    if (fragment.bytes < LARGE) return PyBool_FromLong(ring_put(ring, s->fragment, a[1], &fragment));
     Py_BEGIN_ALLOW_THREADS
-    put = ring_put(ring, s->fragment, a[1], &piece);
+    put = ring_put(ring, s->fragment, a[1], &fragment);
     Py_END_ALLOW_THREADS
     return PyBool_FromLong(put);
 }
 
 static PyObject *state_take(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    State *s = (State *)self;
+    ExchangeState *s = (ExchangeState *)self;
     long long a[6];
     if (!read_numbers(args, n, 6, a)) return NULL;
     char *ring = ring_at(s, a[0], a[1], a[5] <= s->fragment ? a[5] : 0);
     if (ring == NULL) return NULL;
-    Piece piece = {a[2], a[3], a[5], 0, a[5], (char *)(intptr_t)a[4]};
-    return PyBool_FromLong(ring_take(ring, s->fragment, a[1], &piece));
+    Fragment fragment = {a[2], a[3], a[5], 0, a[5], (char *)(intptr_t)a[4]};
+    return PyBool_FromLong(ring_take(ring, s->fragment, a[1], &fragment));
 }
 
-static PyObject *state_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+static PyObject *state_spin(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     long long a[3];
     if (!read_numbers(args, n, 3, a)) return NULL;
-    const char *ring = ring_at((State *)self, a[0], a[1], 0);
+    const char *ring = ring_at((ExchangeState *)self, a[0], a[1], 0);
     if (ring == NULL) return NULL;
     int there;
     Py_BEGIN_ALLOW_THREADS
-    there = ring_await(ring, a[1], (long)a[2]);
+    there = ring_spin(ring, a[1], (long)a[2]);
     Py_END_ALLOW_THREADS
     return PyBool_FromLong(there);
 }
 
 static int fits(const Exchange *x, int64_t bytes) {
-    return x->size >= 1 && x->size <= MOST_RANKS && x->rank >= 0 && x->rank < x->size &&
-           x->chunk >= 2 * (x->size + 1) * ALIGN && (x->signs + 2) * 8 <= x->block && x->size * x->block <= x->halves &&
+    return x->size >= 1 && x->size <= MAX_RANKS && x->rank >= 0 && x->rank < x->size &&
+           x->chunk >= 2 * (x->size + 1) * ALIGN && (x->signatures + 2) * 8 <= x->block &&
+           x->size * x->block <= x->halves &&
            x->halves + 2 * x->half_bytes <= bytes && x->half_bytes >= (x->size + 1) * x->chunk;
 }
 
 static int state_init(PyObject *self, PyObject *args, PyObject *kwargs) {
-    State *s = (State *)self;
+    ExchangeState *s = (ExchangeState *)self;
     Exchange *x = &s->x;
-    static char *names[] = {"memory", "rank",   "size",       "block",    "signs",
+    static char *names[] = {"memory", "rank",   "size",       "block",    "signatures",
                             "chunk",  "halves", "half_bytes", "fragment", NULL};
     PyObject *memory;
-    long long rank, size, block, signs, chunk, halves, half_bytes, fragment;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLLLLLLL", names, &memory, &rank, &size, &block, &signs, &chunk,
-                                     &halves, &half_bytes, &fragment))
+    long long rank, size, block, signatures, chunk, halves, half_bytes, fragment;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLLLLLLL", names, &memory, &rank, &size, &block, &signatures,
+                                     &chunk, &halves, &half_bytes, &fragment))
         return -1;
     if (x->memory != NULL) {
-        PyErr_SetString(PyExc_ValueError, "it has its memory already");
+        PyErr_SetString(PyExc_ValueError, "the state has its memory already");
         return -1;
     }
-    *x = (Exchange){.rank = rank, .size = size, .block = block, .signs = signs, .chunk = chunk, .halves = halves,
-                    .half_bytes = half_bytes, .is_empty = 1};
+    *x = (Exchange){.rank = rank, .size = size, .block = block, .signatures = signatures, .chunk = chunk,
+                    .halves = halves, .half_bytes = half_bytes, .is_empty = 1};
     if (PyObject_GetBuffer(memory, &s->memory, PyBUF_WRITABLE) < 0) return -1;
     if (!fits(x, s->memory.len)) {
         PyErr_SetString(PyExc_ValueError, "the layout does not fit the memory");
@@ -186,7 +187,7 @@ static int state_init(PyObject *self, PyObject *args, PyObject *kwargs) {
 
 static void state_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
-    State *s = (State *)self;
+    ExchangeState *s = (ExchangeState *)self;
     PyMem_Free(s->x.in);
     PyMem_Free(s->x.out);
     PyBuffer_Release(&s->memory);
@@ -196,30 +197,31 @@ static void state_dealloc(PyObject *self) {
 
 static PyMethodDef state_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))state_begin, METH_FASTCALL,
-     "begin(kind, root, dtype, looks, inputs, outputs): begin a collective; how far it has come."},
-    {"advance", state_advance, METH_O, "Go on with so many looks at the counters; how far it has come."},
+     "begin(kind, root, dtype, spins, inputs, outputs): begin a collective; its outcome."},
+    {"advance", state_advance, METH_O, "advance(spins): continue the collective; its outcome."},
     {"copy", (PyCFunction)(void (*)(void))state_copy, METH_FASTCALL, "copy(to, from, bytes)"},
     {"put", (PyCFunction)(void (*)(void))state_put, METH_FASTCALL,
      "put(ring, done, tag, dtype, total, offset, address, bytes): write a fragment; whether there was room."},
     {"take", (PyCFunction)(void (*)(void))state_take, METH_FASTCALL,
      "take(ring, done, tag, dtype, address, bytes): read a whole message from one fragment; whether it was there."},
-    {"wait", (PyCFunction)(void (*)(void))state_wait, METH_FASTCALL,
-     "wait(ring, done, looks): wait a moment for a fragment; whether there is one."},
+    {"spin", (PyCFunction)(void (*)(void))state_spin, METH_FASTCALL,
+     "spin(ring, done, spins): spin for a fragment; whether there is one."},
     {NULL, NULL, 0, NULL},
 };
 
-#define MEMBER(NAME, FIELD, FLAGS) {NAME, T_LONGLONG, offsetof(State, x) + offsetof(Exchange, FIELD), FLAGS, NULL}
+#define MEMBER(NAME, FIELD, FLAGS) \
+    {NAME, T_LONGLONG, offsetof(ExchangeState, x) + offsetof(Exchange, FIELD), FLAGS, NULL}
 static PyMemberDef state_members[] = {
     MEMBER("tick", tick, 0),
     MEMBER("low", low, 0),
     MEMBER("half", half, 0),
     MEMBER("free_0", free_at[0], 0),
     MEMBER("free_1", free_at[1], 0),
-    MEMBER("awaited", awaited, READONLY),
-    MEMBER("whom", whom, READONLY),
-    MEMBER("odd", odd, READONLY),
-    MEMBER("told", told, READONLY),
-    MEMBER("expected", expected, READONLY),
+    MEMBER("awaited_tick", awaited_tick, READONLY),
+    MEMBER("awaited_rank", awaited_rank, READONLY),
+    MEMBER("mismatched_rank", mismatched_rank, READONLY),
+    MEMBER("found_signature", found_signature, READONLY),
+    MEMBER("expected_signature", expected_signature, READONLY),
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot state_slots[] = {
@@ -228,22 +230,22 @@ static PyType_Slot state_slots[] = {
     {Py_tp_dealloc, state_dealloc},
     {Py_tp_methods, state_methods},
     {Py_tp_members, state_members},
-    {Py_tp_doc, "What one rank knows of the exchange."},
+    {Py_tp_doc, "The state of one rank in the exchange."},
     {0, NULL},
 };
 static PyType_Spec state_spec = {
-    "lockstep.transports.shm._native.State", sizeof(State), 0, Py_TPFLAGS_DEFAULT, state_slots,
+    "lockstep.transports.shm._native.ExchangeState", sizeof(ExchangeState), 0, Py_TPFLAGS_DEFAULT, state_slots,
 };
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_native", "The collectives of shared memory, compiled.", -1, NULL, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_native", "The collectives of shared memory, in C.", -1, NULL, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *m = PyModule_Create(&module);
     if (m == NULL) return NULL;
     PyObject *state = PyType_FromSpec(&state_spec);
-    if (state == NULL || PyModule_AddObject(m, "State", state) < 0) {
+    if (state == NULL || PyModule_AddObject(m, "ExchangeState", state) < 0) {
         Py_DECREF(m);
         return NULL;
     }

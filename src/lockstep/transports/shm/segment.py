@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group on one machine share, and that no other user sees and no crash leaves behind."""
+"""The shared memory of a group on one host: its layout, and its mapping, which is private and leaves no file."""
 
 from __future__ import annotations
 
@@ -8,19 +8,123 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ...errors import TransportError
-from ...store_exchange import exchange
-from ..c10d import PrefixStore, Store
+from ...errors import ConfigError, TransportError
+from ...stores import exchange
+from ..runtime.c10d import PrefixStore, Store
 
-__all__ = ["Segment", "share"]
+__all__ = ["Layout", "Segment", "default_size", "plan", "share"]
+
+
+# --- Layout: control blocks, rings for messages, halves of slots for collectives (pure) -------------------------------
+
+SIGNATURES = 6  # index of the first of two words of a control block: the signature of each half's last chunk
+LINE = 128  # bytes; two cache lines, because processors fetch lines in pairs
+BLOCK = 512  # bytes of each rank's control block: its counter and state in the first line, its error text in the rest
+RING = 4  # fragments that a sender may be ahead of its receiver
+HEADER = 64  # bytes before the payload of a fragment, and of a slot in an all-to-all
+MAX_CHUNK = 512 << 10  # a chunk that stays in a core's own cache between being written and being read
+MAX_FRAGMENT = 256 << 10
+PAGE = 4 << 10
+MIN_FRAGMENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets and sizes in bytes.
+
+    The memory holds, in this order: a control block for each rank; a ring for each ordered pair of ranks; two halves,
+    each with a slot for each rank and one for results. A collective's chunks take the halves in turn, so that a rank
+    may write the next chunk while others still read the last.
+    """
+
+    ranks: int
+    chunk: int
+    fragment: int
+
+    @property
+    def rings(self) -> int:
+        """Offset of the rings."""
+        return _round_up(self.ranks * BLOCK, PAGE)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Size of one ring: two counters (written; read), each on its own line, then the fragments."""
+        return 2 * LINE + RING * (HEADER + self.fragment)
+
+    @property
+    def halves(self) -> int:
+        """Offset of the two halves."""
+        return _round_up(self.rings + self.ranks * self.ranks * self.ring_bytes, PAGE)
+
+    @property
+    def half_bytes(self) -> int:
+        """Size of one half."""
+        return (self.ranks + 1) * self.chunk
+
+    @property
+    def total(self) -> int:
+        """Size of the whole memory."""
+        return self.halves + 2 * self.half_bytes
+
+    def control(self, rank: int) -> int:
+        """Return the offset of the control block of `rank`."""
+        return rank * BLOCK
+
+    def ring(self, source: int, target: int) -> int:
+        """Return the offset of the ring for messages from `source` to `target`."""
+        return self.rings + (source * self.ranks + target) * self.ring_bytes
+
+    def slot(self, half: int, rank: int) -> int:
+        """Return the offset of the slot of `rank` in `half`; rank = ranks is the slot for results."""
+        return self.halves + half * self.half_bytes + rank * self.chunk
+
+
+def default_size(ranks: int) -> int:
+    """Return the most bytes that a group of `ranks` takes by default: 64 MiB, or 4 MiB per rank if that is more."""
+    return max(64 << 20, ranks * (4 << 20))
+
+
+def plan(ranks: int, size: int) -> Layout:
+    """Divide at most `size` bytes among `ranks`: three quarters for collectives, the rest for messages.
+
+    Raises:
+        ConfigError: when `size` is too small for that many ranks.
+    """
+    least_chunk = _round_up(
+        2 * (ranks + 1) * HEADER, PAGE
+    )  # a slot holds at least a line for each rank, and their sizes
+    least = Layout(ranks, least_chunk, MIN_FRAGMENT).total
+    if size < least:
+        raise ConfigError(
+            "shm size",
+            f"at least {least} bytes for {ranks} ranks on one host",
+            size,
+            "Set LOCKSTEP_SHM_SIZE, or ShmOptions(size=...), to more, or leave it unset.",
+        )
+    fragment = (size // 4) // (ranks * ranks * RING) - HEADER - LINE
+    fragment = min(MAX_FRAGMENT, max(MIN_FRAGMENT, fragment // LINE * LINE))
+    rest = size - Layout(ranks, 0, fragment).halves
+    if rest < 2 * (ranks + 1) * least_chunk:
+        fragment = MIN_FRAGMENT
+        rest = size - Layout(ranks, 0, fragment).halves
+    chunk = rest // (2 * (ranks + 1))
+    return Layout(ranks, min(MAX_CHUNK, chunk // PAGE * PAGE), fragment)
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+# --- The mapping ------------------------------------------------------------------------------------------------------
 
 _DESCRIPTOR = re.compile(r"/proc/[0-9]{1,19}/fd/[0-9]{1,10}")
 
-SHM = Path("/dev/shm")  # files in it are in memory; where it is missing, they lie with other temporary files
+SHM = Path("/dev/shm")  # files in it are in memory; where it is missing, temporary files are used
 
 
 class Segment:
@@ -41,12 +145,12 @@ class Segment:
 def share(store: Store, rank: int, size: int, nbytes: int) -> Segment:
     """Make `nbytes` of zeroed memory on rank 0 and map it on all `size` ranks; every rank must call it.
 
-    The memory never has a name, so nothing is left in any folder however and whenever the ranks end; the others open
-    it through rank 0's descriptor in /proc, which the kernel allows to the same user only. Where there is no memfd, a
-    file is used, allocated in full beforehand: a full /dev/shm is then an error here and not a bus error later.
+    The memory never has a name, so no file is left behind however and whenever the ranks end; the others open
+    it through rank 0's descriptor in /proc, which the kernel allows to the same user only. Where there is no memfd, an
+    unnamed file is used, allocated in full beforehand: a full /dev/shm is then an error here and not a bus error later.
 
     Raises:
-        TransportError: on every rank, with what each way failed for.
+        TransportError: on every rank, with the reason why each kind of memory failed.
         StallError: when some ranks do not call it.
     """
     failures = []
@@ -62,21 +166,21 @@ def share(store: Store, rank: int, size: int, nbytes: int) -> Segment:
 
 
 def _attempt(make: Callable[[int], int], store: Store, rank: int, size: int, nbytes: int) -> tuple[Segment | None, str]:
-    """This rank's mapping, or else what has gone wrong first, on every rank alike."""
+    """Return this rank's mapping, or else the first problem of any rank, the same on every rank."""
     descriptor, segment, problem = -1, None, ""
     try:
         if rank == 0:
             try:
                 descriptor = make(nbytes)
             except (OSError, AttributeError) as error:  # AttributeError: no memfd_create on this system
-                problem = _said(error)
+                problem = _describe(error)
             store.set("path", f"/proc/{os.getpid()}/fd/{descriptor}" if descriptor >= 0 else "")
         path = store.get("path").decode()
         if path:
             try:
                 segment = _map(path, nbytes)
             except (OSError, ValueError) as error:
-                problem = _said(error)
+                problem = _describe(error)
         verdict = exchange(store, "mapped", rank, problem, range(size), _first_problem)
     finally:
         if descriptor >= 0:
@@ -84,12 +188,12 @@ def _attempt(make: Callable[[int], int], store: Store, rank: int, size: int, nby
     return (None, verdict) if verdict else (segment, "")
 
 
-def _first_problem(said: Mapping[int, str]) -> str:
-    return next((f"rank {i}: {problem}" for i, problem in said.items() if problem), "")
+def _first_problem(problems: Mapping[int, str]) -> str:
+    return next((f"rank {i}: {problem}" for i, problem in problems.items() if problem), "")
 
 
 def _map(path: str, nbytes: int) -> Segment:
-    # the path comes from the store: whoever can write there must not choose a file of this user's to be written to
+    # the path comes from the store, and writing to the store must not be enough to choose a file of this user
     if not _DESCRIPTOR.fullmatch(path):
         raise ValueError(f"expected /proc/PID/fd/NUMBER, rank 0's memory, got {path!r}")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -114,16 +218,16 @@ def _memfd(nbytes: int) -> int:
 
 
 def _unnamed_file(nbytes: int) -> int:
-    """A file of mode 0600 without a name."""
+    """Create a file of mode 0600 without a name."""
     with tempfile.TemporaryFile(buffering=0, dir=SHM if SHM.is_dir() else None) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         return os.dup(file.fileno())
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def _tensor(memory: mmap.mmap) -> torch.Tensor:
-    with torch.inference_mode(False):  # whatever mode the group is made in, it may be used in another
+    with torch.inference_mode(False):  # the group may be created in one mode of autograd and used in another
         return torch.frombuffer(memory, dtype=torch.uint8)

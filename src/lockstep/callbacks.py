@@ -1,0 +1,27 @@
+"""The callbacks of a training run, under the name by which users import them; they are in `lockstep.training`."""
+
+from __future__ import annotations
+
+from .training.callbacks import (
+    Callback,
+    Checkpoints,
+    CSVLog,
+    Curve,
+    EarlyStopping,
+    Progress,
+    TensorBoard,
+    TrainingContext,
+    defaults,
+)
+
+__all__ = [
+    "CSVLog",
+    "Callback",
+    "Checkpoints",
+    "Curve",
+    "EarlyStopping",
+    "Progress",
+    "TensorBoard",
+    "TrainingContext",
+    "defaults",
+]

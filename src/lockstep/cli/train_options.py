@@ -1,0 +1,223 @@
+"""Resolves a training run's options from flags, a file and the resumed run, and finds its checkpoint and directory."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import secrets
+import shlex
+import sys
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from .. import environment
+from ..errors import ConfigError
+from ..training.options import TrainOptions, from_mapping, parse_text
+
+__all__ = [
+    "REPORTS",
+    "RUNS",
+    "as_flag",
+    "as_typed",
+    "choose_folder",
+    "find_checkpoint",
+    "new_folder",
+    "read_config",
+    "resolve",
+]
+
+
+# --- Configuration files ----------------------------------------------------------------------------------------------
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the options in a file: TOML if its name ends in ``.toml``, else YAML.
+
+    Raises:
+        ConfigError: the file cannot be read or is invalid; the message names the file and the option.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("config", "a YAML or TOML file that can be read", found=f"{path} ({reason})") from None
+    try:
+        content = _toml(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("config", f"{path} to be YAML, or TOML with the ending .toml", found=reason) from None
+    if not isinstance(content, dict):
+        got = "an empty file" if content is None else type(content).__name__
+        raise ConfigError("config", f"{path} to hold options by name, such as `epochs: 20`", found=got)
+    return from_mapping(content, str(path))
+
+
+def _toml(text: str) -> dict[str, Any]:
+    # tomllib is part of Python since 3.11; with 3.10, tomli is installed.
+    toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    content: dict[str, Any] = toml.loads(text)
+    return content
+
+
+# --- The checkpoint to resume and the run directory -------------------------------------------------------------------
+
+RUNS = Path("runs")
+REPORTS = Path("reports")  # of failed programs that have no run directory
+
+
+def find_checkpoint(resume: str, run_dir: str | None) -> tuple[Path, Path | None]:
+    """Return the checkpoint to resume from, and the directory of its run if there is one.
+
+    If `resume` is a run, the first is the run's directory: training then resumes from the newest undamaged checkpoint
+    in it, which it finds by reading them.
+
+    Args:
+        resume: a run directory, a checkpoint, or "latest" for the latest run in ``runs/``.
+        run_dir: the run directory to write to, if given.
+
+    Raises:
+        ConfigError: it does not exist, or the run has continued from there and `run_dir` is None or that run.
+    """
+    try:
+        path = _latest_run() if resume == "latest" else Path(resume).expanduser()
+        if not path.is_dir():
+            raise ConfigError(
+                "resume", "a checkpoint, a run directory, or latest", found=f"{resume} (there is no such folder)"
+            )
+        if (path / "checkpoints").is_dir() or (path / "config.yaml").exists():
+            _check_any(path)
+            return path, path
+        run = path.parent.parent if path.parent.name == "checkpoints" else None
+        if run is not None and (run_dir is None or _same(run, Path(run_dir).expanduser())):
+            from ..training.run_directory import check_newest
+
+            check_newest(path, "To resume from an earlier one, add --run-dir DIR: a new folder.")
+        return path, run
+    except OSError as error:
+        raise ConfigError("resume", "a folder that can be read", found=f"{resume} ({error.strerror})") from None
+
+
+def _latest_run() -> Path:
+    runs = [path.parent.parent for path in RUNS.glob("*/checkpoints/step-*")]
+    if not runs:
+        raise ConfigError(
+            "resume",
+            "an earlier run with a checkpoint in runs/",
+            found="a folder without one",
+            hint="Name it: --resume DIR.",
+        )
+    return max(set(runs), key=lambda run: max(path.stat().st_mtime for path in (run / "checkpoints").iterdir()))
+
+
+def _check_any(run: Path) -> None:
+    from ..checkpoint.folder import CheckpointStore
+
+    if CheckpointStore(run / "checkpoints").latest() is None:
+        hint = "Start it again without --resume, and with another --run-dir."
+        raise ConfigError(
+            "resume", f"a checkpoint in {run / 'checkpoints'}", found="an empty folder or none", hint=hint
+        )
+
+
+def choose_folder(run_dir: str | None, run: Path | None, name: str) -> Path:
+    """Return the run directory to write to: `run_dir`, or that of the resumed `run`, or a new one in ``runs/``.
+
+    Args:
+        run_dir: the value of --run-dir, if given.
+        run: the directory of the resumed run, if any.
+        name: part of the name of a new directory.
+
+    Raises:
+        ConfigError: `run_dir` contains another run, or cannot be read.
+    """
+    if run_dir is None:
+        return run or new_folder(RUNS, name)
+    folder = Path(run_dir).expanduser()
+    if run is None or not _same(run, folder):
+        from ..training.run_directory import check_unused
+
+        check_unused(folder, f"Resume it with --resume {shlex.quote(run_dir)}, or choose another folder.")
+    return folder
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Return a new path in `parent` from time, name, and a random suffix for runs started in the same second."""
+    safe_name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)[:100]
+    return parent / f"{datetime.now():%Y%m%d-%H%M%S}-{safe_name}-{secrets.token_hex(2)}"
+
+
+# --- Precedence of options --------------------------------------------------------------------------------------------
+
+
+def resolve(arguments: argparse.Namespace) -> TrainOptions:
+    """Return the options by precedence: flags, then the config file, then those of the resumed run, then defaults.
+
+    `run_dir` becomes the run directory to write to, and `resume` the checkpoint, or the run, to resume from.
+    `arguments.sources` names the file of each option that comes from one.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+    flags = _flags(arguments)
+    files = []
+    if hasattr(arguments, "config"):
+        path = Path(arguments.config).expanduser()
+        files = [(path, read_config(path))]
+    arguments.sources = _sources(files, flags)
+    values, run = _merge(files, flags), None
+    if values.get("resume") is not None:
+        checkpoint, run = find_checkpoint(values["resume"], values.get("run_dir"))
+        files = [*_recorded_options(run), *files]
+        arguments.sources = _sources(files, flags)
+        values = {**_merge(files, flags), "resume": str(checkpoint)}
+    options = TrainOptions(**values)
+    options.check()
+    options.run_dir = str(choose_folder(options.run_dir, run, f"{options.model}-{options.data}"))
+    return options
+
+
+def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    values = {}
+    for option in fields(TrainOptions):
+        if hasattr(arguments, option.name):
+            value = getattr(arguments, option.name)
+            values[option.name] = parse_text(option, value) if isinstance(value, str) else value
+    return values
+
+
+def _recorded_options(run: Path | None) -> list[tuple[Path, dict[str, Any]]]:
+    """Read the options that the resumed run has recorded in its config.yaml."""
+    if run is None or not (run / "config.yaml").exists():
+        return []
+    values = read_config(run / "config.yaml")
+    if environment.is_launched():
+        values.pop("workers", None)  # the launcher determines their number
+    return [(run / "config.yaml", values)]
+
+
+def _merge(files: list[tuple[Path, dict[str, Any]]], flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for values in (*(values for _, values in files), flags) for name, value in values.items()}
+
+
+def _sources(files: list[tuple[Path, dict[str, Any]]], flags: dict[str, Any]) -> dict[str, str]:
+    return {name: f"{path}: {name}" for path, values in files for name in values if name not in flags}
+
+
+def as_flag(argument: str) -> str:
+    """Return an option as a flag: global_batch_size → --global-batch-size; any other text is unchanged."""
+    known = {option.name for option in fields(TrainOptions)} | {"config"}
+    return "--" + argument.replace("_", "-") if argument in known else argument
+
+
+def as_typed(argument: str, arguments: argparse.Namespace) -> str:
+    """Return the name of an option as the user gave it: as a flag, or as a key of a file."""
+    sources: dict[str, str] = getattr(arguments, "sources", {})
+    return sources.get(argument, as_flag(argument))

@@ -1,0 +1,214 @@
+"""Joins the job that this process belongs to, and leaves it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from typing_extensions import Never
+
+from .. import bootstrap, environment, messages, watchdog
+from ..errors import ConfigError, unexpected_argument
+from ..messages import Integer
+from ..stores import read_message
+from ..system.processes import is_alive
+from ..topology import World
+from ..transports.runtime import host_identity
+from ..transports.runtime.c10d import Store
+from .communicator import Communicator
+from .groups import world_of
+
+__all__ = ["claim_gpu", "init", "pick_device"]
+
+# One process is one worker of one job, so there is one communicator for all workers; torch.distributed holds its
+# default process group in the same way.
+_default: Communicator | None = None
+
+
+_TRANSPORTS = ("auto", "shm", "gloo", "mpi4py")
+
+_BACKEND_ELSEWHERE = {
+    "backend": 'transport= chooses the backend for tensors on the CPU ("shm", "gloo", "mpi4py"); on GPUs it is NCCL'
+}
+
+
+def init(
+    device: str = "auto", timeout: timedelta | None = None, transport: str | None = None, **unknown: Never
+) -> Communicator:
+    """Find the job that this process belongs to, and join it.
+
+    Without a launcher (``python train.py``) nothing is set up. Under one the process group is made: "shm" for tensors
+    on the CPU (shared memory inside a host, Gloo between hosts), NCCL for tensors on GPUs. A process group that the
+    program has already made is used as it is. A second call returns the same communicator.
+
+    Args:
+        device: "auto" (a GPU where there is one), "cpu", "cuda" (the GPU of this worker's local rank, or the only one
+            that it sees) or "mps".
+        timeout: how long a collective may wait; PyTorch's default when None.
+        transport: the backend for tensors on the CPU: "shm", "gloo", "mpi4py" (over MPI, for processes that
+            mpiexec has started), or "auto": "shm" on Linux and "gloo" elsewhere; when None,
+            LOCKSTEP_TRANSPORT or "auto".
+
+    Raises:
+        ConfigError: for a device or transport that is not available, or an incomplete environment.
+        StallError: when the others do not arrive.
+        TransportError: when they cannot be reached.
+        TypeError: for an argument of another name, such as `backend`.
+    """
+    if unknown:
+        raise unexpected_argument("init", next(iter(unknown)), _BACKEND_ELSEWHERE)
+    global _default
+    if _default is not None and _still_valid(_default):
+        if device not in ("auto", _default.device.type):
+            raise ConfigError("device", f"{_default.device.type}, as in the first call of init()", device)
+        return _default
+    if dist.is_initialized():
+        world = world_of(dist.group.WORLD)
+        _default = Communicator.at(world, pick_device(device, world), dist.group.WORLD)
+        _check_own_gpu(_default.device, world)
+        return _default
+    world = environment.find_world()
+    where = pick_device(device, world)
+    backend = _pick_backend(transport)
+    group = _join(world, where, backend, timeout) if environment.is_launched() else None
+    _default = Communicator.at(world, where, group)
+    return _default
+
+
+def _still_valid(found: Communicator) -> bool:
+    """Return whether `found` still belongs to the current job: a program may destroy its group and make another."""
+    if dist.is_initialized():
+        return found.group is dist.group.WORLD
+    return found.group is None and found.world == replace(environment.find_world(), device=found.world.device)
+
+
+def _pick_backend(transport: str | None) -> str:
+    """Return torch.distributed's name of the backend for tensors on the CPU."""
+    name = transport if transport is not None else environment.transport()
+    if name not in _TRANSPORTS:
+        where = "transport" if transport is not None else "environment variable LOCKSTEP_TRANSPORT"
+        raise ConfigError(where, ", ".join(_TRANSPORTS[:-1]) + f" or {_TRANSPORTS[-1]}", name)
+    # shared memory is opened through /proc, which only Linux has
+    default = "shm" if sys.platform == "linux" else "gloo"
+    return default if name == "auto" else name
+
+
+def _join(world: World, device: torch.device, cpu_backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    store = bootstrap.open_store(world, timeout, lambda: _store_over_mpi(world, timeout))
+    watchdog.install(host_identity.host_key)
+    backend = f"cpu:{cpu_backend},cuda:nccl" if device.type == "cuda" else cpu_backend
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    atexit.register(_leave)
+    _check_own_gpu(device, world)
+    return dist.group.WORLD
+
+
+def _check_own_gpu(device: torch.device, world: World) -> None:
+    """Check that no other worker of this host uses the same GPU, where each sees a single one, numbered 0."""
+    if device.type == "cuda" and world.local_world_size > 1 and torch.cuda.device_count() == 1:
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        claim_gpu(distributed_c10d._get_default_store(), world.rank, uuid)
+
+
+class _GpuClaim(msgspec.Struct, frozen=True):
+    """The process that uses a GPU: its host, PID and rank."""
+
+    host: str
+    pid: Integer
+    rank: int
+
+
+def claim_gpu(store: Store, rank: int, uuid: str) -> None:
+    """Claim a GPU for this process.
+
+    Args:
+        store: of the job.
+        rank: of this process.
+        uuid: of the GPU.
+
+    Raises:
+        ConfigError: another rank on this host, which is alive, has claimed it.
+        TransportError: what is in the store is damaged.
+    """
+    mine = _GpuClaim(host_identity.host_key(), os.getpid(), rank)
+    key = f"lockstep/gpu/{uuid}"
+    text = messages.encode(mine)
+    first = read_message(store.compare_set(key, "", text), _GpuClaim, f"the rank that uses GPU {uuid}")
+    if first.host != mine.host or first.pid == mine.pid:
+        return
+    if is_alive(first.pid, any_user=False):  # else it is taken over from a rank that has ended
+        raise ConfigError(
+            "device",
+            "a GPU of its own for each worker on a node",
+            found=f"GPU {uuid} on rank {first.rank} and on rank {rank}, each of which sees it alone",
+            hint="Set CUDA_VISIBLE_DEVICES by the local rank, start fewer workers, or choose the device cpu.",
+        )
+    store.set(key, text)
+
+
+def _store_over_mpi(world: World, timeout: timedelta | None) -> Store:
+    from ..transports.mpi.rendezvous import make_store  # mpi4py is optional
+
+    return make_store(world) if timeout is None else make_store(world, timeout)
+
+
+def _leave() -> None:
+    """Destroy the process group when the program ends."""
+    watchdog.report_exit()
+    global _default
+    _default = None
+    if dist.is_initialized():
+        gloo = dist.get_backend() == "gloo"
+        dist.destroy_process_group()
+        if not gloo:
+            return
+        # Gloo's threads release the last collective's tensor a moment after it was waited for, and need the
+        # interpreter for it; one that is too late aborts the process (seen in 3 of 4 runs that ended right after a
+        # collective, torch 2.13). There is nothing to wait for, so they get a moment in which no thread holds it.
+        time.sleep(0.05)
+
+
+def pick_device(device: str, world: World) -> torch.device:
+    """Return the device on which a worker computes; for CUDA it also becomes the current device.
+
+    Raises:
+        ConfigError: when this host has no such device, or fewer of them than local workers.
+    """
+    if device not in ("auto", "cpu", "cuda", "mps"):
+        raise ConfigError("device", "auto, cpu, cuda or mps", device)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and not gpus:
+        raise ConfigError("device", "cpu or auto, as this host has no GPU that torch can use", device)
+    if device == "cuda" or (device == "auto" and gpus):
+        # srun --gpus-per-task=1, or a wrapper around this program: each worker sees only its own GPU
+        sees_own_only = gpus == 1 and (world.source == "slurm" or environment.visible_gpus() == 1)
+        if world.local_world_size > gpus and not sees_own_only:
+            raise ConfigError(
+                "device",
+                f"at most as many workers on a node as it has GPUs ({gpus})",
+                found=f"{world.local_world_size} workers (this is rank {world.rank})",
+                hint="Start fewer workers, or choose the device cpu.",
+            )
+        chosen = torch.device("cuda", 0 if sees_own_only else world.local_rank)
+        torch.cuda.set_device(chosen.index)
+        return chosen
+    if device == "mps" or (device == "auto" and world.world_size == 1 and torch.backends.mps.is_available()):
+        if not torch.backends.mps.is_available() or world.world_size > 1:
+            raise ConfigError("device", "cpu or cuda (mps needs an Apple GPU, and one worker)", device)
+        return torch.device("mps")
+    return torch.device("cpu")

@@ -1,0 +1,95 @@
+"""`autograd`: the contexts that control whether gradients are recorded and layers are in training mode."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from lockstep.errors import ConfigError
+
+__all__ = ["backward", "is_recording", "is_training", "pause", "predict_mode", "record", "set_grad_req", "train_mode"]
+
+
+class _State(threading.local):
+    recording = training = False
+
+
+_STATE = _State()
+
+
+@contextmanager
+def _set(recording: bool, training: bool) -> Iterator[None]:
+    previous = _STATE.recording, _STATE.training
+    _STATE.recording, _STATE.training = recording, training
+    try:
+        with torch.set_grad_enabled(recording):
+            yield
+    finally:
+        _STATE.recording, _STATE.training = previous
+
+
+def record(train_mode: bool = True) -> AbstractContextManager[None]:
+    """Return a context that records gradients; layers are in training mode, unless `train_mode` is False."""
+    return _set(True, train_mode)
+
+
+def pause(train_mode: bool = False) -> AbstractContextManager[None]:
+    """Return a context, for use within `record`, that does not record gradients."""
+    return _set(False, train_mode)
+
+
+def train_mode() -> AbstractContextManager[None]:
+    """Return a context in which layers are in training mode, whether or not gradients are recorded."""
+    return _set(_STATE.recording, True)
+
+
+def predict_mode() -> AbstractContextManager[None]:
+    """Return a context in which layers are in evaluation mode, whether or not gradients are recorded."""
+    return _set(_STATE.recording, False)
+
+
+def is_recording() -> bool:
+    """Return whether gradients are recorded."""
+    return _STATE.recording
+
+
+def is_training() -> bool:
+    """Return whether layers are in training mode."""
+    return _STATE.training
+
+
+def backward(heads: torch.Tensor | Iterable[torch.Tensor]) -> None:
+    """Compute the gradients of the sum of the elements of each of `heads`."""
+    for head in [heads] if isinstance(heads, torch.Tensor) else heads:
+        head.backward(torch.ones_like(head))
+
+
+def set_grad_req(leaf: torch.Tensor, grad_req: str = "write") -> None:
+    """Set what a backward pass does with the gradient of `leaf`, as `grad_req` of MXNet.
+
+    Args:
+        leaf: a leaf tensor.
+        grad_req: 'write' replaces the gradient, 'add' accumulates it, 'null' computes none.
+
+    Raises:
+        ConfigError: for another `grad_req`.
+    """
+    if grad_req not in ("write", "add", "null"):
+        raise ConfigError("grad_req", "write, add or null", grad_req)
+    leaf.requires_grad = grad_req != "null"
+    leaf._lockstep_grad_req = grad_req  # type: ignore[attr-defined]
+    if grad_req == "null" or hasattr(leaf, "_lockstep_hook") or is_lazy(leaf):
+        return
+    reference = weakref.ref(leaf)  # the tensor holds the hook: a strong reference would keep both alive
+
+    def clear_gradient(_: torch.Tensor) -> None:  # called once, with the sum of the new gradients, before torch adds it
+        tensor = reference()
+        if tensor is not None and tensor.grad is not None and tensor._lockstep_grad_req == "write":  # type: ignore[attr-defined]
+            tensor.grad.zero_()
+
+    leaf._lockstep_hook = leaf.register_hook(clear_gradient)  # type: ignore[attr-defined, no-untyped-call]

@@ -1,0 +1,174 @@
+"""Elastic state: what a training saves and restores in order to continue after a failure, for any framework."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import queue
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = ["HostUpdateResult", "ObjectState", "State", "run_fn"]
+
+
+class HostUpdateResult:
+    """How the hosts of a job have changed; the values are flags."""
+
+    no_update, removed, added = 0, 1, 2
+    mixed = removed | added
+
+
+class State:
+    """A state that can be saved, restored, and broadcast from rank 0.
+
+    Args:
+        bcast_object: broadcasts an object from rank 0 and returns it.
+        get_rank: returns the rank of this process.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object, self._rank = bcast_object, get_rank
+        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._last_updated_timestamp = 0.0
+        self._reset_callbacks: list[Callable[[], Any]] = []
+        self._commits = 0
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Register functions to call after every reset of the job, before the state is broadcast."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Reset the state and call the reset callbacks, after a reset of the job."""
+        self._host_messages = queue.SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Record that hosts have joined or left; only what rank 0 records has an effect.
+
+        Args:
+            timestamp: in seconds; an update that is older than the last one is ignored.
+            update_res: a value of `HostUpdateResult`.
+        """
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save the state, then call `check_host_updates`; all ranks call it."""
+        self.save()
+        self._commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Check whether hosts have joined or left; all ranks call it.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks, if they have.
+        """
+        last, update = self._last_updated_timestamp, HostUpdateResult.no_update
+        while not self._host_messages.empty():
+            timestamp, result = self._host_messages.get()
+            if timestamp > last:
+                last, update = timestamp, update | result
+        previous, last, update = self._bcast_object((self._last_updated_timestamp, last, update))
+        self._last_updated_timestamp = last
+        if last > previous:
+            raise HostsUpdatedInterrupt(update == HostUpdateResult.removed)
+
+    def save(self) -> None:
+        """Save the state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Restore the state that was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Broadcast the state of rank 0; all ranks call it."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Reset the state, after a reset of the job and before the callbacks; for subclasses."""
+
+
+class ObjectState(State):
+    """A state of arbitrary values, which are its attributes.
+
+    Args:
+        bcast_object: broadcasts an object from rank 0 and returns it.
+        get_rank: returns the rank of this process.
+        kwargs: the values, by name.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        self._saved_state = kwargs
+        self._set(kwargs)
+        self._save_copies()
+        super().__init__(bcast_object, get_rank)
+
+    def save(self) -> None:
+        """Save a copy of every value."""
+        self._save_copies()
+
+    def restore(self) -> None:
+        """Restore copies of the saved values."""
+        self._set(copy.deepcopy(self._saved_state))
+
+    def sync(self) -> None:
+        """Broadcast the values of rank 0, and save them."""
+        if self._saved_state:
+            self._set(self._bcast_object({name: getattr(self, name) for name in self._saved_state}))
+            self._save_copies()
+
+    def _set(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def _save_copies(self) -> None:
+        self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
+    """Return a function that calls `func`, and calls it again after a failure.
+
+    ``state.sync()`` precedes each call, unless hosts have only been removed. If `func` raises HorovodInternalError, the
+    state is restored and the job is reset; if it raises HostsUpdatedInterrupt, the job is reset. Other exceptions are
+    raised.
+
+    Args:
+        func: a training function, whose first argument is a `State`.
+        reset: resets the job.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+        synced, failed_at = False, -1
+        while True:
+            try:
+                if not synced:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HorovodInternalError as error:
+                # a failure that repeats from the same saved state would repeat for ever
+                if state._commits == failed_at:
+                    raise
+                failed_at, synced = state._commits, False
+                state.restore()
+                _reset_after(error, reset)
+            except HostsUpdatedInterrupt as update:
+                synced = update.skip_sync
+                reset()
+            state.on_reset()
+
+    return wrapper
+
+
+def _reset_after(failure: HorovodInternalError, reset: Callable[[], None]) -> None:
+    """Reset the job after `failure`, and raise that again if the reset fails, as it does when a worker is lost."""
+    try:
+        reset()
+    except Exception as error:
+        text = f"{failure}. The job cannot continue without all of its workers; lost ones are not replaced: {error}"
+        raise HorovodInternalError(text) from failure

@@ -1,0 +1,1 @@
+"""Negotiates which operations all ranks have submitted, in any order, and executes them."""

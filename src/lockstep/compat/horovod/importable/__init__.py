@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH that contains a module named `horovod`."""

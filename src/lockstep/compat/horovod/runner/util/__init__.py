@@ -1,0 +1,1 @@
+"""The modules of `horovod.runner.util` that programs import."""

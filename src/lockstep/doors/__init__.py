@@ -1,1 +1,0 @@
-"""The manners of other libraries, each a thin door to what Lockstep has."""

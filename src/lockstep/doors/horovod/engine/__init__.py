@@ -1,1 +1,0 @@
-"""Finds out which operations all ranks have asked for, in whichever order, and carries them out."""

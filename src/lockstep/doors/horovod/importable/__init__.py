@@ -1,1 +1,0 @@
-"""A folder for PYTHONPATH, in which a package is called `horovod`."""

@@ -1,1 +1,0 @@
-"""What scripts import from `horovod.runner.util`, in the modules where they look for it."""

@@ -1,0 +1,39 @@
+"""The flight recorder: each rank records its collectives in shared memory that other processes of its host can read."""
+
+from . import layout
+from .log import RecordLog, read_log, read_log_header
+from .reader import RankState, RawRecord, Record, RecorderReader, decode_batch, describe, open_job
+from .writer import (
+    CallSignature,
+    FlightRecorder,
+    activity,
+    current,
+    in_method,
+    named,
+    note_batch,
+    note_samples,
+    solo_section,
+)
+
+__all__ = [
+    "CallSignature",
+    "FlightRecorder",
+    "RankState",
+    "RawRecord",
+    "Record",
+    "RecordLog",
+    "RecorderReader",
+    "activity",
+    "current",
+    "decode_batch",
+    "describe",
+    "in_method",
+    "layout",
+    "named",
+    "note_batch",
+    "note_samples",
+    "open_job",
+    "read_log",
+    "read_log_header",
+    "solo_section",
+]

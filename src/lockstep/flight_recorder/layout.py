@@ -1,0 +1,215 @@
+"""The memory layout of a rank's flight recorder, and where the files of a user's flight recorders are."""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "COMPARED",
+    "DEPTH",
+    "GROUP_SLOTS",
+    "HEADER",
+    "MAGIC",
+    "PHASES",
+    "RECORD",
+    "RING",
+    "TEXT_SLOTS",
+    "TEXT_SLOT_BYTES",
+    "TRACEBACK",
+    "TRACEBACK_BYTES",
+    "VERSION",
+    "Layout",
+    "StateWords",
+    "TextTable",
+    "parent",
+    "rank_file",
+    "read_text",
+]
+
+
+# --- Layout: identity of the rank, its current state, its last collectives (pure) ------------------------------------
+
+MAGIC, VERSION = b"LOCKSTEP", 3
+
+# magic, version, rank, world size, process id, start time, Unix time minus the monotonic clock, host, program
+HEADER = struct.Struct("<8sIIIIdd64s256s")
+
+PHASES = ("runs", "waits", "left", "ended", "raised")
+"""What a rank is doing: it computes, waits in a blocking call, has destroyed its groups, has exited, or has raised."""
+
+RING = 512  # records in the ring buffer
+GROUP_SLOTS = 64  # groups that a rank can be in at once; the slot of the group that was destroyed first is reused first
+DEPTH = 128  # a rank can be this many collectives of a group ahead of another and still be compared with it
+TEXT_SLOTS = 1024  # distinct texts kept: as many as the records in the ring can refer to
+TEXT_SLOT_BYTES = 320
+
+# number, group key, sequence number, fingerprint, line digest, batch, loop, time entered, time left, ids of four texts
+# (what, call site, group, name), peer of a message or -1, earlier calls of the group that the backend rejected
+RECORD = struct.Struct("<QQQQQqQddIIIIiI")
+COMPARED = struct.Struct("<QQQQQqQ")  # its first fields; all but the first are compared between ranks
+
+
+@dataclass(frozen=True, slots=True)
+class StateWords:
+    """Indices of the 64-bit words that hold a rank's current state."""
+
+    phase: int = 64
+    since: int = 65
+    heartbeat: int = 66
+    records: int = 67
+    batch: int = 68
+    loop: int = 69
+    waited: int = 70
+    samples: int = 71
+    stack_signal: int = 72
+    main_thread: int = 73
+    threads: int = 74
+    since_record: int = 75
+    suspended: int = 76
+    solo: int = 77
+    solo_elsewhere: int = 78
+    swap_group: int = 79  # group of the collective that may have been swapped with the one before; see `watchdog.swaps`
+    swap: int = 80  # sequence number of that collective
+    waited_in_messages: int = 81
+    activity: int = 82  # number of the text that says what the program is doing, see `writer.activity`
+    activity_is_own: int = 83
+
+
+TRACEBACK = 1024  # offset of a length and a text: the traceback of the exception that ended the rank
+TRACEBACK_BYTES = 15 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets in bytes.
+
+    Attributes:
+        world_size: number of ranks of the job.
+    """
+
+    world_size: int
+
+    @property
+    def group_keys(self) -> int:
+        """Offset of the group keys, one word for each slot."""
+        return TRACEBACK + TRACEBACK_BYTES
+
+    @property
+    def last_sequences(self) -> int:
+        """Offset of the sequence numbers of the groups' last collectives, one word for each slot."""
+        return self.group_keys + 8 * GROUP_SLOTS
+
+    @property
+    def limits(self) -> int:
+        """Offset of the timeouts (seconds) that the user has set for the groups, one word for each slot; 0 for none."""
+        return self.last_sequences + 8 * GROUP_SLOTS
+
+    @property
+    def record_numbers(self) -> int:
+        """Offset of the record numbers by group slot and sequence number, `DEPTH` words for each slot."""
+        return self.limits + 8 * GROUP_SLOTS
+
+    @property
+    def ring(self) -> int:
+        """Offset of the ring buffer of records."""
+        return self.record_numbers + 8 * GROUP_SLOTS * DEPTH
+
+    @property
+    def texts(self) -> int:
+        """Offset of the text table."""
+        return self.ring + RING * RECORD.size
+
+    @property
+    def sent(self) -> int:
+        """Offset of the counts of messages sent to each rank."""
+        return self.texts + TEXT_SLOTS * TEXT_SLOT_BYTES
+
+    @property
+    def received(self) -> int:
+        """Offset of the counts of receives posted for each rank."""
+        return self.sent + 8 * self.world_size
+
+    @property
+    def total(self) -> int:
+        """Size in bytes."""
+        return self.received + 8 * self.world_size
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# TextTable in a recording: written once, then known by a number; the oldest make room.
+
+_HEAD = struct.Struct("<QI")
+_ROOM = TEXT_SLOT_BYTES - _HEAD.size
+
+
+class TextTable:
+    """Interns texts in the flight recorder's memory.
+
+    Args:
+        memory: of the flight recorder.
+        start: offset of the table.
+    """
+
+    def __init__(self, memory: memoryview, start: int) -> None:
+        self.memory, self._start = memory, start
+        self.on_wraparound: Callable[[], None] = (
+            _do_nothing  # called when cached numbers may soon refer to overwritten texts
+        )
+        self._numbers: dict[str, int] = {}
+        self._next = 1  # 0 is the empty text
+
+    def intern(self, text: str) -> int:
+        """Return the number by which readers find `text`."""
+        if not text:
+            return 0
+        found = self._numbers.get(text)
+        # a text that was written long ago is about to be overwritten, and is written again
+        if found is not None and self._next - found < TEXT_SLOTS // 2:
+            return found
+        if self._next % (TEXT_SLOTS // 2) == 0:
+            self._numbers = {
+                each: found for each, found in self._numbers.items() if self._next - found < TEXT_SLOTS // 2
+            }
+            self.on_wraparound()
+        self._numbers[text] = number = self._next
+        self._next += 1
+        data = text.encode(errors="replace")[:_ROOM]
+        at = self._start + number % TEXT_SLOTS * TEXT_SLOT_BYTES
+        _HEAD.pack_into(self.memory, at, 0, 0)
+        self.memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
+        _HEAD.pack_into(self.memory, at, number, len(data))
+        return number
+
+
+def read_text(memory: memoryview, start: int, number: int) -> str:
+    """Return the text of that `number`; "?" if it has been overwritten or never existed."""
+    if not number:
+        return ""
+    at = start + number % TEXT_SLOTS * TEXT_SLOT_BYTES
+    found, length = _HEAD.unpack_from(memory, at)
+    if found != number or length > _ROOM:
+        return "?"
+    return bytes(memory[at + _HEAD.size : at + _HEAD.size + length]).decode(errors="replace")
+
+
+def _do_nothing() -> None:
+    return
+
+
+# --- Paths -----------------------------------------------------------------------------------------------------------
+
+_SHM = Path("/dev/shm")
+
+
+def parent() -> Path:
+    """Return the parent of this user's folder of jobs: /dev/shm where there is one."""
+    return _SHM if _SHM.is_dir() else Path(tempfile.gettempdir())
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """Return the path of the flight recorder of `rank` in a job's folder."""
+    return folder / f"rank-{rank}"

@@ -1,0 +1,409 @@
+"""Writing this rank's flight recorder: its current state, a record for each collective, the batch, and names."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .layout import (
+    COMPARED,
+    DEPTH,
+    GROUP_SLOTS,
+    HEADER,
+    MAGIC,
+    PHASES,
+    RECORD,
+    RING,
+    TRACEBACK,
+    TRACEBACK_BYTES,
+    VERSION,
+    Layout,
+    StateWords,
+    TextTable,
+    rank_file,
+)
+
+__all__ = [
+    "CallSignature",
+    "FlightRecorder",
+    "activity",
+    "current",
+    "in_method",
+    "named",
+    "note_batch",
+    "note_samples",
+    "solo_section",
+]
+
+
+# --- The flight recorder of one rank ---------------------------------------------------------------------------------
+
+_RUNS, _WAITS, _LEFT, _ENDED, _RAISED = range(len(PHASES))
+_AT = StateWords()
+_AT_PHASE, _AT_SINCE, _AT_RECORD = _AT.phase, _AT.since, _AT.since_record  # those that each collective writes
+_AT_RECORDS, _AT_WAITED = _AT.records, _AT.waited
+_AT_ACTIVITY, _AT_IS_OWN, _AT_SOLO = _AT.activity, _AT.activity_is_own, _AT.solo  # those that each hook writes
+_LEFT_AT = RECORD.size - 4 - 5 * 4 - 8  # offset of the field `left` in a record
+
+
+@dataclass(frozen=True, slots=True)
+class CallSignature:
+    """The signature of a collective: what all ranks of the group must call alike.
+
+    Attributes:
+        fingerprint: 64-bit digest of its operation, shapes, dtypes, reduce op and root.
+        text: the same as text.
+        number: of that text in the text table.
+    """
+
+    fingerprint: int
+    text: str
+    number: int
+
+
+class FlightRecorder:
+    """The flight recorder of this rank, a file in `folder` that is mapped into memory.
+
+    Writing never blocks and makes no system call.
+
+    Args:
+        folder: of the job on this host; it must exist.
+        rank: this rank in the job.
+        world_size: number of ranks.
+        host: name of this host.
+        program: command line of the job.
+
+    Raises:
+        OSError: there is no space for the file.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, host: str, program: str) -> None:
+        self.rank, self.world_size, self.layout = rank, world_size, Layout(world_size)
+        self.path, self.pid = rank_file(folder, rank), os.getpid()
+        self._map = _make(self.path, self.layout.total)
+        self._set_views(self._map)
+        self._record_numbers, self._ring, self._last_sequences = (
+            self.layout.record_numbers >> 3,
+            self.layout.ring,
+            self.layout.last_sequences >> 3,
+        )
+        self.texts = TextTable(self.memory, self.layout.texts)
+        self.count = 0  # of records
+        self.batch, self.loop = -1, 0
+        self._slots: list[int] = [0] * GROUP_SLOTS  # when each slot was used last; the oldest closed one is reused
+        self._uses = 0
+        now = time.monotonic()
+        offset = time.time() - now
+        names = host.encode(errors="replace")[:64], program.encode(errors="replace")[:256]
+        for word, value in ((_AT.since, now), (_AT.heartbeat, now)):
+            self.floats[word] = value
+        self._signed[_AT.batch] = self._signed[_AT.samples] = -1
+        HEADER.pack_into(self.memory, 0, MAGIC, VERSION, rank, world_size, self.pid, now, offset, *names)
+
+    def _set_views(self, raw: mmap.mmap | bytearray) -> None:
+        self._raw, self.memory = raw, memoryview(raw)
+        self.uints, self.floats, self._signed = self.memory.cast("Q"), self.memory.cast("d"), self.memory.cast("q")
+
+    def close(self) -> None:
+        """Unmap the memory; later writes are discarded."""
+        views = (self.uints, self.floats, self._signed, self.memory)
+        self._set_views(bytearray(self.layout.total))
+        self.texts.memory = self.memory
+        for view in views:
+            view.release()
+        self._map.close()
+
+    # groups
+
+    def open_group(self, key: int, limit_s: float = 0.0) -> int:
+        """Assign a slot to the group `key` and return its number.
+
+        Args:
+            key: of the group.
+            limit_s: timeout in seconds that the user has set for the group; 0 for none.
+        """
+        slot = min(range(GROUP_SLOTS), key=self._slots.__getitem__)
+        self._uses += 1
+        self._slots[slot] = self._uses + (1 << 62)
+        self.uints[(self.layout.group_keys >> 3) + slot] = 0
+        start = self._record_numbers + slot * DEPTH
+        for row in (*range(start, start + DEPTH), self._last_sequences + slot):
+            self.uints[row] = 0
+        self.set_limit(slot, limit_s)
+        self.uints[(self.layout.group_keys >> 3) + slot] = key
+        return slot
+
+    def set_limit(self, slot: int, limit_s: float) -> None:
+        """Set the timeout in seconds of the group in `slot`."""
+        self.floats[(self.layout.limits >> 3) + slot] = limit_s
+
+    def close_group(self, slot: int) -> None:
+        """Release the slot of a destroyed group; its records stay readable until the slot is reused."""
+        self._uses += 1
+        self._slots[slot] = self._uses
+
+    # collectives
+
+    def enter(
+        self,
+        key: int,
+        slot: int,
+        sequence: int,
+        call: CallSignature,
+        line: int,
+        call_site: int,
+        group: int,
+        name: int,
+        peer: int,
+        rejected: int = 0,
+        now: float = 0.0,
+    ) -> int:
+        """Record the start of a collective or message and return the number of its record.
+
+        Args:
+            key: of its group.
+            slot: of the group.
+            sequence: sequence number in the group, from 1; 0 for a message.
+            call: its signature.
+            line: 64-bit digest of the user's source line.
+            call_site: number of the text of that line.
+            group: number of the text of the group's name.
+            name: number of the text of the name that the user gave the collective.
+            peer: the other rank of a message, or -1.
+            rejected: how many earlier calls of this group the backend has rejected.
+            now: in seconds of the monotonic clock, which is read if this is 0.
+        """
+        self.count = number = self.count + 1
+        at, now = self._ring + number % RING * RECORD.size, now or time.monotonic()
+        compared = number, key, sequence, call.fingerprint, line, self.batch, self.loop
+        RECORD.pack_into(self.memory, at, *compared, now, 0.0, call.number, call_site, group, name, peer, rejected)
+        uints = self.uints
+        if sequence:
+            uints[self._record_numbers + slot * DEPTH + sequence % DEPTH] = number
+            uints[self._last_sequences + slot] = sequence
+        uints[_AT_RECORDS] = number
+        return number
+
+    def compared_bytes(self, number: int) -> bytes | bytearray:
+        """Return the fields of that record that ranks compare; see `layout.COMPARED`."""
+        at = self._ring + number % RING * RECORD.size
+        return self._raw[at + 8 : at + COMPARED.size]
+
+    def leave(self, number: int, now: float) -> None:
+        """Record the completion of that record's collective, unless it is recorded already."""
+        at = (self._ring + number % RING * RECORD.size + _LEFT_AT) >> 3
+        if number + RING > self.count and not self.uints[at]:
+            self.floats[at] = now
+
+    def reopen(self, number: int) -> None:
+        """Mark that record's collective as pending again: it has not completed but failed."""
+        self.floats[(self._ring + number % RING * RECORD.size + _LEFT_AT) >> 3] = 0.0
+
+    def cancel_call(self, slot: int, sequence: int) -> None:
+        """Remove the group's last collective, which the backend rejected before anything was sent."""
+        self.uints[self._last_sequences + slot] = sequence - 1
+        self.uints[self._record_numbers + slot * DEPTH + sequence % DEPTH] = 0
+
+    # state of the rank
+
+    def begin_wait(self, number: int, now: float) -> None:
+        """Record that the rank is inside the blocking call of that record since `now`."""
+        uints = self.uints
+        uints[_AT_RECORD] = number
+        self.floats[_AT_SINCE] = now
+        uints[_AT_PHASE] = _WAITS
+
+    def end_wait(self) -> float:
+        """Record that the rank computes again, and return the time."""
+        now, floats = time.monotonic(), self.floats
+        self.uints[_AT_PHASE] = _RUNS
+        floats[_AT_WAITED] += now - floats[_AT_SINCE]
+        floats[_AT_SINCE] = now
+        return now
+
+    def add_message_wait(self, seconds: float) -> None:
+        """Count `seconds` of a wait that has just ended as a wait in a point-to-point message."""
+        self.floats[_AT.waited_in_messages] += seconds
+
+    def record_heartbeat(self) -> None:
+        """Record that the process is alive."""
+        self.floats[_AT.heartbeat] = time.monotonic()
+
+    def set_phase(self, phase: str) -> None:
+        """Record another phase, one of `layout.PHASES`."""
+        self.floats[_AT.since] = time.monotonic()
+        self.uints[_AT.phase] = PHASES.index(phase)
+
+    @property
+    def phase(self) -> str:
+        """The current phase, one of `layout.PHASES`."""
+        return PHASES[self.uints[_AT.phase]]
+
+    def note_batch(self, batch: int, loop: int) -> None:
+        """Record the batch, -1 for none, and the loop over batches that it belongs to, 0 for none."""
+        self.batch, self.loop = batch, loop
+        self._signed[_AT.batch] = batch
+        self.uints[_AT.loop] = loop
+
+    def note_samples(self, samples: int) -> None:
+        """Count `samples` more samples."""
+        self._signed[_AT.samples] = max(0, self._signed[_AT.samples]) + samples
+
+    def set_word(self, word: int, value: int) -> None:
+        """Set one of the state words; see `layout.StateWords`."""
+        self.uints[word] = value
+
+    def write_traceback(self, text: str) -> None:
+        """Record the traceback of the exception that ends the rank."""
+        data = text.encode(errors="replace")[-(TRACEBACK_BYTES - 8) :]
+        self.uints[TRACEBACK >> 3] = 0
+        self.memory[TRACEBACK + 8 : TRACEBACK + 8 + len(data)] = data
+        self.uints[TRACEBACK >> 3] = len(data)
+
+    def count_message(self, peer: int, sent: bool) -> None:
+        """Count a message sent to `peer`, or a receive posted for it."""
+        start = self.layout.sent if sent else self.layout.received
+        self.uints[(start >> 3) + peer] += 1
+
+
+def _make(path: Path, size: int) -> mmap.mmap:
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # allocate all blocks, so that a full file system is an error now and not a bus error later
+        os.posix_fallocate(descriptor, 0, size)
+        made = mmap.mmap(descriptor, size)
+        draft.rename(path)
+    except BaseException:
+        draft.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return made
+
+
+# --- The flight recorder of this process, and what programs may tell it ----------------------------------------------
+
+
+class _Thread(threading.local):
+    name = ""
+    method = ""
+
+
+class _Current:
+    """The recorder of this process.
+
+    Attributes:
+        recorder: None if nothing is recorded.
+        thread: thread-local; its `name` is that of the thread's collectives, "" for none, and its `method` the method
+            of Lockstep that calls them, see `in_method`.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: FlightRecorder | None = None
+        self.thread = _Thread()
+
+
+current = _Current()
+
+_USER_LOOP = 1  # not a digest of a source line
+
+
+def note_batch(number: int, finished: bool = False, loop: int = _USER_LOOP) -> None:
+    """Record which batch this rank is on, so that the watchdog can name a rank that has skipped one.
+
+    All ranks must be on the same batch when they take part in the same collective.
+
+    Args:
+        number: index of the batch, or if the loop has ended, the number of its batches. -1 for no batch.
+        finished: whether the loop has ended.
+        loop: identifies the loop over batches, 0 < loop < 2**64; batches of different loops are not compared.
+    """
+    if current.recorder is not None:
+        current.recorder.note_batch(-2 - number if finished else number, loop if number >= 0 else 0)
+
+
+def note_samples(number: int) -> None:
+    """Count `number` more samples that this rank has processed."""
+    if current.recorder is not None:
+        current.recorder.note_samples(number)
+
+
+@contextmanager
+def solo_section() -> Iterator[None]:
+    """A context in which this rank works while the others are meant to wait for it, however long that takes."""
+    recorder, word = current.recorder, StateWords().solo
+    if recorder is not None:
+        recorder.set_word(word, recorder.uints[word] + 1)
+    try:
+        yield
+    finally:
+        if recorder is not None:
+            recorder.set_word(word, recorder.uints[word] - 1)
+
+
+class activity:  # noqa: N801 - used like the functions here; a class, as it is entered several times a step
+    """A context in which warnings about this rank say what it is doing.
+
+    Args:
+        text: follows "rank 0 is in", such as "the callback Curve.on_train_end".
+        is_own: whether this is work of Lockstep's own that may take seconds, so that the first warning comes later.
+        is_solo: whether it is also a `solo_section`.
+    """
+
+    __slots__ = ("_before", "_is_own", "_is_solo", "_recorder", "_text")
+
+    def __init__(self, text: str, is_own: bool = False, is_solo: bool = False) -> None:
+        self._text, self._is_own, self._is_solo = text, is_own, is_solo
+        self._recorder = current.recorder
+
+    def __enter__(self) -> None:
+        if self._recorder is not None:
+            words = self._recorder.uints
+            self._before = words[_AT_ACTIVITY], words[_AT_IS_OWN], words[_AT_SOLO]
+            words[_AT_ACTIVITY], words[_AT_IS_OWN] = self._recorder.texts.intern(self._text), self._is_own
+            words[_AT_SOLO] = self._before[2] + self._is_solo
+
+    def __exit__(self, *_: object) -> None:
+        if self._recorder is not None:
+            words = self._recorder.uints
+            words[_AT_ACTIVITY], words[_AT_IS_OWN], words[_AT_SOLO] = self._before
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """A context in which the collectives of this thread have a name; different names on other ranks are an error."""
+    thread = current.thread
+    before, thread.name = thread.name, f"{thread.method}: {name}" if thread.method else name
+    try:
+        yield
+    finally:
+        thread.name = before
+
+
+@contextmanager
+def in_method(method: str) -> Iterator[None]:
+    """A context in which the names of this thread's collectives begin with a method that every rank must call.
+
+    A report then says that a rank is in that method and another is not. Of nested methods the outermost counts, which
+    is the one that the program has called.
+
+    Args:
+        method: as programs call it, such as "Trainer.evaluate".
+    """
+    thread = current.thread
+    if thread.method:
+        yield
+        return
+    before = thread.name
+    thread.name = thread.method = method
+    try:
+        yield
+    finally:
+        thread.name, thread.method = before, ""

@@ -1,0 +1,85 @@
+"""Collects the signals that end a program, and ends one whose interrupted run is not handled with one line."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from . import environment
+from .errors import InterruptedRunError, LockstepError
+
+__all__ = ["collect_signals", "install", "resume_hint"]
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def install() -> None:
+    """Replace `sys.excepthook` by one that prints a line for an `InterruptedRunError`, and exits with its code."""
+    if not isinstance(sys.excepthook, _ExceptHook):
+        sys.excepthook = _ExceptHook(sys.excepthook)
+
+
+class _ExceptHook:
+    """Handles `InterruptedRunError`; other exceptions go to the previous hook.
+
+    Args:
+        previous: that hook.
+    """
+
+    def __init__(self, previous: Hook) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, InterruptedRunError) or environment.debugging():
+            self._previous(kind, error, trace)
+            return
+        if environment.find_world().is_first:
+            program = Path(sys.argv[0])
+            is_script = program.is_file()  # not so with python -c
+            command = shlex.join(sys.orig_argv) if is_script and not environment.is_launched() else ""
+            name = program.name if is_script else "python"
+            print(f"{name}: {error.message}{resume_hint(error, command)}", file=sys.stderr)
+        raise SystemExit(error.exit_code)
+
+
+def resume_hint(error: LockstepError, command: str = "") -> str:
+    """Return ". " and the sentence that says how to resume; "" if nothing was saved.
+
+    Args:
+        error: that ended the run.
+        command: the command line that started the program; "" if it is not known.
+    """
+    if error.run_dir is None:
+        return ""
+    run = shlex.quote(error.run_dir)
+    if not command:
+        return f". To resume, start it again with the environment variable LOCKSTEP_RESUME={run}"
+    return f". Resume with: LOCKSTEP_RESUME={run} {command}"
+
+
+@contextmanager
+def collect_signals(received: list[int]) -> Iterator[None]:
+    """Append SIGINT and SIGTERM to `received` during the body; the previous handlers are restored after it.
+
+    Ignored signals stay ignored. Outside the main thread, where Python handles no signals, the list stays empty.
+    """
+
+    def collect(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                    before[number] = signal.signal(number, collect)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

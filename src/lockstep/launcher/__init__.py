@@ -1,0 +1,138 @@
+"""Run a function in several worker processes of this host."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar, cast
+
+from .. import environment, interruption
+from ..activity import in_notebook
+from ..errors import ConfigError, DesyncError, InterruptedRunError, LockstepError, RankLostError, StallError
+from .run_config import SAVE_GRACE, WorkerOptions
+
+__all__ = ["launch"]
+
+T = TypeVar("T")
+
+MAX_WORKERS = 120
+"""PyTorch's agent needs two file descriptors per worker in every worker; multiprocessing passes on at most 255."""
+
+
+def launch(
+    fn: Callable[..., T],
+    *args: object,
+    workers: int = 2,
+    threads: int | None = None,
+    grace: float = SAVE_GRACE,
+    **kwargs: object,
+) -> T:
+    """Run ``fn(*args, **kwargs)`` on every rank of a new job on this host and return the result of rank 0.
+
+    Every worker is a separate process in which ``lockstep.init()`` (or ``torch.distributed``) finds its rank in
+    torchrun's environment variables. The function may be a lambda, a closure, or defined in a script or notebook: it
+    is pickled by value together with its arguments, and the main module is not run again in the workers. Tensors on a
+    device arrive on the CPU, in both directions. Workers write to this process's standard output and standard error; in
+    a notebook, into the cell.
+
+    Workers are forked from multiprocessing's fork server. The first call starts it with PyTorch loaded; together with
+    multiprocessing's resource tracker it lives as long as this process. No other process remains.
+
+    Ctrl-C and SIGTERM are forwarded to the workers, which then have `grace` seconds to finish their step, save and
+    exit; a second signal kills them at once. Signals are handled only if this is called from the main thread.
+    Workers never outlive this process.
+
+    Args:
+        fn: the function to run.
+        args: its positional arguments.
+        workers: number of worker processes, 1 to 120.
+        threads: intra-op threads of PyTorch per worker; usable cores / workers if None.
+        grace: seconds after a signal until workers that are still running are killed.
+        kwargs: its keyword arguments. Those named as a setting here can be bound with `functools.partial`.
+
+    Raises:
+        ConfigError: a setting is invalid, this host has too little memory for the workers, or the function or an
+            argument cannot be pickled (the message names it).
+        WorkerError: a worker raised an exception or died; if several did, the first one.
+        DesyncError, RankLostError, StallError: the ranks are desynchronised, or wait for one that died or stalled.
+        LockstepError: a subclass such as ConfigError, if all workers raised the same error: then it is not specific to
+            one worker, and the error of the first worker, with its traceback, is the cause.
+        InterruptedRunError: the workers shut down cleanly after a signal, or this process received SIGTERM.
+        KeyboardInterrupt: this process received SIGINT and the workers reported nothing else.
+        LockstepError: this process is a worker itself, or workers cannot be started.
+    """
+    _check_settings(fn, workers, threads, grace)
+    _check_process()
+    from . import fork_server
+
+    fork_server.check_memory(workers)
+    fork_server.start_fork_server()  # first, so that it loads PyTorch while this process continues
+    from . import local, log_multiplexer, rendezvous, worker_status
+
+    options = WorkerOptions(workers, threads or max(1, environment.usable_cores() // workers), grace, exit_grace=grace)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, ExitStack() as stack:
+        path = Path(folder, "call")
+        path.write_bytes(worker_status.pickle_call(fn, args, kwargs))
+        if in_notebook():
+            shown = log_multiplexer.NotebookOutput()
+            stack.enter_context(environment.with_variables({"LOCKSTEP_DISPLAY": "notebook"}))
+            pipes = log_multiplexer.pipe_output(Path(folder), range(workers), shown.write)
+            output: log_multiplexer.OutputTarget = stack.enter_context(pipes)
+        else:
+            output = stack.enter_context(log_multiplexer.inherit_output())
+        job = local.HostJob(Path(folder), options, rendezvous.single_host_rendezvous(), output)
+        try:
+            values = local.run_workers(functools.partial(worker_status.run_call, path), job)
+        except LockstepError as error:
+            _attach_report(error)
+            if isinstance(error, InterruptedRunError):
+                interruption.install()
+            raise
+    return cast(T, None if values[0] is None else worker_status.unpickle(values[0]))
+
+
+def _attach_report(error: LockstepError) -> None:
+    """Make the watchdog's report on all ranks, if there is one, the text of the error."""
+    if not error.report_json:
+        return
+    from ..watchdog import report, report_text
+
+    text = report_text.as_text(report.from_json(error.report_json))
+    if isinstance(error, DesyncError | RankLostError | StallError):
+        error.message = text
+    else:
+        error.report_text = text
+
+
+def _check_settings(fn: object, workers: object, threads: object, grace: object) -> None:
+    if not callable(fn):
+        raise ConfigError("fn", "a function or another callable", fn)
+    if not _is_count(workers, MAX_WORKERS):
+        raise ConfigError("workers", f"a whole number from 1 to {MAX_WORKERS}", workers)
+    if threads is not None and not _is_count(threads):
+        raise ConfigError("threads", "a whole number of at least 1, or None", threads)
+    if isinstance(grace, bool) or not isinstance(grace, int | float) or not grace >= 0:
+        raise ConfigError("grace", "a number of seconds, 0 or more", grace)
+
+
+def _is_count(value: object, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _check_process() -> None:
+    if environment.is_launched():
+        raise LockstepError(
+            "launch() starts workers, but this process is already a worker (a launcher's variables, such as RANK, are "
+            "set). Call it in the program that is started first, or call the function itself here."
+        )
+    for descriptor, name in enumerate(("standard input", "standard output", "standard error")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            hint = "Redirect it to /dev/null instead of closing it: files opened later would be taken for it."
+            raise LockstepError(f"{name} is closed, and workers inherit it. {hint}") from None

@@ -1,0 +1,122 @@
+"""Starts multiprocessing's fork server, the parent of workers, and settles before that what workers inherit from it.
+
+PyTorch is loaded there, not here: a launcher imports what needs PyTorch afterwards, so that both load it at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+
+from .. import environment
+from ..errors import ConfigError
+from .run_config import RunConfig
+
+__all__ = [
+    "check_memory",
+    "default_workers",
+    "hidden_main",
+    "prepare_workers",
+    "start_fork_server",
+    "threads_per_worker",
+]
+
+# held while the main module is hidden
+_main_lock = threading.Lock()
+
+
+def start_fork_server(preload: Sequence[str] = ()) -> None:
+    """Start multiprocessing's fork server, with PyTorch and the modules of `preload` loaded, unless it is running."""
+    multiprocessing.set_forkserver_preload([f"{__package__}.preload", *preload])
+    with hidden_main():
+        resource_tracker.ensure_running()  # before the mask: starting it would unblock SIGINT
+        # The mask is inherited. Without it Ctrl-C would end the server with a traceback while it loads.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """Hide this program's `__main__` from multiprocessing, so that child processes do not run it again.
+
+    Functions are pickled by value, so workers do not need the main module, and a script without an
+    ``if __name__ == "__main__"`` guard would launch itself once more. Starting a process also fixes multiprocessing's
+    default start method; it is reset afterwards.
+    """
+    main = sys.modules["__main__"]
+    with _main_lock:
+        hidden = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
+        method = multiprocessing.get_start_method(allow_none=True)
+        main.__spec__ = None
+        vars(main).pop("__file__", None)
+        try:
+            yield
+        finally:
+            vars(main).update(hidden)
+            if method is None:
+                multiprocessing.set_start_method(None, force=True)
+
+
+# --- What is settled before the server starts -------------------------------------------------------------------------
+
+# Memory of a worker that has imported PyTorch and joined its job, beyond what it shares with the fork server.
+_LEAST_MEMORY = 64 << 20
+
+
+def check_memory(workers: int) -> None:
+    """Check that so many workers fit into the available memory of this host, where it is known.
+
+    Raises:
+        ConfigError: if they do not.
+    """
+    import psutil
+
+    try:
+        available = psutil.virtual_memory().available
+    except OSError:  # no /proc
+        return
+    most = max(1, available // _LEAST_MEMORY)
+    if workers > most:
+        each = f"{available / (1 << 30):.1f} GiB of its memory are available, and each worker needs at least"
+        expected = f"at most {most} on this host: {each} {_LEAST_MEMORY >> 20} MiB"
+        cores = environment.usable_cores()
+        hint = f"Start fewer workers (this host has {cores} core{'s'[: cores != 1]}), or end other programs."
+        raise ConfigError("workers", expected, workers, hint)
+
+
+def default_workers() -> int:
+    """Return the usual number of workers: one per GPU, or 1 on a host without GPUs."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def threads_per_worker(config: RunConfig, workers: int) -> int:
+    """Return --threads, or else OMP_NUM_THREADS, or else so many that no two threads share a core."""
+    return config.threads or environment.threads() or max(1, environment.usable_cores() // workers)
+
+
+def prepare_workers(config: RunConfig, workers: int) -> None:
+    """Set the environment of the workers and start the fork server, while this process continues.
+
+    Raises:
+        ConfigError: for more workers than this host has memory for, before anything is opened or started for them.
+    """
+    check_memory(workers)
+    threads = threads_per_worker(config, workers)
+    # torch and its libraries read these when they are imported, also in the fork server
+    environment.set_defaults(
+        {"OMP_NUM_THREADS": str(threads), "LOCKSTEP_RUN_ID": f"run-{os.getpid()}-{time.time_ns()}"}
+    )
+    if config.start_method == "forkserver":
+        start_fork_server(config.preload)

@@ -1,0 +1,158 @@
+"""One host of a job on several, started by hand, by Slurm, or by `lockstep run -H` on another host.
+
+In the last case it is controlled by the launcher that the user started; see `host_protocol`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .. import environment, messages
+from ..errors import InterruptedRunError, LockstepError, WorkerError
+from .host_protocol import CONTROL_PREFIX, HostFailure, ParentMessage, describe_host
+from .local import run_host_share
+from .log_multiplexer import LogMultiplexer
+from .rendezvous import address_towards, check_hosts, interface_with_address, join_rendezvous, serve_job_store
+from .run_config import FAILURE_GRACE, RunConfig
+from .script import Script
+
+if TYPE_CHECKING:
+    from .rendezvous import HostRendezvous
+
+__all__ = ["run_as_node"]
+
+
+def run_as_node(script: Script, config: RunConfig, workers: int, problem: str) -> None:
+    """Rendezvous with the other hosts and run the workers of this one.
+
+    Args:
+        script: the program.
+        config: of the run.
+        workers: of this host; what they need is prepared.
+        problem: why this host cannot run them, or "".
+
+    Raises:
+        ConfigError: the rendezvous fails, or the hosts are incompatible.
+        WorkerError: the rank that failed first, on any host.
+        as `start.start`.
+    """
+    if config.as_host:
+        _run_for_parent(script, config, workers, problem)
+        return
+    rendezvous = join_rendezvous(config, str(config.master_addr), config.master_port)
+    check_hosts(rendezvous, describe_host(workers, problem), config)
+    multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
+    _run(script, config, workers, multiplexer, rendezvous)
+
+
+def _run_for_parent(script: Script, config: RunConfig, workers: int, problem: str) -> None:
+    """Execute the commands of the parent launcher, and report to it."""
+    connection = environment.variables().get("SSH_CONNECTION", "")
+    _send_to_parent(ParentMessage(ready=describe_host(workers, problem, connection)))
+    command, arguments = _next_command()
+    store = None
+    if command == "serve":  # only now is it known by which address the other hosts reach this one
+        store = serve_job_store(arguments[0], 0, config)
+        _send_to_parent(ParentMessage(port=store.port))
+        command, arguments = _next_command()
+    if command != "go":
+        return
+    now, (address, port, sent_at) = time.time_ns(), arguments
+    threading.Thread(target=_forward_parent_signals, name="lockstep parent", daemon=True).start()
+    multiplexer = LogMultiplexer((1, 2), colours=False, prefixes=not config.no_prefix, live=True)
+    try:
+        rendezvous = join_rendezvous(config, address, int(port), store)
+        rendezvous.clock_offset_ns = now - int(sent_at)
+        _run(script, replace(config, quiet=True), workers, multiplexer, rendezvous)
+    except (LockstepError, KeyboardInterrupt) as error:
+        _send_to_parent(ParentMessage(error=str(error)))
+        raise
+
+
+def _next_command() -> tuple[str, list[str]]:
+    """Return the parent's next command and its arguments; "" after the end of the connection."""
+    command, *arguments = sys.stdin.readline().split() or [""]
+    return command, arguments
+
+
+def _run(
+    script: Script, config: RunConfig, workers: int, multiplexer: LogMultiplexer, rendezvous: HostRendezvous
+) -> None:
+    _choose_interface(config, rendezvous)
+    own, error = None, None
+    with rendezvous.monitored():
+        try:
+            run_host_share(script, config, workers, multiplexer, rendezvous)
+        except InterruptedRunError:
+            raise
+        except LockstepError as raised:
+            _check_interruption(raised, rendezvous)
+            own, error = _failure(raised, rendezvous), raised
+        if own is not None and config.as_host:
+            _send_to_parent(ParentMessage(failure=own))
+        first = rendezvous.first_failure(own, FAILURE_GRACE + 2)
+    if first is not None:
+        if own is None or own.rank != first.rank:  # one host shows the traceback
+            first = msgspec.structs.replace(first, traceback="")
+        raise first.as_error()
+    if error is not None:
+        raise error
+
+
+def _check_interruption(error: LockstepError, rendezvous: HostRendezvous) -> None:
+    """Raise InterruptedRunError if workers failed, or cannot continue, because those of an interrupted host exited."""
+    from ..watchdog import report
+
+    interruption = rendezvous.interruption()
+    cause = error if isinstance(error, WorkerError) else error.__cause__
+    if isinstance(cause, WorkerError):
+        follows = cause.in_collective or (error.report_json and report.from_json(error.report_json).kind != "raised")
+    else:
+        follows = bool(rendezvous.failure_reason())  # the first host is gone, and the store with it
+    if interruption and follows:
+        host, number = interruption
+        name = signal.Signals(number).name
+        raise InterruptedRunError(f"stopped by {name} on {host}: its workers have exited", number)
+
+
+def _failure(error: LockstepError, rendezvous: HostRendezvous) -> HostFailure | None:
+    """Return the failure of a worker; an error that all of this host's workers share counts as the first worker's."""
+    cause = error if isinstance(error, WorkerError) else error.__cause__
+    if not isinstance(cause, WorkerError):
+        return None
+    return HostFailure.from_error(cause, socket.gethostname(), rendezvous.clock_offset_ns)
+
+
+def _choose_interface(config: RunConfig, rendezvous: HostRendezvous) -> None:
+    """Make Gloo and NCCL use the network of the first host; by default Gloo uses the address of the host name."""
+    name = config.network_interface
+    if name is None and rendezvous.nodes > 1:
+        with suppress(OSError):
+            name = interface_with_address(address_towards(rendezvous.address))
+    if name is not None:
+        environment.set_defaults({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name})
+
+
+def _forward_parent_signals() -> None:
+    """Send this process the parent's signals, and end it if the parent or the connection to it is gone."""
+    for line in sys.stdin:
+        command, _, number = line.partition(" ")
+        if command == "signal":
+            os.kill(os.getpid(), int(number))
+    for number in (signal.SIGTERM, signal.SIGINT):  # the second signal ends the grace period
+        os.kill(os.getpid(), number)
+
+
+def _send_to_parent(message: ParentMessage) -> None:
+    with suppress(OSError):  # the parent is gone
+        os.write(2, (CONTROL_PREFIX + messages.encode(message) + "\n").encode())

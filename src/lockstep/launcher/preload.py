@@ -1,0 +1,46 @@
+"""Prepares multiprocessing's fork server as the parent of workers; imported only there.
+
+The server loads this module once and every worker is a fork of it, so what is imported here adds nothing to the start
+of a worker.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from contextlib import suppress
+
+import setproctitle
+import torch.distributed.elastic.multiprocessing.api  # noqa: F401
+
+from ..environment import with_variables
+from ..watchdog import patches  # noqa: F401
+from . import worker  # noqa: F401
+
+__all__: list[str] = []
+
+
+def _detach() -> None:
+    # A signal to the terminal's process group is meant for the launcher, which forwards it once to its workers.
+    # If the fork server died from it, the exit codes of the workers would be lost.
+    with suppress(PermissionError):  # it is already the leader of its session
+        os.setpgid(0, 0)
+    # The launcher blocks SIGINT while it starts the server; one that arrived meanwhile is dropped, not handled.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, handler)
+
+
+def _prepare_titles() -> None:
+    """Let workers change their command lines in ps: where these lie is found out before variables change."""
+    # The variables in /proc/PID/environ stay, by which the launcher finds what a run has left behind.
+    with with_variables({"SPT_NOENV": "1"}):
+        setproctitle.getproctitle()
+
+
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):
+    _detach()
+    _prepare_titles()
+    gc.freeze()  # workers do not search for garbage in what they inherit, and so go on sharing its memory

@@ -1,0 +1,298 @@
+"""`lockstep run -H`: a launcher on every host over ssh, controlled from this process."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from .. import environment, messages
+from ..errors import ConfigError, InterruptedRunError, LockstepError
+from ..hosts import Host
+from ..interruption import collect_signals
+from .host_protocol import CONTROL_PREFIX, HostDescription, HostFailure, ParentMessage, check_compatible
+from .log_multiplexer import LineSplitter, LogMultiplexer, OutputLine
+from .remote_command import assign_workers, host_commands, remote_environment, ssh_command
+from .run_config import EXIT_GRACE, FAILURE_GRACE, RunConfig, check_debug_rank
+
+__all__ = ["run_on_hosts"]
+
+_POLL_S = 0.1
+_READ_S = 1.0
+_LOOPBACK = "127.0.0.1"
+_SSH_FAILED = 255  # exit code of ssh itself
+_CONTROL_PREFIX = CONTROL_PREFIX.encode()
+
+
+@dataclass
+class _HostLauncher:
+    """The launcher on one host.
+
+    Attributes:
+        ready, failure, error: what it has reported.
+        port: the port of its job store; 0 until it serves one.
+        last_lines: its last lines of output.
+        readers: the threads that read its output.
+    """
+
+    host: Host
+    process: subprocess.Popen[bytes]
+    ready: HostDescription | None = None
+    port: int = 0
+    failure: HostFailure | None = None
+    error: str = ""
+    last_lines: list[str] = field(default_factory=list)
+    readers: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether it ended without reporting a worker's failure, and not because of a signal."""
+        code = self.exit_code()
+        return code not in (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM) and self.failure is None
+
+    @property
+    def is_disconnected(self) -> bool:
+        """Whether it was killed, or the connection to it broke."""
+        code = self.exit_code()
+        return code is not None and (code == _SSH_FAILED or code < 0) and not (self.failure or self.error)
+
+    def exit_code(self) -> int | None:
+        """Return the exit code once the launcher has ended and all its output is read; None before."""
+        code = self.process.poll()
+        if code is not None:
+            for thread in self.readers:
+                thread.join(_READ_S)  # a process that it has started may hold its pipes open forever
+            self.readers.clear()
+        return code
+
+    def send(self, text: str) -> None:
+        """Send a line; ignored if it has ended."""
+        with suppress(OSError, ValueError):
+            assert self.process.stdin is not None
+            self.process.stdin.write(text.encode() + b"\n")
+            self.process.stdin.flush()
+
+
+def run_on_hosts(config: RunConfig) -> None:
+    """Run the program on all hosts of `config.hosts`, to completion.
+
+    Raises:
+        ConfigError: a host cannot be reached, or is incompatible.
+        as `start.start`.
+    """
+    hosts = assign_workers(config)
+    check_debug_rank(config, sum(host.slots for host in hosts))
+    if config.debug_rank is not None:
+        raise ConfigError("debug_rank", "one host, whose terminal the rank can use", found="-H or --hostfile")
+    commands, variables = host_commands(config, hosts), remote_environment(config, environment.variables())
+    if config.dry_run:
+        for command in commands:
+            print(shlex.join(command))
+        if variables:
+            print("# with these variables, sent to standard input:", *(f"{name}=..." for name in sorted(variables)))
+        return
+    _RemoteRun(config, hosts, commands, variables).run()
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(EXIT_GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _describe_workers(hosts: Sequence[Host]) -> str:
+    """Return ``4 workers: alpha 2, beta 2``, or ``2 workers on alpha``."""
+    total = sum(host.slots for host in hosts)
+    workers = f"{total} worker{'s'[: total != 1]}"
+    if len(hosts) == 1:
+        return f"{workers} on {hosts[0].name}"
+    return f"{workers}: {', '.join(f'{host.name} {host.slots}' for host in hosts)}"
+
+
+class _RemoteRun:
+    """The launchers of all hosts, from start to end."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        hosts: Sequence[Host],
+        commands: Sequence[Sequence[str]],
+        variables: Mapping[str, str],
+    ) -> None:
+        self._config, self._hosts, self._commands, self._variables = config, hosts, commands, variables
+        self._multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=False)
+        self._events: queue.Queue[None] = queue.Queue()
+        self._launchers: list[_HostLauncher] = []
+        self._signals: list[int] = []
+        self._disconnected: list[_HostLauncher] = []
+
+    def run(self) -> None:
+        """Run to completion; raises the error of the run."""
+        with collect_signals(self._signals):
+            try:
+                for host, command in zip(self._hosts, self._commands, strict=True):
+                    self._launchers.append(self._start(host, command))
+                self._rendezvous()
+                self._supervise()
+            finally:
+                self._stop()
+        self._raise_failure()
+
+    def _start(self, host: Host, command: Sequence[str]) -> _HostLauncher:
+        # in its own session, so that Ctrl-C at the terminal reaches it only from here, and once
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        try:
+            process = subprocess.Popen(command, start_new_session=True, **pipes)
+        except FileNotFoundError as error:
+            raise ConfigError("hosts", "an installed ssh", found=str(error)) from None
+        launcher = _HostLauncher(host, process)
+        launcher.send(json.dumps(dict(self._variables)))
+        for stream, pipe in enumerate((process.stdout, process.stderr)):
+            assert pipe is not None
+            thread = threading.Thread(target=self._read, args=(launcher, stream, pipe), daemon=True)
+            thread.start()
+            launcher.readers.append(thread)
+        return launcher
+
+    def _read(self, launcher: _HostLauncher, stream: int, pipe: IO[bytes]) -> None:
+        lines = LineSplitter()
+        with pipe:
+            while data := pipe.read1():  # type: ignore[attr-defined]
+                for line in lines.feed(data):
+                    self._handle_line(launcher, stream, line)
+        for line in lines.end():
+            self._handle_line(launcher, stream, line)
+        self._events.put(None)
+
+    def _handle_line(self, launcher: _HostLauncher, stream: int, line: OutputLine) -> None:
+        if line.text.startswith(_CONTROL_PREFIX):
+            message = messages.decode(line.text[len(_CONTROL_PREFIX) :], ParentMessage)
+            if message.ready is not None:
+                launcher.ready = message.ready
+                launcher.last_lines.clear()  # from ssh or a login shell
+            launcher.failure = message.failure or launcher.failure
+            launcher.error = message.error or launcher.error
+            launcher.port = message.port or launcher.port
+            self._events.put(None)
+        elif launcher.ready is not None and not (stream == 1 and (launcher.failure or launcher.error)):
+            self._multiplexer.write(0, stream, line)
+        else:
+            launcher.last_lines.append(line.text.decode(errors="replace"))
+
+    def _rendezvous(self) -> None:
+        """Wait until all launchers are ready, check that their hosts are compatible, and start the workers."""
+        self._wait_until(self._launchers, lambda launcher: launcher.ready is not None)
+        descriptions = [launcher.ready for launcher in self._launchers if launcher.ready is not None]
+        check_compatible(descriptions)
+        address = self._address(descriptions)
+        if not self._config.quiet:
+            self._multiplexer.write_message(f"lockstep run: {_describe_workers(self._hosts)}")
+        first = self._launchers[0]
+        first.send(f"serve {address}")
+        self._wait_until([first], lambda launcher: launcher.port > 0)
+        for launcher in self._launchers:
+            launcher.send(f"go {address} {first.port} {time.time_ns()}")
+
+    def _wait_until(self, launchers: Sequence[_HostLauncher], is_done: Callable[[_HostLauncher], bool]) -> None:
+        deadline = time.monotonic() + self._config.start_timeout
+        while not all(map(is_done, launchers)):
+            self._wait()
+            for launcher in launchers:
+                if not is_done(launcher) and launcher.exit_code() is not None:
+                    raise self._start_error(launcher)
+            if self._signals:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                late = ", ".join(launcher.host.name for launcher in launchers if not is_done(launcher))
+                expected = f"hosts that answer within {self._config.start_timeout:g} s"
+                raise ConfigError("hosts", expected, found=f"no answer from {late}")
+
+    def _address(self, descriptions: Sequence[HostDescription]) -> str:
+        """Return the address by which all other hosts reach the first; only this user's ssh may know its name."""
+        if len(descriptions) == 1:
+            return _LOOPBACK
+        callers = [each.caller for each in descriptions if each.caller]
+        seen = descriptions[0].address or (callers[0] if callers else _LOOPBACK)
+        return self._config.master_addr or seen
+
+    def _supervise(self) -> None:
+        """Forward signals until all launchers have ended."""
+        forwarded, deadline = 0, float("inf")
+        while any(launcher.process.poll() is None for launcher in self._launchers):
+            self._wait()
+            while forwarded < len(self._signals):
+                for launcher in self._launchers:
+                    launcher.send(f"signal {self._signals[forwarded]}")
+                forwarded += 1
+                if forwarded > 1:
+                    deadline = time.monotonic() + EXIT_GRACE
+            self._disconnected = self._disconnected or [each for each in self._launchers if each.is_disconnected]
+            if deadline == float("inf") and any(launcher.has_crashed for launcher in self._launchers):
+                self._disconnect()  # the others may be waiting for its ranks
+                deadline = time.monotonic() + FAILURE_GRACE + EXIT_GRACE
+            if time.monotonic() > deadline:
+                return
+
+    def _wait(self) -> None:
+        with suppress(queue.Empty):
+            self._events.get(timeout=_POLL_S)
+
+    def _disconnect(self) -> None:
+        """Close the standard input of all launchers; each then ends its workers."""
+        for launcher in self._launchers:
+            with suppress(OSError):
+                assert launcher.process.stdin is not None
+                launcher.process.stdin.close()
+
+    def _stop(self) -> None:
+        self._disconnect()
+        deadline = time.monotonic() + EXIT_GRACE + 1
+        for launcher in self._launchers:
+            try:
+                launcher.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _terminate(launcher.process)
+        for launcher in self._launchers:
+            launcher.exit_code()
+        self._multiplexer.close()
+
+    def _raise_failure(self) -> None:
+        """Raise the error of the run, if it failed."""
+        first = HostFailure.earliest([each.failure for each in self._launchers if each.failure is not None])
+        failed = next((each for each in self._launchers if each.process.returncode and not each.failure), None)
+        if self._disconnected and not self._signals:
+            names = ", ".join(launcher.host.name for launcher in self._disconnected)
+            text = " ".join(" ".join(launcher.last_lines[-3:]) for launcher in self._disconnected).strip()
+            raise LockstepError(f"lost {names}: the connection broke, or the launcher there was killed. {text}")
+        if first is not None:
+            raise first.as_error()
+        if self._signals and failed is not None:
+            number, how = self._signals[0], failed.error or "the workers have exited"
+            raise KeyboardInterrupt(how) if number == signal.SIGINT else InterruptedRunError(how, number)
+        if failed is not None:
+            text = failed.error or " ".join(failed.last_lines[-3:]) or "its launcher has ended"
+            error = LockstepError(f"{failed.host.name}: {text}")
+            error.exit_code = failed.process.returncode
+            raise error
+
+    def _start_error(self, launcher: _HostLauncher) -> LockstepError:
+        text = " ".join(" ".join(launcher.last_lines[-4:]).split()) or f"exit code {launcher.process.returncode}"
+        name = launcher.host.name
+        if launcher.process.returncode == _SSH_FAILED:
+            command = shlex.join([*ssh_command(self._config), launcher.host.login, "true"])
+            hint = f"`{command}` must work without asking for input."
+            return ConfigError("hosts", f"a host that ssh reaches ({name})", found=text, hint=hint)
+        hint = f"Lockstep must be installed there for {self._config.remote_python or sys.executable}."
+        return ConfigError("hosts", f"a host on which the launcher starts ({name})", found=text, hint=hint)

@@ -1,0 +1,138 @@
+"""Starts what ``lockstep run`` was asked for: on this host, as one of several, on several, or as a Slurm step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+
+from .. import environment
+from ..activity import Activity
+from ..errors import ConfigError, LockstepError
+from ..topology import World
+from .fork_server import default_workers, prepare_workers
+from .log_multiplexer import LogMultiplexer
+from .remote_command import requested_variables
+from .run_config import RunConfig, check_debug_rank
+from .script import Script
+
+__all__ = ["config_for_slurm_task", "start"]
+
+
+# --- A launcher per node under srun (pure) ----------------------------------------------------------------------------
+
+
+def config_for_slurm_task(config: RunConfig, world: World, variables: Mapping[str, str]) -> RunConfig:
+    """Return `config` with the nodes of the Slurm step in which this launcher is the task at `world`.
+
+    The master address is the first node of the step, and the port is derived from the job and step IDs, unless
+    MASTER_ADDR and MASTER_PORT are among the `variables` or `config` sets them.
+
+    Raises:
+        LockstepError: srun started several launchers on one node.
+        ConfigError: -H is given under srun.
+    """
+    if config.hosts:
+        hint = "Leave -H out, or start `lockstep run -H` without srun."
+        raise ConfigError(
+            "hosts", "no -H or --hostfile under srun, which starts a launcher on each node", found="both", hint=hint
+        )
+    if world.local_world_size > 1:
+        raise LockstepError(
+            f"srun started {world.local_world_size} launchers on this node, but one starts all its workers: "
+            f"srun --ntasks-per-node=1 lockstep run -np {world.local_world_size} ..., "
+            "or let srun start the workers: srun python SCRIPT"
+        )
+    if config.nnodes > 1:  # the user gave the nodes
+        return config
+    from ..bootstrap import find_rendezvous
+
+    found = find_rendezvous(world, variables)
+    by_address = found.kind == "address"
+    host = variables["MASTER_ADDR"] if by_address else found.host
+    port = int(variables["MASTER_PORT"]) if by_address else found.port
+    host = config.master_addr or host
+    return replace(config, nnodes=world.nodes, node_rank=world.node, master_addr=host, master_port=port)
+
+
+# --- Starting a run ---------------------------------------------------------------------------------------------------
+
+_HOROVOD_SETUP = "lockstep.compat.horovod.as_horovod:enter"  # in a higher layer: imported by the worker on demand
+
+
+def start(config: RunConfig) -> None:
+    """Run the program of `config` to completion.
+
+    Raises:
+        ConfigError: the configuration is invalid; found before any worker starts.
+        WorkerError: the rank that failed first.
+        InterruptedRunError, KeyboardInterrupt: after a signal.
+        LockstepError: workers cannot be started.
+    """
+    config = _apply_slurm_step(config)
+    if os.isatty(1) and not config.as_host:
+        environment.set_defaults({"LOCKSTEP_DISPLAY": str(shutil.get_terminal_size().columns)})
+    if not config.hosts:
+        environment.set_variables(requested_variables(config, environment.variables()))
+    setup = _HOROVOD_SETUP if config.as_horovod else ""
+    script = Script(config.program[0], config.program[1:], config.module, setup)
+    if config.hosts:
+        from . import ssh
+
+        ssh.run_on_hosts(config)
+    elif config.nnodes > 1 or config.as_host:
+        _run_on_several_hosts(script, config)
+    else:
+        script.check()
+        _run_on_this_host(script, config)
+
+
+def _apply_slurm_step(config: RunConfig) -> RunConfig:
+    """Return `config` with the nodes of the Slurm step; refuse to start inside a worker of any other launcher."""
+    world = environment.find_world()
+    if world.source == "slurm" and not config.as_host:
+        return config_for_slurm_task(config, world, environment.variables())
+    if environment.is_launched() and not config.as_host:
+        what = f"this process is already a worker ({world.source}, rank {world.rank} of {world.world_size})"
+        raise LockstepError(f"`lockstep run` starts workers, but {what}")
+    return config
+
+
+# Neither this module nor what it imports at its top loads PyTorch, so that the fork server loads it at the same time.
+
+
+def _run_on_this_host(script: Script, config: RunConfig) -> None:
+    """Run the program on this host only."""
+    with _loading_pytorch(config):
+        workers = config.workers or default_workers()
+        check_debug_rank(config, workers)
+        prepare_workers(config, workers)
+        from . import local, rendezvous
+
+    multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
+    local.run_host_share(script, config, workers, multiplexer, rendezvous.single_host_rendezvous())
+
+
+def _run_on_several_hosts(script: Script, config: RunConfig) -> None:
+    """Run this host's share of the program."""
+    with _loading_pytorch(config):
+        workers = config.workers or default_workers()
+        problem = _prepare_host(script, config, workers)
+        from . import node
+
+    node.run_as_node(script, config, workers, problem)
+
+
+def _prepare_host(script: Script, config: RunConfig, workers: int) -> str:
+    """Prepare for the workers; return why this host cannot run them, which all hosts are told, or ""."""
+    try:
+        prepare_workers(config, workers)
+        script.check()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _loading_pytorch(config: RunConfig) -> Activity:
+    return Activity("lockstep run: loading PyTorch", shown=not (config.quiet or config.as_host))

@@ -1,0 +1,278 @@
+"""The launcher's supervision of running workers: signals, grace periods, and the watchdog's files and messages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import environment
+from ..errors import DataError
+from ..flight_recorder import layout, open_job
+from ..system.processes import TERM_GRACE_S, is_stopped
+from ..watchdog import jobs
+from ..watchdog import report as reports
+from ..watchdog.jobs import MessageReader
+from .host_protocol import HostFailure
+from .remote_command import redact_variables
+from .run_config import FAILURE_GRACE, WatchdogOptions
+from .worker_status import StatusFolder, WorkerReport
+
+__all__ = ["WatchdogFiles", "WorkerSupervisor", "program_name"]
+
+
+def program_name(argv: Sequence[str]) -> str:
+    """Return the name of the program that `argv` starts, as users know it."""
+    return Path(argv[0]).name.replace("__main__.py", "lockstep")
+
+
+# --- Supervision of the workers ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class WorkerSupervisor:
+    """The state of the workers of one attempt as the launcher sees it; `check` updates it and enforces the deadlines.
+
+    Attributes:
+        folder: the status folder of the attempt.
+        ranks: the local ranks of this host.
+        signals: the signals that this process received, in order; another thread or a handler appends.
+        exit_grace: seconds that workers may take to exit after a signal.
+        save_grace: the same if one of them has asked for time to save.
+        dead_ranks: the ranks that were dead at the first check that found any.
+        killed_ranks: the ranks that were killed from here, whose exit codes are therefore meaningless.
+        checked_at: time of the check before that one, in nanoseconds since the epoch: they were alive then.
+        killed: whether the grace period ran out and the remaining workers were killed.
+    """
+
+    folder: StatusFolder
+    ranks: Sequence[int]
+    signals: Sequence[int]
+    exit_grace: float
+    save_grace: float
+    dead_ranks: list[int] = field(default_factory=list)
+    killed: bool = False
+    killed_ranks: set[int] = field(default_factory=set)
+    checked_at: int = field(default_factory=time.time_ns)
+    _signalled: set[int] = field(default_factory=set)
+    _deadline: float = float("inf")
+    _kill_at: float = float("inf")
+    _stop_requested: bool = False
+
+    def reports(self) -> list[WorkerReport]:
+        """Return all reports written so far, the earliest first."""
+        found = [report for rank in self.ranks if (report := self.folder.read_report(rank)) is not None]
+        return sorted(found, key=lambda report: report.time)
+
+    def check(self, agent_is_gone: bool = False, is_over: bool = False) -> bool:
+        """Forward signals, enforce deadlines, and return whether any worker is alive.
+
+        Args:
+            agent_is_gone: the agent no longer manages the workers, so that they must end.
+            is_over: the job cannot continue for another reason, so that they must end.
+        """
+        present = self.folder.live_pids(self.ranks)
+        self._forward_signals(present)
+        reports = self.reports()
+        now = time.time_ns()
+        self.dead_ranks = self.dead_ranks or self.folder.dead_ranks(self.ranks)
+        self.checked_at = self.checked_at if self.dead_ranks else now
+        self._stop_requested = self._stop_requested or bool(self.signals) or any(report.stopped for report in reports)
+        failed = is_over or bool(self.dead_ranks) or any(not report.stopped for report in reports)
+        self._set_deadline(failed or (agent_is_gone and not self._stop_requested))
+        if failed:
+            self.kill([rank for rank, pid in present.items() if is_stopped(pid)])  # it cannot clean up
+        if agent_is_gone:
+            # it would have released them
+            self.kill(rank for rank in present if self.folder.is_finished(rank))
+        if present and self.deadline_passed:
+            self._end_overdue(present)
+        return bool(present)
+
+    @property
+    def deadline_passed(self) -> bool:
+        """Whether the grace period of the workers is over."""
+        extra = self.save_grace - self.exit_grace if self._stop_requested and self.folder.time_requested else 0.0
+        return time.monotonic() >= self._deadline + max(0.0, extra) * (len(self.signals) < 2)
+
+    def kill_all(self) -> None:
+        """Kill every live worker and the processes that it has started."""
+        self.killed = True
+        self.kill(self.ranks)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """Kill the live workers among `ranks` and the processes that they have started."""
+        for rank, pid in self.folder.live_pids(ranks).items():
+            self.killed_ranks.add(rank)
+            # The group holds the processes that the worker started. A worker creates its group just after it has
+            # registered.
+            for send in (os.killpg, os.kill):
+                with suppress(ProcessLookupError):
+                    send(pid, signal.SIGKILL)
+
+    def _end_overdue(self, present: dict[int, int]) -> None:
+        """Kill workers past their deadline; without a signal from outside they get SIGTERM and a moment first."""
+        now = time.monotonic()
+        if self.signals or now >= self._kill_at:
+            self.kill_all()
+        elif self._kill_at == float("inf"):
+            self.killed, self._kill_at = True, now + TERM_GRACE_S
+            self.killed_ranks.update(present)
+            for pid in present.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGTERM)
+
+    def _forward_signals(self, present: dict[int, int]) -> None:
+        if self.signals:
+            for rank in present.keys() - self._signalled:
+                with suppress(ProcessLookupError):
+                    os.kill(present[rank], self.signals[0])
+                self._signalled.add(rank)
+
+    def _set_deadline(self, failed: bool) -> None:
+        now = time.monotonic()
+        if len(self.signals) > 1:
+            self._deadline = now
+        elif self._deadline == float("inf") and (failed or self._stop_requested):
+            self._deadline = now + (self.exit_grace if self._stop_requested else FAILURE_GRACE)
+
+
+# --- The watchdog's files and messages --------------------------------------------------------------------------------
+
+_UNLIMITED_S = 7 * 24 * 3600.0  # seconds that ranks wait for one in a debugger
+
+_FAILURES = {"exit": ("lost", "died", "died"), "SystemExit": ("left", "ended", "ended")}
+_ADVICE = {
+    "lost": "Read its last output, and the kernel's log on that host (dmesg) for out-of-memory kills.",
+    "left": "Let all ranks run the same number of steps and end together.",
+    "raised": "Fix the error in its traceback; the other ranks were ended because of it.",
+}
+
+
+@dataclass
+class WatchdogFiles:
+    """The launcher's side of the watchdog of one run: the folder for flight records, its messages and its report.
+
+    Attributes:
+        name: the unique name of the run.
+        options: the user's settings of the watchdog.
+        debug_rank: the rank that is being debugged, for which the others wait without limit.
+        log: prints a message of the launcher.
+        folder: of the last attempt; None if the watchdog is off.
+    """
+
+    name: str
+    options: WatchdogOptions
+    debug_rank: int | None
+    log: Callable[[str], None]
+    folder: Path | None = None
+    _base: Path | None = field(default=None, repr=False)
+    _notes: MessageReader | None = field(default=None, repr=False)
+    _has_folder: bool = field(default=True, repr=False)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the watchdog is enabled."""
+        return (self.options.mode or environment.watchdog_mode()) != "off"
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of the watchdog for the workers that are about to be started."""
+        chosen = {"LOCKSTEP_WATCHDOG": self.options.mode, "LOCKSTEP_TIMELINE": self.options.timeline}
+        limit = self.options.stall_timeout
+        chosen["LOCKSTEP_STALL_TIMEOUT"] = None if limit is None else str(limit)
+        if self.debug_rank is not None:
+            chosen |= dict.fromkeys(("LOCKSTEP_STALL_TIMEOUT", "LOCKSTEP_STALL_WARNING"), str(_UNLIMITED_S))
+        chosen["LOCKSTEP_WATCHDOG_DIR"] = str(self.folder) if self.folder is not None else ""
+        if not self._has_folder:
+            chosen |= {"LOCKSTEP_WATCHDOG": "off", "LOCKSTEP_WATCHDOG_DIR": ""}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def start_attempt(self, attempt: int, first_rank: int, workers: int) -> None:
+        """Create the folder for the next workers; if that fails, for want of space say, the watchdog is off."""
+        if not self.is_enabled:
+            return
+        before, self.folder = self.folder, None
+        try:
+            self._base = self._base or jobs.make_base()
+            self.folder = self._base / self.name / f"attempt-{attempt}"
+            self._create_folder(self.folder, first_rank, workers)
+            self._has_folder = True
+        except OSError as error:
+            self.log(f"lockstep: the watchdog is off: {self._base or layout.parent()}: {error.strerror}")
+            if self.folder is not None:
+                jobs.remove(self.folder.parent)
+            self.folder, self._has_folder = None, False
+        if before is not None:  # the records of the failed attempt are no longer needed
+            shutil.rmtree(before, ignore_errors=True)
+
+    def _create_folder(self, folder: Path, first_rank: int, workers: int) -> None:
+        jobs.remove_dead()
+        folder.mkdir(mode=0o700, parents=True)
+        self._notes = MessageReader(folder)
+        words = [program_name(sys.argv), *redact_variables(sys.argv[1:])]
+        program, host, now = " ".join(words)[:200], socket.gethostname(), time.time()
+        folders = (str(Path.cwd()), self.options.folder)
+        jobs.write_description(
+            folder, jobs.JobDescription(program, os.getpid(), workers, first_rank, now, host, *folders)
+        )
+
+    def relay_messages(self) -> None:
+        """Print the watchdog's messages since the last call."""
+        for text in self._notes.read() if self._notes is not None else ():
+            self.log(f"lockstep: {text}")
+
+    def any_recorded(self, ranks: Iterable[int]) -> bool:
+        """Return whether any of the global `ranks` has a flight record."""
+        folder = self.folder
+        return folder is not None and any(layout.rank_file(folder, rank).exists() for rank in ranks)
+
+    def report(self) -> reports.Report | None:
+        """Return the watchdog's report on all ranks, if there is one."""
+        if self.folder is None:
+            return None
+        try:
+            return reports.read(self.folder / "report.json")
+        except DataError:
+            return None
+
+    def rank_states(self) -> dict[int, str]:
+        """Return the states of all ranks according to the report; empty without one."""
+        report = self.report()
+        return {row.rank: row.state for row in report.ranks} if report is not None else {}
+
+    def deliver_failure(self, failure: HostFailure) -> None:
+        """Make this host's workers raise the `failure` of another host, unless there is a report already."""
+        if self.folder is not None:
+            with suppress(OSError, ValueError):  # the disk is full, or that host runs another version
+                report = (
+                    reports.from_json(failure.report) if failure.report else _report_on_failure(failure, self.folder)
+                )
+                reports.write_once(self.folder, report)
+
+    def close(self) -> None:
+        """Print the remaining messages and remove the run's records."""
+        self.relay_messages()
+        if self.folder is not None:
+            jobs.remove(self.folder.parent)
+
+
+def _report_on_failure(failure: HostFailure, folder: Path) -> reports.Report:
+    """Return a report on a worker of another host, with the states of this host's workers from their records."""
+    from ..watchdog.report import rank_status
+
+    kind, state, verb = _FAILURES.get(failure.kind, ("raised", "raised", f"raised {failure.kind}"))
+    reason = failure.reason.strip().partition("\n")[0]
+    rows = [reports.RankStatus(failure.rank, state, reason, failure.host, traceback=failure.traceback)]
+    for recording in open_job(folder).values():
+        rows.append(rank_status(recording.state(), True, False, False))
+        recording.close()
+    rows.sort(key=lambda row: row.rank)
+    sentence = f"Rank {failure.rank} on {failure.host} {verb}: {reason}."
+    return reports.Report(kind, sentence, tuple(rows), (failure.rank,), advice=_ADVICE[kind], time=time.time())

@@ -1,0 +1,260 @@
+"""A worker process: it sets itself up, runs its task or script, reports its exit, and leaves no process behind."""
+
+from __future__ import annotations
+
+import base64
+import bdb
+import ctypes
+import io
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import setproctitle
+import torch
+import torch.distributed as dist
+
+from .. import watchdog
+from ..environment import find_world, records_dir, restart_count
+from ..errors import InterruptedRunError, LockstepError
+from ..system.processes import TERM_GRACE_S, end_orphans
+from ..transports.runtime import host_identity
+from ..watchdog import jobs
+from ..watchdog.call_sites import user_call_site
+from .log_multiplexer import OutputTarget
+from .worker_status import StatusFolder, WorkerReport, pickle_by_value
+
+__all__ = ["WorkerSetup", "main", "refuse_bad_fork"]
+
+
+# --- The worker process -----------------------------------------------------------------------------------------------
+
+# A worker that failed because a peer died waits this long to be ended together with the others, so that the launcher
+# sees the peer's death first. The launcher polls five times a second.
+PEER_FAILURE_WAIT_SECONDS = 10.0
+
+# A worker with an error of Lockstep waits this long for the others to raise the same one. If the input is bad, all do
+# so at nearly the same time; if only one worker fails, the launch fails this much later.
+SAME_ERROR_WAIT_SECONDS = 1.0
+
+PR_SET_PDEATHSIG = 1
+
+_PACKAGE = __package__.partition(".")[0]
+_COMMUNICATION_MODULES = (
+    *("torch.distributed.", "torch.autograd.", "torch.nn.parallel."),
+    *(f"{_PACKAGE}.transports.", f"{_PACKAGE}.compat.horovod."),
+)
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """The settings of a worker besides its task.
+
+    Attributes:
+        folder: the status folder of the run.
+        workers: number of workers on this host.
+        threads: intra-op threads of PyTorch.
+        output: the target of its standard output and standard error.
+        run_id: value of LOCKSTEP_RUN_ID in all processes of the run.
+        program: what the job runs, for lists of processes.
+    """
+
+    folder: StatusFolder
+    workers: int
+    threads: int
+    output: OutputTarget
+    run_id: str
+    program: str
+
+
+def main(task: Callable[[], object], setup: WorkerSetup, local_rank: str) -> object:
+    """Run `task` as the worker `local_rank` (text, as PyTorch's agent passes it) and return its value.
+
+    An exception is reported to the launcher and ends the process with the exception's exit code. A worker that shut
+    down cleanly on a signal (InterruptedRunError) stays until all workers have ended, because the agent ends the peers
+    of a worker that fails.
+    """
+    rank = int(local_rank)
+    setup = replace(setup, folder=setup.folder.for_attempt(restart_count()))
+    try:
+        setup.folder.register(rank)
+        _set_up_process(setup, rank)
+        value = task()
+        watchdog.report_exit()
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+    except InterruptedRunError as error:
+        setup.folder.write_report(_make_report(rank, error, setup))
+        value = None
+    except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        watchdog.report_exception(error)
+        report = _make_report(rank, error, setup)
+        if report.exit_code:
+            _exit_with_report(report, setup)
+        value = None  # sys.exit(0) is a successful end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the task is done
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # without the program's handler
+    _flush()
+    setup.folder.mark_finished(rank)
+    return value
+
+
+def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
+    _set_up_signals()
+    threading.Thread(target=_exit_with_launcher, args=(setup,), name="launcher watch", daemon=True).start()
+    setup.output.redirect(local_rank)
+    refuse_bad_fork()
+    for text in (sys.stdout, sys.stderr):
+        if isinstance(text, io.TextIOWrapper):
+            text.reconfigure(line_buffering=True)
+    torch.set_num_threads(setup.threads)
+    _set_title(f"lockstep rank {find_world().rank}", setup.program)
+    watchdog.install(host_identity.host_key, lasting=True)
+
+
+def _set_title(name: str, program: str) -> None:
+    """Show `name` and `program` as this process's command line in ps and top."""
+    setproctitle.setproctitle(f"{name}: {program}")
+    setproctitle.setthreadtitle(name)  # where the place of the command line is not known: not forked, but spawned
+
+
+def refuse_bad_fork() -> None:
+    """Raise LockstepError if CUDA was in use in the process from which this one was forked."""
+    if getattr(torch.cuda, "_is_in_bad_fork", bool)():
+        raise LockstepError(
+            "a module in --preload initialises CUDA on import, and a process that uses CUDA cannot be forked. "
+            "Remove the module from --preload, or use --start-method spawn."
+        )
+
+
+def _set_up_signals() -> None:
+    # In its own process group a worker gets Ctrl-C only from the launcher, and so once.
+    os.setpgid(0, 0)
+    # Outside the terminal's foreground group, writing to it must not stop the process ("stty tostop").
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # PyTorch requests SIGINT at the death of the fork server, but a worker follows the launcher.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _exit_with_launcher(setup: WorkerSetup) -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()  # reads a pipe whose other end only the launcher holds
+    try:
+        _remove_traces(setup)
+    finally:
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _remove_traces(setup: WorkerSetup) -> None:
+    """Remove the folders of a run whose launcher is gone, and end the processes that its ranks have started."""
+    folder, ranks = records_dir(), set(setup.folder.live_pids(range(setup.workers)).values())
+    shutil.rmtree(setup.folder.path.parent, ignore_errors=True)
+    if folder is not None:
+        jobs.remove(folder.parent)
+    # Every rank does this and then kills itself: a rank killed by another would leave its own cleanup undone. If
+    # another rank has removed the list of ranks before this one read it, orphans get no time to terminate.
+    end_orphans(
+        setup.run_id, keep_children=False, keep=ranks, term_grace_s=TERM_GRACE_S if os.getpid() in ranks else 0.0
+    )
+
+
+def _make_report(rank: int, error: BaseException, setup: WorkerSetup) -> WorkerReport:
+    now = time.time_ns()
+    stopped = isinstance(error, InterruptedRunError)
+    return WorkerReport(
+        rank,
+        now,
+        type(error).__name__,
+        _message(error),
+        "" if stopped or isinstance(error, SystemExit) else _traceback(error),
+        _exit_code(error),
+        tuple(setup.folder.dead_ranks(r for r in range(setup.workers) if r != rank)),
+        error.signal_number if isinstance(error, InterruptedRunError) else 0,
+        error.checkpoint if isinstance(error, InterruptedRunError) else None,
+        _pickled(error) if isinstance(error, LockstepError) and not stopped else "",
+        _is_raised_in_communication(error),
+        repeats_watchdog=bool(getattr(error, "report_json", "")),
+        call_site=user_call_site(error) if isinstance(error, LockstepError) else "",
+    )
+
+
+def _is_raised_in_communication(error: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inner = frames[-1].f_globals.get("__name__", "") if frames else ""
+    return isinstance(error, RuntimeError) and f"{inner}.".startswith(_COMMUNICATION_MODULES)
+
+
+def _pickled(error: LockstepError) -> str:
+    try:
+        return base64.b64encode(pickle_by_value(error)).decode()
+    except Exception:  # it holds something that cannot be sent
+        return ""
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return f"ended with exit code {_exit_code(error)}"
+    if isinstance(error, bdb.BdbQuit) and not (sys.stdin and sys.stdin.isatty()):
+        return f"breakpoint() has no terminal. Start the job with `lockstep run --debug-rank {find_world().rank} ...`."
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its message cannot be shown: {type(second).__name__})"
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return error.exit_code if isinstance(error, LockstepError) else 1
+
+
+def _traceback(error: BaseException) -> str:
+    frames: TracebackType | None = error.__traceback__
+    while frames is not None and _is_launcher_frame(frames):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _is_launcher_frame(frames: TracebackType) -> bool:
+    """Return whether this is a frame of the launcher or runpy and not of the program."""
+    names = frames.tb_frame.f_globals
+    return names.get("__package__") == __package__ or names.get("__name__") == "runpy"
+
+
+def _exit_with_report(report: WorkerReport, setup: WorkerSetup) -> None:
+    _flush()
+    setup.folder.write_report(report)
+    if report.dead_peers or report.pickled:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if report.dead_peers and not report.repeats_watchdog:
+            time.sleep(PEER_FAILURE_WAIT_SECONDS)
+        elif not report.repeats_watchdog:  # the launcher knows which reports are still to come
+            _wait_for_other_failures(setup)
+    raise SystemExit(report.exit_code) from None
+
+
+def _wait_for_other_failures(setup: WorkerSetup) -> None:
+    deadline = time.monotonic() + SAME_ERROR_WAIT_SECONDS
+    while not all(map(setup.folder.has_ended, range(setup.workers))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()

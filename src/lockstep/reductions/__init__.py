@@ -1,1 +1,0 @@
-"""Sums of gradients over workers, other than those of `DistributedDataParallel`."""

@@ -1,0 +1,157 @@
+"""Conversion of parameters and optimizer state between the full tensors of a checkpoint and the workers' shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+from ..checkpoint.serialization import StoredTensor
+from ..communicator import Communicator
+
+__all__ = [
+    "full_tensors",
+    "read_model_state",
+    "read_optimizer_state",
+    "replace_parameters",
+    "shard_like",
+    "shard_optimizer_state",
+]
+
+
+def full_tensors(value: Any, wanted: bool = True) -> Any:
+    """Return `value`, a tree of lists and dicts, with every DTensor gathered into a full tensor on the CPU.
+
+    Called by all workers together. Tensors are gathered one at a time, so that a device need not hold all of them.
+
+    Args:
+        value: the tree.
+        wanted: whether this worker keeps the full tensors; otherwise it gets None instead of each.
+    """
+    if isinstance(value, DTensor):
+        gathered = value.full_tensor().detach()
+        return gathered.cpu() if wanted else None
+    if isinstance(value, Mapping):
+        return {key: full_tensors(item, wanted) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(full_tensors(item, wanted) for item in value)
+    return value
+
+
+def shard_like(value: Any, like: Any) -> Any:
+    """Return this worker's shard of the full tensor `value`, sharded as the DTensor `like`; other values unchanged.
+
+    It does not communicate: every worker has the full tensor. A tensor of another shape than `like` is replicated, and
+    a DTensor is returned as it is.
+    """
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if isinstance(value, DTensor):
+        return value
+    placements = like.placements if value.shape == like.shape else [Replicate()] * like.device_mesh.ndim
+    sharded = distribute_tensor(value.detach().to(like.device), like.device_mesh, placements, src_data_rank=None)
+    # The shard is a view; without the copy it would keep the full tensor in memory.
+    local = sharded.to_local().clone()
+    return DTensor.from_local(local, like.device_mesh, placements, shape=sharded.shape, stride=sharded.stride())
+
+
+def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict of full tensors with each tensor sharded as its parameter."""
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    sharded = {
+        number: {name: shard_like(value, parameters.get(number)) for name, value in entries.items()}
+        for number, entries in state["state"].items()
+    }
+    return {**state, "state": sharded}
+
+
+def replace_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
+    """Replace an optimizer's parameters, and shard its state of the old ones.
+
+    Args:
+        optimizer: the optimizer; its groups and its state are changed.
+        new: id() of an old parameter → the new parameter.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(id(p), p) for p in group["params"]]
+    for old in [p for p in optimizer.state if id(p) in new]:
+        entries, parameter = optimizer.state.pop(old), new[id(old)]
+        optimizer.state[parameter] = {name: shard_like(value, parameter) for name, value in entries.items()}
+
+
+def read_model_state(model: nn.Module, state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
+    """Read the stored tensors of a state dict into the model's tensors, and return the state dict with those.
+
+    No tensor is in memory twice. The model then loads the returned state dict as any other, so that the loading hooks
+    of its layers run; loading a tensor into itself changes nothing.
+
+    Args:
+        model: the model, with entries of the same names and shapes.
+        state: a state dict; without stored tensors it is returned unchanged.
+        comm: communicator over the workers, who call this together.
+
+    Raises:
+        CheckpointError: if a stored tensor cannot be read; some of the model's tensors may have been changed.
+    """
+    live: dict[str, Any] = model.state_dict()
+    targets = {name: (live[name], stored) for name, stored in state.items() if isinstance(stored, StoredTensor)}
+    _read_stored(targets, comm)
+    return {name: live[name] if name in targets else value for name, value in state.items()}
+
+
+def read_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
+    """Read the stored tensors of a state dict into the optimizer's tensors, or new ones, and return it with those.
+
+    Args:
+        optimizer: the optimizer, over the same parameters.
+        state: a state dict; without stored tensors it is returned unchanged.
+        comm: communicator over the workers, who call this together.
+
+    Raises:
+        CheckpointError: if a stored tensor cannot be read; some of the optimizer's tensors may have been changed.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    targets: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
+
+    def target(number: int, name: str, value: Any) -> Any:
+        if not isinstance(value, StoredTensor):
+            return value
+        parameter = parameters[number]
+        tensor = _target_for(parameter, optimizer.state.get(parameter, {}).get(name), value)
+        targets[f"{number}.{name}"] = tensor, value
+        return tensor
+
+    read = {
+        number: {name: target(number, name, value) for name, value in entries.items()}
+        for number, entries in state["state"].items()
+    }
+    _read_stored(targets, comm)
+    return {**state, "state": read}
+
+
+def _read_stored(targets: Mapping[str, tuple[torch.Tensor, StoredTensor]], comm: Communicator) -> None:
+    if any(isinstance(target, DTensor) for target, _ in targets.values()):
+        from ..checkpoint.distributed_checkpoint import load_tensors
+
+        load_tensors(targets, comm)
+        return
+    with torch.no_grad():
+        for target, stored in targets.values():
+            stored.read_into(target)
+
+
+def _target_for(parameter: nn.Parameter, current: Any, stored: StoredTensor) -> torch.Tensor:
+    """Return the tensor to read a parameter's optimizer state into: `current` if it fits, else a new one."""
+    if isinstance(current, torch.Tensor) and tuple(current.shape) == stored.shape and current.dtype == stored.dtype:
+        return current
+    if stored.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
+    new = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    if not isinstance(parameter, DTensor) or not stored.shape:
+        return new
+    mesh = parameter.device_mesh
+    return DTensor.from_local(new.to(parameter.device), mesh, [Replicate()] * mesh.ndim)

@@ -1,0 +1,1 @@
+"""Services of the operating system: processes, files, private folders, heartbeats between hosts, patches of torch."""

@@ -1,0 +1,280 @@
+"""Liveness of processes on other hosts, by TCP keep-alive: the kernels exchange the heartbeats, not the processes.
+
+A heartbeat that a process sends stops when the process holds the interpreter for long, or is not scheduled. Here each
+process holds an idle TCP connection to the first one. When a process ends, however it does, its kernel closes the
+connection at once; when a host or the network to it fails, it no longer answers the keep-alive probes of the other
+kernel, and the connection ends at the limit. A process that is merely busy, and a network that recovers in time, leave
+the connection as it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import selectors
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
+from typing import Literal
+
+__all__ = ["Heartbeat", "HeartbeatClient", "HeartbeatServer", "PeerState", "address_towards", "keep_alive"]
+
+PeerState = Literal["unknown", "alive", "left", "ended", "lost"]
+"""A process is not connected (yet), alive, disconnected cleanly, ended without that, or unreachable with its host."""
+
+_PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
+_GOODBYE = b"."
+_TOKEN = 32  # characters by which each side proves that it has read what the other published
+_MAX_UNIDENTIFIED = 64  # connections that have not yet identified themselves
+_IDENTIFY_S = 10.0  # in which they must
+_CONNECT_S = 1.0  # for a connection to be made; later ones are noticed by `poll`
+
+
+def keep_alive(connection: socket.socket, limit_s: float) -> None:
+    """Make the kernel end a connection whose peer has not answered it for `limit_s` seconds, of at least 1."""
+    # probes are sent in whole seconds, and the connection ends at the first that finds the limit passed
+    period_s = max(1, int(limit_s / 10))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    settings = {
+        "TCP_KEEPIDLE": period_s,
+        "TCP_KEEPINTVL": period_s,
+        "TCP_KEEPCNT": max(1, int(limit_s / period_s) - 1),
+        "TCP_USER_TIMEOUT": max(500, int((limit_s - period_s) * 1000)),  # Linux; also for data in flight
+    }
+    for name, value in settings.items():
+        option = getattr(socket, name, None)
+        if option is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def address_towards(host: str) -> str:
+    """Return this host's address in the network of `host`.
+
+    Raises:
+        OSError: `host` is unknown or there is no route to it.
+    """
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing; the system looks up its routes
+        address: str = probe.getsockname()[0]
+    return address
+
+
+@dataclass(eq=False)
+class _Connection:
+    """A connection to a peer. Attributes: state, of the peer; since, when it began; received, the last bytes."""
+
+    socket: socket.socket
+    state: PeerState = "unknown"
+    since: float = 0.0
+    received: bytes = b""
+
+    def set_state(self, state: PeerState) -> None:
+        self.state, self.since = state, time.monotonic()
+
+    def read(self) -> bool:
+        """Read the available data, and return whether the connection is still open."""
+        try:
+            while data := self.socket.recv(256):
+                self.received = (self.received + data)[-256:]
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError as error:
+            self.set_state("ended" if error.errno in _PROCESS_ENDED else "lost")
+            return False
+        self.set_state("left" if self.received.endswith(_GOODBYE) else "ended")
+        return False
+
+
+class Heartbeat:
+    """The states of peers by their connections to this process; see `HeartbeatServer` and `HeartbeatClient`.
+
+    Nothing blocks here except the constructor of `HeartbeatClient`. Call `poll` repeatedly, from any thread.
+
+    Args:
+        limit_s: seconds within which the kernel of another host must answer.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, _Connection] = {}
+        self._lock = Lock()
+
+    def poll(self) -> None:
+        """Update the states of all peers."""
+        with self._lock:
+            for key, _ in self._selector.select(0) if self._selector.get_map() else ():
+                self._on_event(key)
+
+    def state(self, peer: int) -> PeerState:
+        """Return the last known state of a peer."""
+        connection = self._connections.get(peer)
+        return "unknown" if connection is None else connection.state
+
+    def seconds_in_state(self, peer: int) -> float:
+        """Return for how long the peer has been in its state."""
+        connection = self._connections.get(peer)
+        return 0.0 if connection is None else time.monotonic() - connection.since
+
+    def close(self) -> None:
+        """Disconnect cleanly: the peers see the state "left"."""
+        with self._lock:
+            for connection in self._connections.values():
+                with suppress(OSError):
+                    connection.socket.send(_GOODBYE)
+            self._close_all()
+
+    def close_in_child(self) -> None:
+        """Close the descriptors in a forked child: the connections are its parent's, and end with the parent."""
+        self._close_all()
+
+    def _close_all(self) -> None:
+        if self._selector.get_map() is not None:
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._selector.close()
+
+    def _on_event(self, key: selectors.SelectorKey) -> None:
+        raise NotImplementedError
+
+    def _drop(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+
+
+class HeartbeatServer(Heartbeat):
+    """The first process, to which all others connect.
+
+    Args:
+        limit_s: see `Heartbeat`.
+
+    Attributes:
+        token: the secret that clients must know.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self.token = secrets.token_hex(_TOKEN)
+        self._ports: dict[str, int] = {}  # of the listeners, by their address
+        self._unidentified: list[_Connection] = []
+
+    def listen_for(self, address: str) -> str:
+        """Listen for the process at `address`, only in its network, and return "host port" for it.
+
+        Raises:
+            OSError: there is no route to it.
+        """
+        host = address_towards(address)
+        with self._lock:
+            if host not in self._ports:
+                listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+                listener.setblocking(False)
+                self._selector.register(listener, selectors.EVENT_READ)
+                self._ports[host] = listener.getsockname()[1]
+            return f"{host} {self._ports[host]}"
+
+    def _on_event(self, key: selectors.SelectorKey) -> None:
+        if key.data is None:
+            self._accept(key.fileobj)  # type: ignore[arg-type]
+            return
+        connection, is_open = key.data, key.data.read()
+        if connection in self._unidentified:
+            self._identify(connection, is_open)
+        elif not is_open:
+            self._drop(connection)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # the peer has closed it, or there are no descriptors left
+            while True:
+                connection = _Connection(listener.accept()[0])
+                connection.socket.setblocking(False)
+                keep_alive(connection.socket, self.limit_s)
+                connection.set_state("unknown")
+                self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+                self._unidentified.append(connection)
+                late = [other for other in self._unidentified if time.monotonic() - other.since > _IDENTIFY_S]
+                for dropped in {*late, *self._unidentified[:-_MAX_UNIDENTIFIED]}:
+                    self._drop(dropped)
+                    self._unidentified.remove(dropped)
+
+    def _identify(self, connection: _Connection, is_open: bool) -> None:
+        """Register a peer that has sent its token and number, even if it has ended by now; drop any other."""
+        hello, end, rest = connection.received.partition(b"\n")
+        if is_open and not end and len(hello) < 100:
+            return
+        self._unidentified.remove(connection)
+        token, _, number = hello.decode("ascii", "replace").partition(" ")
+        known = bool(end) and number.isdecimal()
+        known = known and secrets.compare_digest(token.encode(), self.token[:_TOKEN].encode())
+        if known:
+            self._connections[int(number)] = connection
+            connection.received = rest
+        if known and is_open:
+            with suppress(OSError):
+                connection.socket.send(self.token[_TOKEN:].encode())
+            connection.set_state("alive")
+        else:
+            self._drop(connection)
+
+
+class HeartbeatClient(Heartbeat):
+    """Any other process, connected to the first.
+
+    Args:
+        endpoint: the result of `HeartbeatServer.listen_for` for this process.
+        token: the server's.
+        peer: number of this process.
+        limit_s: see `Heartbeat`.
+        server: number of the first process.
+
+    Attributes:
+        has_failed: whether the server cannot be reached.
+    """
+
+    def __init__(self, endpoint: str, token: str, peer: int, limit_s: float, server: int = 0) -> None:
+        super().__init__(limit_s)
+        host, _, port = endpoint.partition(" ")
+        self._hello = f"{token[:_TOKEN]} {peer}\n".encode()
+        self._answer = token[_TOKEN:].encode()
+        self.has_failed = False
+        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        connection.setblocking(False)
+        keep_alive(connection, limit_s)
+        self._connection = self._connections[server] = _Connection(connection, since=time.monotonic())
+        with suppress(OSError):  # it is raised again when the error of the socket is read
+            connection.connect_ex((host, int(port)))
+        self._selector.register(connection, selectors.EVENT_WRITE, self._connection)
+        self._selector.select(_CONNECT_S)  # so that the server knows of it, even if this process ends next
+        self.poll()
+
+    def _on_event(self, key: selectors.SelectorKey) -> None:
+        connection = self._connection
+        if key.events == selectors.EVENT_WRITE:
+            self._send_hello()
+            return
+        is_open = connection.read()
+        answered = connection.received.startswith(self._answer)
+        if not is_open:
+            self._drop(connection)
+        if not answered and not is_open:  # another program listens there
+            connection.set_state("unknown")
+            self.has_failed = True
+        elif answered and connection.state == "unknown":
+            connection.set_state("alive")
+
+    def _send_hello(self) -> None:
+        connection = self._connection
+        try:
+            error = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
+            connection.socket.send(self._hello)
+        except OSError:
+            self.has_failed = True
+            self._drop(connection)
+            return
+        self._selector.modify(connection.socket, selectors.EVENT_READ, connection)

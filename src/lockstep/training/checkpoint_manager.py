@@ -1,0 +1,233 @@
+"""The checkpoint manager: writes the checkpoints of a training run, and finds the one to resume from."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from .. import environment
+from ..checkpoint.folder import Checkpoint, CheckpointStore, open_stored, suggest_other
+from ..errors import CheckpointError, ConfigError
+from .errors_on_all import call_on_all
+from .run_directory import numbered
+from .run_state import RunState
+
+__all__ = ["CheckpointManager"]
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """The checkpoints of one training run. All workers call every method together, unless it says otherwise.
+
+    Args:
+        state: the state of the run.
+        run_dir: the run directory; None for a run that writes nothing.
+        keep_checkpoints: number of newest checkpoints to keep.
+        background: whether to write checkpoints in the background, from a copy of the state in memory.
+
+    Attributes:
+        run_dir: the run directory.
+        last: (step, path) of the newest checkpoint that this run has written or resumed from, if any.
+
+    Raises:
+        ConfigError: if `keep_checkpoints` is not a whole number of at least 1, or `background` is not a bool.
+    """
+
+    def __init__(self, state: RunState, run_dir: Path | None, keep_checkpoints: int, background: bool = False) -> None:
+        if isinstance(keep_checkpoints, bool) or not isinstance(keep_checkpoints, int) or keep_checkpoints < 1:
+            raise ConfigError("keep_checkpoints", "a whole number of at least 1", keep_checkpoints)
+        if not isinstance(background, bool):
+            raise ConfigError("async_save", "True or False", background)
+        self._state, self._comm, self.run_dir = state, state.step.comm, run_dir
+        self._keep_checkpoints, self._background = keep_checkpoints, background
+        self.last: tuple[int, Path] | None = None
+        self._pending: _PendingSave | None = None
+        self._aborting = False  # the run has ended with an error; other workers may have exited
+
+    @property
+    def last_path(self) -> Path | None:
+        """The path of the newest checkpoint that this run has written or resumed from; None without one."""
+        return None if self.last is None else self.last[1]
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint, including one that is being written."""
+        if self._pending is not None:
+            return self._pending.step
+        return None if self.last is None else self.last[0]
+
+    def save(self, state: Mapping[str, Any], rank0_state: Callable[[], Mapping[str, Any]], best: bool = False) -> Path:
+        """Write a checkpoint, and replace an earlier one of the same step.
+
+        Rank 0 writes it; with a strategy that shards tensors, every worker writes its shards. Only one checkpoint is
+        written in the background at a time: this waits for the previous one.
+
+        Args:
+            state: the state of the run.
+            rank0_state: called on rank 0 only; its return value is added to the state.
+            best: wait until it is complete, and keep it as the best one.
+
+        Returns:
+            The path of the checkpoint; in the background it exists after `wait`.
+
+        Raises:
+            CheckpointError: on every worker, if this or the previous checkpoint cannot be written, or the run has no
+                run directory.
+        """
+        self.wait()
+        self._aborting = False
+        store, step = self._store(), self._state.step.steps_done
+        work = self._work(store, state, rank0_state, step)
+        self._pending = _PendingSave(work, step, store.path(step), self._background)
+        if best or not self._background:
+            self.wait()
+        if best:
+            self._comm.on_rank0(partial(store.mark_best, step))
+        return store.path(step)
+
+    def _work(
+        self, store: CheckpointStore, state: Mapping[str, Any], rank0_state: Callable[[], Mapping[str, Any]], step: int
+    ) -> Callable[[], object]:
+        """Return the function that writes this worker's files of a checkpoint."""
+        comm, copy = self._comm, self._background
+        options: dict[str, Any] = {"step": step, "epoch": self._state.epoch, "info": self._info(), "copy": copy}
+        if self._state.step.strategy.sharded_state:
+            from ..checkpoint.distributed_checkpoint import prepare
+
+            return prepare(store, comm, state, rank0_state, **options, aborting=lambda: self._aborting)
+        works: list[Callable[[], object]] = []
+        comm.on_rank0(lambda: works.append(store.prepare({**state, **rank0_state()}, **options)))
+        return works[0] if works else lambda: None
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            CheckpointError: on every worker, if it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:  # the same on all workers
+            call_on_all(self._comm, pending.result)
+            self.set_last(pending.step, pending.path)
+
+    def end(self) -> None:
+        """Wait for this worker's files of a checkpoint that is being written, without communication.
+
+        For the end of a run after an error, when other workers may have exited. Errors are logged.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        self._aborting = True
+        try:
+            pending.result()
+        except Exception as error:
+            _log.error("the checkpoint of step %d was not saved: %s", pending.step, error)
+        else:
+            self.set_last(pending.step, pending.path)
+
+    def set_last(self, step: int, path: Path) -> None:
+        """Set the newest checkpoint, and tell the launcher of it; called by this worker alone."""
+        self.last = (step, path)
+        if self._comm.rank == 0:
+            environment.note_checkpoint(str(path))
+
+    def _store(self) -> CheckpointStore:
+        return self._store_in(self.run_dir)
+
+    def _store_in(self, run_dir: Path | None) -> CheckpointStore:
+        if run_dir is None:
+            raise CheckpointError("this run has no run directory for checkpoints: pass run_dir= to the Trainer")
+        return CheckpointStore(run_dir / "checkpoints", keep=self._keep_checkpoints)
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "optimizer": type(self._state.step.optimizer).__name__,
+            "workers": self._comm.size,
+            "global_batch_size": self._state.global_batch_size,
+            "torch": str(torch.__version__),
+        }
+
+    def find(self, which: str | Path) -> Checkpoint | None:
+        """Return a checkpoint that fits the trainer's model and optimizer; None for "latest" if there is none yet.
+
+        Tensors are not read from its files yet. Each file is verified by one worker of each host.
+
+        Args:
+            which: a checkpoint, a run directory, or "latest" for this run's directory. In a directory, the newest
+                checkpoint that is not damaged is used; damaged ones are logged as errors.
+
+        Raises:
+            CheckpointError: on every worker, if the checkpoint is damaged, all are damaged, or it does not fit on any
+                worker.
+        """
+        self.wait()
+        comm = self._comm
+        candidates, first_error = comm.on_rank0(lambda: self._candidates(which)), cast(CheckpointError | None, None)
+        for number, path in enumerate(candidates, 1):
+            try:
+                opened = call_on_all(comm, partial(open_stored, path, comm.local_rank, comm.local_size))
+            except CheckpointError as error:
+                first_error = first_error or error
+                if number < len(candidates) and comm.rank == 0:
+                    previous = candidates[number]
+                    _log.error("A CHECKPOINT CANNOT BE USED: %s. Trying the one before it, %s.", error, previous)
+                continue
+            call_on_all(comm, partial(self._check, opened))
+            return opened
+        if first_error is None:
+            return None
+        suggestion = comm.on_rank0(lambda: suggest_other(candidates[0]))
+        raise CheckpointError(f"{first_error}. {suggestion}.") from first_error.__cause__
+
+    def _candidates(self, which: str | Path) -> list[Path]:
+        """Return the checkpoints that `which` may mean, in order of preference."""
+        if which == "latest":
+            runs = [] if self.run_dir is None else numbered(self.run_dir)
+            found = [paths[::-1] for run in runs if (paths := self._store_in(run).paths())]
+            return found[0] if found else self._store().paths()
+        folder = Path(which) / "checkpoints"
+        return (CheckpointStore(folder).paths()[::-1] or [folder]) if folder.is_dir() else [Path(which).resolve()]
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        path = checkpoint.path
+        try:
+            self._state.check_resumable(checkpoint.state)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        saved, ours = checkpoint.info.get("optimizer"), type(self._state.step.optimizer).__name__
+        if saved != ours:
+            raise CheckpointError(f"{path}: expected a checkpoint of a run with {ours}, got one with {saved}")
+
+
+class _PendingSave:
+    """A checkpoint that is being written: in a thread if in the background, otherwise in `result`."""
+
+    def __init__(self, work: Callable[[], object], step: int, path: Path, background: bool) -> None:
+        self.step, self.path = step, path
+        self._work, self._error = work, cast(BaseException | None, None)
+        self._thread = threading.Thread(target=self._run, name="lockstep-checkpoint") if background else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> None:
+        """Wait until it is written; raises the error of a failed write."""
+        if self._thread is None:
+            self._work()
+            return
+        self._thread.join()
+        if self._error is not None:
+            raise self._error

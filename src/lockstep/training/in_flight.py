@@ -1,0 +1,155 @@
+"""Steps in flight: bounds the steps queued on a device, and checks their results when the device has computed them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..communicator.requests import register_pending
+from ..errors import ConfigError
+from .formats import IN_FLIGHT
+from .step import StepResult
+
+__all__ = ["LAG", "HostCopy", "InFlightLimit", "StepsInFlight", "check_in_flight"]
+
+LAG = IN_FLIGHT - 1
+"""Off the CPU, a result is read by default when this many later ones are queued."""
+
+
+def check_in_flight(steps: int) -> int:
+    """Check a number of steps in flight, and return it.
+
+    Raises:
+        ConfigError: if it is not a whole number of at least 1.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        hint = "1 waits for each step; it cannot be unbounded, because the batches of queued steps need memory."
+        raise ConfigError("max_steps_in_flight", "a whole number of at least 1", steps, hint)
+    return steps
+
+
+class HostCopy:
+    """An asynchronous copy of numbers to the host. Reading waits for this copy only, not for work queued after it.
+
+    Args:
+        numbers: 1-d tensor.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if numbers.device.type == "cuda":
+            numbers = numbers.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+        self._numbers = numbers
+
+    def read(self) -> list[float]:
+        """Wait for the copy, and return the numbers."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [float(number) for number in self._numbers.tolist()]
+
+
+class InFlightLimit:
+    """Bounds the number of steps that the host queues on a device: beyond it, the host waits for the oldest step.
+
+    Args:
+        device: the device. The CPU has no queue: a step has ended when its call returns.
+        max_steps_in_flight: the bound.
+    """
+
+    def __init__(self, device: torch.device, max_steps_in_flight: int) -> None:
+        self._device, self._ahead = device, max_steps_in_flight - 1
+        self._queued: deque[torch.cuda.Event] = deque()
+
+    def record(self) -> None:
+        """Record that a step has been queued; beyond the bound, wait for the oldest."""
+        if self._device.type != "cuda":
+            return
+        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ended.record(torch.cuda.current_stream(self._device))
+        self._queued.append(ended)
+        while len(self._queued) > self._ahead:
+            self._queued.popleft().synchronize()
+
+
+@dataclass
+class _Queued:
+    """A step in flight, and its result on the way to the host."""
+
+    result: StepResult
+    on_host: HostCopy
+    reported: bool = False
+
+
+class StepsInFlight:
+    """The steps that are queued, or whose results have not been checked yet, in order.
+
+    Args:
+        device: the device that computes the results. On the CPU they are available immediately.
+        max_steps_in_flight: number of unfinished steps that may be queued on another device.
+        on_loss: called once for each step, in order, with its loss, when it is on the host and finite.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        max_steps_in_flight: int = IN_FLIGHT,
+        on_loss: Callable[[StepResult, float], None] | None = None,
+    ) -> None:
+        self._lag = 0 if device.type == "cpu" else check_in_flight(max_steps_in_flight) - 1
+        self._on_loss = on_loss
+        self._queue: deque[_Queued] = deque()
+        self._failed = False
+        register_pending(self)
+
+    def add(self, result: StepResult) -> None:
+        """Add a step that has been queued."""
+        norm = result.loss if result.grad_norm is None else result.grad_norm.to(result.loss.dtype)
+        numbers = torch.stack([result.loss, result.stop, norm])
+        if result.marks is not None:
+            numbers = torch.cat([numbers, result.marks])
+        self._queue.append(_Queued(result, HostCopy(numbers)))
+
+    def settle(self) -> bool:
+        """Check the results of all but the latest steps; returns whether a worker has requested a stop.
+
+        Raises:
+            DivergedError: for a loss that is not finite, naming the step; see `StepResult.check`.
+            MismatchError: on every worker, if their hyperparameters or weights differ.
+        """
+        stop = False
+        while len(self._queue) > self._lag:
+            stop = self._inspect(self._queue.popleft()) or stop
+        return stop
+
+    def check(self) -> None:
+        """Check that every loss is finite. The steps stay in flight, because their stop flags are read later.
+
+        Raises:
+            DivergedError: see `settle`.
+        """
+        for queued in list(self._queue):
+            self._inspect(queued)
+
+    def wait(self) -> None:
+        """Run `check` for `lockstep.synchronize`; an error that has been raised already is not raised again."""
+        if not self._failed:
+            self.check()
+
+    def _inspect(self, queued: _Queued) -> bool:
+        loss, stop, norm, *marks = queued.on_host.read()
+        if queued.result.replicas is not None:
+            queued.result.replicas.settle(queued.result.step, marks)
+        if loss - loss != 0:  # NaN or infinite
+            self._failed = True
+            queued.result.check()
+        if not queued.reported:
+            queued.reported = True
+            if self._on_loss is not None:
+                known = queued.result.grad_norm is not None
+                self._on_loss(replace(queued.result, grad_norm=torch.tensor(norm)) if known else queued.result, loss)
+        return stop > 0

@@ -1,0 +1,244 @@
+"""The run directory: creates it, checks that it belongs to no other run, and locks it while a process trains there."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from .. import messages
+from ..checkpoint.folder import CheckpointStore
+from ..errors import ConfigError
+from ..messages import Integer
+from ..system.terminal_text import plain
+
+__all__ = ["RunLock", "check_newest", "check_unused", "choose", "numbered", "prepare", "release"]
+
+_log = logging.getLogger(__name__)
+
+_FILES_OF_A_RUN = ("config.yaml", "result.json", "checkpoints")
+
+
+def choose(run_dir: Path, checkpoint: Path | None, fresh: bool) -> Path:
+    """Return the directory of a run that was given `run_dir`, which may have an earlier run.
+
+    Args:
+        run_dir: the directory that the user has given.
+        checkpoint: as for `prepare`.
+        fresh: as for `prepare`.
+
+    Returns:
+        The directory of `checkpoint`, if it is `run_dir` or one that was numbered after it; otherwise `run_dir`, or if
+        it has an earlier run, the first unused of ``run_dir-2``, ``run_dir-3`` and so on.
+    """
+    if checkpoint is not None:
+        resumed = checkpoint.parent.parent
+        if any(resumed.resolve() == each.resolve() for each in numbered(run_dir)):
+            return resumed
+    if not fresh or not _is_used(run_dir):
+        return run_dir
+    number = 2
+    while _is_used(chosen := run_dir.with_name(f"{run_dir.name}-{number}")):
+        number += 1
+    hint = 'fit(..., resume="latest") continues the newest run instead'
+    _log.warning("%s has an earlier run: this run writes to %s (%s)", run_dir, chosen, hint)
+    return chosen
+
+
+def numbered(run_dir: Path) -> list[Path]:
+    """Return `run_dir` and the directories that `choose` has numbered after it, those that exist, the newest first."""
+    pattern = re.compile(re.escape(run_dir.name) + r"-([1-9]\d*)")
+    try:
+        found = [(int(match[1]), path) for path in run_dir.parent.iterdir() if (match := pattern.fullmatch(path.name))]
+    except OSError:  # it does not exist yet
+        return []
+    return [path for _, path in sorted(found, reverse=True)] + [run_dir] * run_dir.exists()
+
+
+def prepare(run_dir: Path, checkpoint: Path | None, fresh: bool) -> list[Path]:
+    """Create a run directory, and check that it belongs to this run, even if several runs start at once.
+
+    Args:
+        run_dir: the run directory.
+        checkpoint: the newest checkpoint that the run has written, or the one that it resumes from, if any.
+        fresh: whether the run has not used this directory before, unless `checkpoint` is in it.
+
+    Returns:
+        The directories that were created, the outermost first; the run may remove them again.
+
+    Raises:
+        ConfigError: if it cannot be written, belongs to another run, or has newer checkpoints.
+    """
+    resumes_here = checkpoint is not None and checkpoint.parent.resolve() == (run_dir / "checkpoints").resolve()
+    if checkpoint is not None and resumes_here:
+        check_newest(checkpoint)
+    elif fresh:
+        check_unused(run_dir)
+    created: list[Path] = []
+    try:
+        _create(run_dir, created)
+        if fresh and not resumes_here:
+            _claim(run_dir)
+    except ConfigError:
+        for path in reversed(created):
+            with suppress(OSError):  # another run uses it
+                path.rmdir()
+        raise
+    return created
+
+
+def release(run_dir: Path) -> None:
+    """Remove the empty checkpoint folder with which `prepare` has claimed the directory."""
+    with suppress(OSError):
+        (run_dir / "checkpoints").rmdir()
+
+
+class RunLock:
+    """A lock on a run directory while a process trains there; it ends with the process.
+
+    Args:
+        run_dir: the run directory, which exists.
+
+    Raises:
+        ConfigError: if another process holds it, naming its host and process.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._run_dir = run_dir / ".lock", run_dir
+        self._descriptor: int | None = None
+        try:
+            while not self._acquire():
+                pass
+        except OSError:  # a file system without locks; two runs at once are then the user's affair
+            self.release()
+
+    def _acquire(self) -> bool:
+        """Take the lock; returns False if its file has been removed meanwhile by the process that held it."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found = f"{self._run_dir}, where {_describe_holder(descriptor)}"
+            os.close(descriptor)
+            hint = "Wait for it, stop it, or give another folder as run_dir."
+            raise ConfigError("run_dir", "a run that no other process continues", found=found, hint=hint) from None
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        with suppress(FileNotFoundError):
+            if os.fstat(descriptor).st_ino == self._path.stat().st_ino:
+                holder = _LockHolder(socket.gethostname(), os.getpid(), time.time())
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, messages.encode(holder).encode(), 0)
+                return True
+        self._close()
+        return False
+
+    def release(self) -> None:
+        """Release the lock, and remove its file."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                self._path.unlink()
+            self._close()
+
+    def _close(self) -> None:
+        assert self._descriptor is not None
+        # Explicitly, because loader processes have inherited the descriptor.
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+class _LockHolder(msgspec.Struct, frozen=True):
+    """The process that holds the lock, and since when, in seconds since the epoch."""
+
+    host: str
+    pid: Integer
+    time: float
+
+
+def _describe_holder(descriptor: int) -> str:
+    try:
+        holder = messages.decode(os.pread(descriptor, 4096, 0), _LockHolder)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.time))
+        return f"process {holder.pid} on {plain(holder.host)[:100]} has been training since {since}"
+    except (ValueError, OverflowError, OSError):
+        return "another process is training"
+
+
+def check_unused(run_dir: Path, hint: str = "Continue with that run (resume), or choose another folder.") -> None:
+    """Check that the directory has no files of an earlier run, which would mix with those of a new one.
+
+    Args:
+        run_dir: the directory; it need not exist.
+        hint: the remedy that the error names.
+
+    Raises:
+        ConfigError: if it has, or cannot be read.
+    """
+    if _is_used(run_dir):
+        raise ConfigError("run_dir", "a folder without an earlier run", got=str(run_dir), hint=hint)
+
+
+def _is_used(run_dir: Path) -> bool:
+    try:
+        return any((run_dir / name).exists() for name in _FILES_OF_A_RUN)
+    except OSError as error:
+        raise _not_writable(run_dir, error) from None
+
+
+def check_newest(checkpoint: Path, hint: str = "Give another folder as run_dir, or remove the newer ones.") -> None:
+    """Check that `checkpoint` is the newest in its run directory; a run that resumes from it would replace newer ones.
+
+    Args:
+        checkpoint: a checkpoint in a run directory.
+        hint: the remedy that the error names.
+
+    Raises:
+        ConfigError: if there is a newer one. Damaged checkpoints do not count: they are a reason to resume from an
+            older one.
+    """
+    store = CheckpointStore(checkpoint.parent)
+    if store.latest() in (None, checkpoint):  # without reading them
+        return
+    newest = store.newest_good()
+    if newest is not None and newest.name > checkpoint.name:
+        raise ConfigError("resume", f"the newest checkpoint of that run, {newest}", got=str(checkpoint), hint=hint)
+
+
+def _create(run_dir: Path, created: list[Path]) -> None:
+    """Create the directory and its parents, append those to `created`, and check that files can be written."""
+    try:
+        for path in [path for path in (run_dir, *run_dir.parents) if not path.exists()][::-1]:
+            with suppress(FileExistsError):  # another run has created it
+                path.mkdir()
+                created.append(path)
+        # Fail now if files cannot be written, not after hours of training.
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise _not_writable(run_dir, error) from None
+
+
+def _claim(run_dir: Path) -> None:
+    """Claim an unused directory by creating its checkpoint folder, which succeeds for one of several runs only."""
+    try:
+        (run_dir / "checkpoints").mkdir()
+    except FileExistsError:
+        hint = "Another run has just started there: choose another folder."
+        raise ConfigError("run_dir", "a folder without another run", got=str(run_dir), hint=hint) from None
+    except OSError as error:
+        raise _not_writable(run_dir, error) from None
+
+
+def _not_writable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError("run_dir", "a folder that can be written", found=f"{run_dir} ({error.strerror})")

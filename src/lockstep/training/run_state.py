@@ -1,0 +1,464 @@
+"""The state of a training run: position in the data, epoch totals, hyperparameters, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoint.folder import read_tensors
+from ..checkpoint.serialization import StoredTensor
+from ..data.loader import Loader
+from ..errors import CheckpointError, ConfigError
+from ..invariance.determinism import differences
+from ..strategies.base import accumulation_dtype
+from .step import TrainStep
+
+__all__ = [
+    "COLUMNS",
+    "EpochTotals",
+    "ParamGroup",
+    "Position",
+    "Row",
+    "RunState",
+    "check_epochs",
+    "check_max_steps",
+    "check_same_parameters",
+    "check_validate_every",
+    "load_optimizer",
+    "merge_param_groups",
+    "named_param_groups",
+]
+
+
+Row = dict[str, float]
+"""The results of one epoch, or of the part of one before a validation: epoch (from 1), step, train_loss, lr, seconds,
+samples_per_second, and val_… by metric."""
+
+COLUMNS = ("epoch", "step", "train_loss", "lr", "seconds", "samples_per_second")
+"""The columns of every row."""
+
+_log = logging.getLogger(__name__)
+
+
+# --- Position in the training data ------------------------------------------------------------------------------------
+
+
+class Position:
+    """A position in the training data, independent of the loader.
+
+    Args:
+        saved: a state dict as of `state_dict`; None for the beginning.
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+        self._saved = None if saved is None else dict(saved)
+
+    @property
+    def epoch(self) -> int:
+        """Number of completed epochs, including their evaluations."""
+        return 0 if self._saved is None else int(self._saved["epoch"])
+
+    @property
+    def step(self) -> int:
+        """Number of steps done in the current epoch; all of them until its evaluation is done."""
+        return 0 if self._saved is None else int(self._saved["step"])
+
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of the last step, from 0; 0 before the first step."""
+        return self.epoch if self.step else max(0, self.epoch - 1)
+
+    def advance(self, loader: Loader) -> None:
+        """Advance to the position after the last batch of `loader`."""
+        self._saved = loader.state_dict()
+
+    def end_epoch(self) -> None:
+        """Advance to the next epoch, after the evaluation of the current one."""
+        assert self._saved is not None
+        self._saved |= {"epoch": self.epoch + 1, "step": 0}
+
+    def seek(self, loader: Loader) -> None:
+        """Move `loader` to this position.
+
+        Raises:
+            CheckpointError: if this is a position in other data, or in another order of samples.
+        """
+        start = {**loader.state_dict(), "epoch": 0, "step": 0}
+        loader.load_state_dict(start if self._saved is None else self._saved)
+
+    def in_data_of(self, loader: Loader) -> Position:
+        """Return this position if it is one in the data of `loader`, or else the next epoch's beginning there."""
+        if self._saved is None:
+            return self
+        there = loader.state_dict()
+        if all(self._saved[key] == value for key, value in there.items() if key not in ("epoch", "step", "batches")):
+            return self
+        return Position({**there, "epoch": self.epoch + int(self.step > 0), "step": 0})
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the position and the settings it depends on; None for the beginning."""
+        return None if self._saved is None else dict(self._saved)
+
+
+def check_epochs(epochs: Any, position: Position, again: bool) -> None:
+    """Check the total number of epochs for a run at `position`.
+
+    Args:
+        epochs: the requested total number of epochs.
+        position: the position of the run.
+        again: whether `epochs` must exceed the completed epochs, as in a second call of `fit`; a resumed run may be
+            complete.
+
+    Raises:
+        ConfigError: if `epochs` is not a whole number, or too small.
+    """
+    least = max(1, position.epoch + int(position.step > 0 or again))
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < least:
+        done = f", as {position.epoch} are done already" if position.epoch else ""
+        hint = ""
+        if position.epoch:
+            more = least + 1 - position.epoch
+            hint = (
+                f"They are counted from the beginning of the run: epochs={least + 1} trains {more} more. A new "
+                "Trainer, and a new model, begin anew."
+            )
+        raise ConfigError("epochs", f"a whole number of at least {least}{done}", epochs, hint)
+
+
+def check_max_steps(max_steps: Any, steps_done: int, again: bool) -> None:
+    """Check the total number of steps for a run that has done `steps_done`.
+
+    Raises:
+        ConfigError: if `max_steps` is not None and not a whole number, or too small.
+    """
+    least = max(1, steps_done + again)
+    if max_steps is not None and (isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < least):
+        done = f", as {steps_done} are done already" if steps_done else ""
+        hint = "Steps are counted from the beginning of the run." if steps_done else ""
+        raise ConfigError("max_steps", f"a whole number of at least {least}{done}", max_steps, hint)
+
+
+def check_validate_every(validate_every: Any, has_data: bool) -> None:
+    """Check the number of steps between validations.
+
+    Raises:
+        ConfigError: if it is neither None nor a whole number of at least 1, or there is no validation data.
+    """
+    if validate_every is None:
+        return
+    if isinstance(validate_every, bool) or not isinstance(validate_every, int) or validate_every < 1:
+        raise ConfigError("validate_every", "a whole number of steps of at least 1", validate_every)
+    if not has_data:
+        raise ConfigError("validate_every", "validate= with it, the data to evaluate on", found="none")
+
+
+# --- Epoch totals -----------------------------------------------------------------------------------------------------
+
+
+class EpochTotals:
+    """Loss and speed of the steps of one epoch. The loss stays on the device until it is read.
+
+    Args:
+        device: the device of the losses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        dtype = accumulation_dtype(device)
+        self._loss_sum = torch.zeros((), device=device, dtype=dtype)
+        self._count = torch.zeros((), device=device, dtype=dtype)
+        self._samples = 0
+        self._started = time.perf_counter()
+
+    def add(self, loss: torch.Tensor, count: torch.Tensor | int, samples: int) -> None:
+        """Add a step.
+
+        Args:
+            loss: the mean loss.
+            count: the denominator of the mean: samples, or what the loss counts, such as tokens.
+            samples: samples in the global batch.
+        """
+        self._loss_sum += loss * count
+        self._count += count
+        self._samples += samples
+
+    @property
+    def loss(self) -> float:
+        """The mean loss so far, weighted by counts; 0 before the first step. Waits for the device."""
+        return float(self._loss_sum) / (float(self._count) or 1.0)
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time since the epoch began or was resumed."""
+        return time.perf_counter() - self._started
+
+    @property
+    def samples_per_second(self) -> float:
+        """The mean speed over `seconds`."""
+        return self._samples / max(self.seconds, 1e-9)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums, to resume in another process."""
+        return {"loss_sum": float(self._loss_sum), "count": float(self._count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load saved sums; the time is not part of them."""
+        self._loss_sum.fill_(float(state["loss_sum"]))
+        self._count.fill_(float(state["count"]))
+
+
+# --- Hyperparameters of the optimizer ---------------------------------------------------------------------------------
+
+ParamGroup = dict[str, Any]
+"""One parameter group: `parameters`, the names of its parameters, and its hyperparameters by name. `lr` is the
+learning rate without the factor of a schedule."""
+
+_NOT_HYPER = ("params", "param_names", "lr", "initial_lr")
+
+
+def named_param_groups(model: nn.Module, optimizer: Optimizer) -> list[ParamGroup]:
+    """Return the parameter groups of `optimizer` with names of parameters; `lr` is `initial_lr` if it is set."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        hyper = {name: _plain_value(value) for name, value in group.items() if name not in _NOT_HYPER}
+        parameters = [names.get(id(parameter), "") for parameter in group["params"]]
+        groups.append({"parameters": parameters, "lr": _plain_value(group.get("initial_lr", group["lr"])), **hyper})
+    return groups
+
+
+def check_same_parameters(saved: Sequence[ParamGroup], ours: Sequence[ParamGroup]) -> None:
+    """Check that the groups have the same parameters in the same order; an optimizer's state is keyed by position.
+
+    Raises:
+        CheckpointError: naming the first difference.
+    """
+    if len(saved) != len(ours):
+        expected = f"expected {len(ours)} parameter groups as here"
+        raise CheckpointError(f"a checkpoint of another optimizer: {expected}, got {len(saved)}")
+    for number, (saved_group, our_group) in enumerate(zip(saved, ours, strict=True)):
+        for name, expected_name in zip_longest(saved_group["parameters"], our_group["parameters"]):
+            if name != expected_name:
+                raise CheckpointError(
+                    "a checkpoint of another optimizer. The first difference in its parameters is in group "
+                    f"{number}: here {expected_name or 'no more'}, in the checkpoint {name or 'no more'}."
+                )
+
+
+def load_optimizer(
+    load: Callable[[dict[str, Any]], None],
+    saved: Mapping[str, Any],
+    then: Sequence[ParamGroup],
+    now: Sequence[ParamGroup],
+) -> list[str]:
+    """Load a saved optimizer state, with hyperparameters merged by `merge_param_groups`.
+
+    Args:
+        load: the function that loads a state dict; the optimizer has the same parameters, see `check_same_parameters`.
+        saved: the saved optimizer's state dict.
+        then: the groups with which the saved optimizer was constructed.
+        now: the groups with which this optimizer was constructed.
+
+    Returns:
+        A description of each changed hyperparameter.
+    """
+    groups, changes = merge_param_groups(saved["param_groups"], then, now)
+    load({**saved, "param_groups": groups})
+    return changes
+
+
+def merge_param_groups(
+    state: Sequence[ParamGroup], then: Sequence[ParamGroup], now: Sequence[ParamGroup]
+) -> tuple[list[ParamGroup], list[str]]:
+    """Merge the hyperparameters of a saved and a new optimizer.
+
+    A hyperparameter with which the new optimizer was constructed differently has its new value. The others have their
+    saved values, which a schedule or the user may have changed.
+
+    Args:
+        state: the param_groups of the saved optimizer's state dict.
+        then: the groups with which the saved optimizer was constructed.
+        now: the groups with which the new optimizer was constructed.
+
+    Returns:
+        param_groups for the new optimizer's state dict, and a description of each change.
+    """
+    merged, changes = [], []
+    for group, before, after in zip(state, then, now, strict=True):
+        hyper = {name: value for name, value in after.items() if name != "parameters"}
+        differing = {name: value for name, value in hyper.items() if name not in before or before[name] != value}
+        changes += [f"{name} {before[name]} → {value}" for name, value in differing.items() if name in before]
+        if "lr" in differing:
+            differing["initial_lr"] = differing["lr"]
+        merged.append({**group, **copy.deepcopy(differing)})
+    return merged, list(dict.fromkeys(changes))
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return copy.deepcopy(value)
+
+
+# --- Checks of a saved state ------------------------------------------------------------------------------------------
+
+_PARTS = ("model", "optimizer", "hyperparameters", "step", "loader", "totals", "history")
+
+
+def check_fits(state: Mapping[str, Any], model: nn.Module, hyperparameters: Sequence[ParamGroup]) -> None:
+    """Check that `state`, as returned by `Trainer.state_dict`, is of this model and optimizer.
+
+    Args:
+        state: the saved state.
+        model: this run's model.
+        hyperparameters: this run's parameter groups, see `named_param_groups`.
+
+    Raises:
+        CheckpointError: naming what is missing, or the first difference.
+    """
+    missing = [part for part in _PARTS if part not in state]
+    if missing:
+        raise CheckpointError(f"expected a checkpoint of a training run, got one without {', '.join(missing)}")
+    _check_same_model(state["model"], model)
+    check_same_parameters(state["hyperparameters"], hyperparameters)
+
+
+def check_determinism(
+    saved: Mapping[str, Any], now: Mapping[str, Any], allow_different_hardware: bool, logs: bool
+) -> None:
+    """Check that a run with virtual workers resumes under the same determinism settings.
+
+    Args:
+        saved: the determinism settings of the saved run.
+        now: the determinism settings of this run.
+        allow_different_hardware: whether to log differences instead of raising an error.
+        logs: whether this worker logs.
+
+    Raises:
+        CheckpointError: naming all differences.
+    """
+    changes = ", ".join(f"{name} {then!r} → {current!r}" for name, then, current in differences(saved, now))
+    if not changes:
+        return
+    if not allow_different_hardware:
+        raise CheckpointError(
+            "expected the determinism settings of the checkpoint, because other settings give other bits; got "
+            f"{changes}. allow_different_hardware=True (--allow-different-hardware) resumes all the same."
+        )
+    if logs:
+        _log.warning("the run continues under other determinism settings, and with other bits: %s", changes)
+
+
+def _check_same_model(saved: Any, model: nn.Module) -> None:
+    ours = {name: _shape(value) for name, value in model.state_dict().items()}
+    theirs = {str(name): _shape(value) for name, value in saved.items()}
+    for name in [*ours, *theirs]:
+        our_shape, saved_shape = ours.get(name, "missing"), theirs.get(name, "missing")
+        if our_shape != saved_shape:
+            difference = f"{name}: here {our_shape}, in the checkpoint {saved_shape}"
+            raise CheckpointError(f"a checkpoint of another model. The first difference is {difference}.")
+
+
+def _shape(value: Any) -> str:
+    return f"of shape {list(value.shape)}" if isinstance(value, (torch.Tensor, StoredTensor)) else "no tensor"
+
+
+# --- State of a training run ------------------------------------------------------------------------------------------
+
+
+class RunState:
+    """The model, the optimizer and the progress of a run: everything in a checkpoint except callbacks' state.
+
+    Args:
+        step: the training step, with its model, optimizer, strategy and communicator.
+        global_batch_size: samples in one step, over all workers.
+        allow_different_hardware: whether to resume under determinism settings that give other bits.
+
+    Attributes:
+        step: the training step.
+        hyperparameters: the parameter groups with which the optimizer was constructed.
+        position: the position in the training data.
+        totals: loss and speed of the epoch in progress.
+        history: one row for each epoch.
+        epoch: the epoch in progress, from 0.
+    """
+
+    def __init__(self, step: TrainStep, global_batch_size: int, allow_different_hardware: bool = False) -> None:
+        self.step, self.global_batch_size = step, global_batch_size
+        self._allow_different = allow_different_hardware
+        self.hyperparameters = named_param_groups(step.model, step.optimizer)
+        self.position, self.totals = Position(), EpochTotals(step.comm.device)
+        self.history: list[Row] = []
+        self.epoch = 0
+
+    def determinism_settings(self) -> dict[str, Any]:
+        """Return the settings that the bits of the run depend on; empty without virtual workers."""
+        strategy = self.step.strategy
+        settings = strategy.determinism_settings()
+        if not settings:
+            return {}
+        return {
+            "virtual_workers": strategy.virtual_workers,
+            "global_batch_size": self.global_batch_size,
+            "precision": self.step.precision.name,
+            **settings,
+        }
+
+    def state_dict(self, full: bool = True) -> dict[str, Any]:
+        """Return the state to resume from in another process, with any number of workers, except callbacks' state.
+
+        Args:
+            full: whether to gather sharded tensors, for which every worker must call this.
+        """
+        strategy, model, optimizer = self.step.strategy, self.step.model, self.step.optimizer
+        added = named_param_groups(model, optimizer)[len(self.hyperparameters) :]
+        return {
+            "model": strategy.model_state(model) if full else model.state_dict(),
+            "optimizer": strategy.optimizer_state(model, optimizer) if full else optimizer.state_dict(),
+            "hyperparameters": [*self.hyperparameters, *added],
+            "step": self.step.state_dict(),
+            "loader": self.position.state_dict(),
+            "totals": self.totals.state_dict(),
+            "history": self.history,
+            "determinism_settings": self.determinism_settings(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state.
+
+        Args:
+            state: the state; with stored tensors of model and optimizer, all workers call this together.
+
+        Raises:
+            CheckpointError: before anything is changed, if it is of another model or optimizer; later, if a stored
+                tensor cannot be read.
+        """
+        strategy, model, optimizer = self.step.strategy, self.step.model, self.step.optimizer
+        check_fits(state, model, self.hyperparameters)
+        strategy.load_model_state(model, state["model"])
+        load = partial(strategy.load_optimizer_state, model, optimizer)
+        changes = load_optimizer(load, state["optimizer"], state["hyperparameters"], self.hyperparameters)
+        if changes and self.step.comm.rank == 0:
+            _log.warning("the run continues with other hyperparameters than before: %s", ", ".join(changes))
+        rest = read_tensors({part: state[part] for part in ("step", "history", "loader", "totals")})
+        self.step.load_state_dict(rest["step"])
+        self.history, self.position = list(rest["history"]), Position(rest["loader"])
+        self.totals.load_state_dict(rest["totals"])
+
+    def check_resumable(self, state: Mapping[str, Any]) -> None:
+        """Check that this run can resume from a saved state, without changing anything.
+
+        Raises:
+            CheckpointError: for another model or optimizer, or other determinism settings.
+        """
+        check_fits(state, self.step.model, self.hyperparameters)
+        saved, logs = state.get("determinism_settings", {}), self.step.comm.rank == 0
+        check_determinism(saved, self.determinism_settings(), self._allow_different, logs)

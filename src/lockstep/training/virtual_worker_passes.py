@@ -1,0 +1,181 @@
+"""The forward and backward passes of a step with virtual workers: separate passes for each of this worker's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..data.loader import Batch
+from ..data.nested import map_tensors, narrow
+from ..errors import ConfigError
+from ..invariance.randomness import seed_shard
+from ..invariance.shards import bounds
+from ..strategies.invariant import Invariant
+from ..strategies.joint_passes import JointPasses, run_joint_passes
+from .losses import LossModule
+from .precision import Precision
+
+__all__ = ["ShardPasses"]
+
+# Alignment of torch's allocations on the CPU in bytes; libraries choose kernels by the alignment of their inputs.
+_ALIGN = 64
+
+Parts = list[tuple[Any, int]]
+"""(data, samples) of each of this worker's shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The arguments of one step's passes, see `ShardPasses.run`; `parts` are the shards of the batch."""
+
+    loss: LossModule
+    precision: Precision
+    parts: Parts
+    global_size: int
+    number: int
+    stop: bool
+    marks: torch.Tensor
+
+
+class ShardPasses:
+    """Runs the passes of this worker's shards of a global batch, and sums their results over all workers.
+
+    Args:
+        strategy: the prepared strategy.
+        seed: the seed of dropout and the like, keyed with the step and the shard.
+    """
+
+    def __init__(self, strategy: Invariant, seed: int) -> None:
+        self._strategy, self._seed = strategy, seed
+
+    def run(
+        self, loss: LossModule, precision: Precision, batch: Batch, step: int, stop: bool, marks: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the passes, see `lockstep.training.step.Passes`.
+
+        Raises:
+            ConfigError: for a batch with another number of virtual workers.
+        """
+        strategy, reducer = self._strategy, self._strategy.reducer
+        current = _Step(loss, precision, self._parts(batch), batch.global_size, step, stop, marks)
+        strategy.begin()
+        if strategy.joint_layers:
+            self._run_jointly(current)
+        else:
+            self._run_in_sequence(current)
+        # Random numbers that are drawn between steps are the same on every worker.
+        seed_shard(self._seed, step, strategy.virtual_workers, strategy.comm.device)
+        assert reducer.sums is not None
+        size = 3 + len(marks)
+        strategy.end(reducer.sums[size + 1 :], batch.global_size, reducer.sums[size])
+        return reducer.sums[:size]
+
+    def _run_in_sequence(self, step: _Step) -> None:
+        """Run one shard after the other; each backward pass adds to the gradients."""
+        strategy, device = self._strategy, self._strategy.comm.device
+        reducer, buffers = strategy.reducer, strategy.buffers
+        for shard, part in zip(reducer, step.parts, strict=True):
+            if shard > reducer.local_shards.start:
+                buffers.restore()
+            seed_shard(self._seed, step.number, shard, device)
+            totals = _new_totals(step.marks)
+            loss = self._forward(step, part, totals) if part[1] else None
+            if shard == reducer.local_shards[-1]:
+                self._set_worker_totals(totals, step)
+            reducer.add(torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)]))
+            if loss is not None:
+                step.precision.backward(loss)
+
+    def _run_jointly(self, step: _Step) -> None:
+        """Run all shards with barriers at the layers that use all shards, and sum their results in order."""
+        strategy, comm = self._strategy, self._strategy.comm
+        reducer, buffers, trained = strategy.reducer, strategy.buffers, strategy.reducer.trained()
+        self._check_joint(step.precision, step.global_size)
+        shards = [shard for shard, (_, size) in zip(reducer.local_shards, step.parts, strict=True) if size]
+
+        def passes(shard: int) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+            seed_shard(self._seed, step.number, shard, comm.device)
+            totals = _new_totals(step.marks)
+            part = step.parts[shard - reducer.local_shards.start]
+            loss = self._forward(step, part, totals)
+            numbers = torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)])
+            # In this thread, which waits at the barriers; not into .grad, which all shards share.
+            with torch.autograd.set_multithreading_enabled(False):
+                return numbers, torch.autograd.grad(loss, trained, allow_unused=True)
+
+        joint_passes = JointPasses(comm, strategy.virtual_workers, shards)
+        bodies = [partial(passes, shard) for shard in shards]
+        results = run_joint_passes(joint_passes, strategy.joint_layers, bodies, strategy.threads)
+        if buffers.others_changed():
+            hint = "Leave sync_batchnorm out, or the layer."
+            expected = "no layer but batch norm that changes buffers, with sync_batchnorm and virtual workers"
+            raise ConfigError("model", expected, found="another one", hint=hint)
+        by_shard = dict(zip(shards, results, strict=True))
+        empty = torch.zeros_like(results[0][0]), [None] * len(trained)
+        for shard in reducer:
+            numbers, gradients = by_shard.get(shard, empty)
+            if shard == reducer.local_shards[-1]:
+                self._set_worker_totals(numbers, step)
+            reducer.add(numbers.clone())
+            for p, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+
+    def _set_worker_totals(self, totals: torch.Tensor, step: _Step) -> None:
+        """Set the values that a worker contributes once a step, in the totals of its last shard."""
+        marks = step.marks
+        totals[2], totals[3 + len(marks)] = float(step.stop), float(self._strategy.count_new_buffers())
+        totals[3 : 3 + len(marks)] = marks
+
+    def _check_joint(self, precision: Precision, global_size: int) -> None:
+        """Check that joint passes support the precision and the size of the global batch."""
+        virtual_workers, size = self._strategy.virtual_workers, self._strategy.comm.size
+        if precision.name == "fp16":
+            raise ConfigError("precision", "fp32 or bf16, with sync_batchnorm and virtual workers", precision.name)
+        if (least := bounds(virtual_workers, size, size - 1)[0] + 1) > global_size:
+            hint = "Use fewer workers, or drop_last=True of the Loader."
+            expected = (
+                f"at least {least} samples in each batch, one for each worker, with sync_batchnorm and virtual workers"
+            )
+            raise ConfigError("global_batch_size", expected, global_size, hint)
+
+    @staticmethod
+    def _forward(step: _Step, part: tuple[Any, int], totals: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a shard divided by the samples of the global batch; set its sum and count in `totals`."""
+        with step.precision.autocast():
+            total, count = step.loss(*part)
+        totals[0] = total.detach()
+        totals[1] = count
+        share: torch.Tensor = total * (1 / step.global_size)
+        return share
+
+    def _parts(self, batch: Batch) -> Parts:
+        """Return (data, samples) of each of this worker's shards."""
+        reducer, comm = self._strategy.reducer, self._strategy.comm
+        if batch.virtual_workers != reducer.virtual_workers and (batch.virtual_workers is not None or comm.size > 1):
+            hint = "Make the Loader with the same virtual_workers= as the training."
+            raise ConfigError(
+                "batch",
+                f"one in {reducer.virtual_workers} virtual workers",
+                found=f"one in {batch.virtual_workers or 'none'}",
+                hint=hint,
+            )
+        cuts = [reducer.part(batch.global_size, shard) for shard in reducer.local_shards]
+        sizes = [cut.stop - cut.start for cut in cuts]
+        data = batch.data if batch.virtual_workers else [narrow(batch.data, cut.start, cut.stop) for cut in cuts]
+        return [(map_tensors(_aligned, part), size) for part, size in zip(data, sizes, strict=True)]
+
+
+def _new_totals(marks: torch.Tensor) -> torch.Tensor:
+    """Return zeros for a shard's totals: loss sum, count, stop flag, marks, number of newly changed buffers."""
+    return marks.new_zeros(4 + len(marks))
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a copy if its memory is not aligned as a new tensor's is."""
+    strided = tensor.layout is torch.strided
+    return tensor.clone() if strided and tensor.numel() and tensor.data_ptr() % _ALIGN else tensor

@@ -1,0 +1,1 @@
+"""Groups that span hosts: shared memory inside each host, Gloo between them."""

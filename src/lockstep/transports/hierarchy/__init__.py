@@ -1,1 +1,0 @@
-"""Groups that span machines: shared memory inside each, Gloo between them."""

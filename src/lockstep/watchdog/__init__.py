@@ -1,0 +1,85 @@
+"""The watchdog: finds ranks that wait for each other in vain, and reports which rank is at fault.
+
+These functions do nothing in a process in which the watchdog is not installed. They do not import torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+__all__ = ["exclude_group", "install", "report_exception", "report_exit", "uninstall", "watch_wait"]
+
+
+def install(host_key: Callable[[], str], lasting: bool = False) -> None:
+    """Watch every process group that is made from now on, unless LOCKSTEP_WATCHDOG=off.
+
+    Args:
+        host_key: returns a text that is the same for two processes if they can open each other's files.
+        lasting: also watch groups that are made after the default group has been destroyed.
+
+    Raises:
+        ConfigError: an environment variable has an invalid value.
+    """
+    from . import patches
+
+    patches.install(host_key, lasting)
+
+
+def uninstall() -> None:
+    """Stop watching."""
+    from . import patches
+
+    patches.uninstall()
+
+
+def report_exception(error: BaseException) -> None:
+    """Report to the other ranks that this rank ends with `error`."""
+    patches = _loaded_patches()
+    if patches is not None:
+        patches.report_exception(error)
+
+
+def report_exit() -> None:
+    """Report to the other ranks that this rank has reached the end of its program."""
+    patches = _loaded_patches()
+    if patches is not None:
+        patches.report_exit()
+
+
+def exclude_group(group: Any) -> None:
+    """Stop watching `group`; every rank of it must call this.
+
+    For groups with which ranks negotiate what to do next, at whatever time each of them gets to it.
+
+    Args:
+        group: a process group of torch.distributed.
+    """
+    patches = _loaded_patches()
+    if patches is not None:
+        patches.exclude_group(group)
+
+
+def watch_wait(group: Any, operation: str) -> AbstractContextManager[Callable[[], None]]:
+    """Return a context in which the ranks of `group` wait for each other by other means than torch's collectives.
+
+    The watchdog treats it as one more collective, which every rank of the group must enter. The context's value is a
+    function to be called repeatedly, which raises what has gone wrong.
+
+    Args:
+        group: a process group of torch.distributed.
+        operation: its name in reports.
+    """
+    patches = _loaded_patches()
+    return nullcontext(_do_nothing) if patches is None else patches.watch_wait(group, operation)
+
+
+def _loaded_patches() -> ModuleType | None:
+    return sys.modules.get(f"{__name__}.patches")
+
+
+def _do_nothing() -> None:
+    return

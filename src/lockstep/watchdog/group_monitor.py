@@ -1,0 +1,351 @@
+"""Records this rank's collectives in one process group and compares them with the other ranks' before data moves."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..flight_recorder import RawRecord, RecorderReader
+from . import mismatch
+from .call_sites import digest
+from .mismatch import compare_records
+from .preflight import PreflightCheck
+from .shared_state import PendingCall, WatchdogState
+from .swaps import SwapDetector, are_swapped
+
+__all__ = ["GroupMonitor", "Peer"]
+
+_STOPPED_S = 1.0  # a process that was stopped for longer may have been given up by the others
+_FIRST = struct.Struct("<QQQ")  # number, group key and sequence number: the first fields of a record
+_REJECTION_S = 5.0  # a call that the backend has not rejected after this time is not going to be rejected
+_REREAD_S = 2e-3  # a difference is read again after this time, as the record may have been read while it was written
+
+
+@dataclass
+class Peer:
+    """Another rank of the group, on this host.
+
+    Attributes:
+        rank: its global rank.
+        reader: of its flight recorder.
+        slot: of the group in its flight recorder; -1 if it is not known.
+    """
+
+    rank: int
+    reader: RecorderReader
+    slot: int = -1
+
+    def find_slot(self, key: int) -> int:
+        """Return the slot of the group `key` in its flight recorder; -1 if it has not made the group (yet)."""
+        if self.slot < 0 or not self.reader.has_group(self.slot, key):
+            self.slot = self.reader.group_slot(key)
+        return self.slot
+
+
+class _StreamEvent:
+    """An event of a device stream with the method of c10d's `Work` that tells whether it has completed."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+def record_event(device: torch.device) -> _StreamEvent | None:
+    """Record an event in the device's current stream; None if the device has no streams.
+
+    c10d's work would tell the same, and keep the tensors of the operation alive for as long as it is kept.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    return _StreamEvent(torch.accelerator.current_stream(device).record_event())
+
+
+class GroupMonitor:
+    """Monitors one process group on this rank.
+
+    Args:
+        state: of the watchdog.
+        name: of the group in c10d.
+        title: of the group in reports, "" for the default group.
+        ranks: global ranks of its members.
+        uses: how many groups of that name and those ranks this rank has made before.
+        limit_s: timeout in seconds that the user has set for the group; 0 for none.
+
+    Attributes:
+        key: 64-bit digest that identifies the group on all ranks.
+        sequence: sequence number of the last collective.
+        rejected: how many calls the backend has rejected.
+        pending: collectives that have not completed, in order.
+        pending_receives: receives for which a stream waits, and no longer the program.
+        threads_inside: identities of the threads that are in a call of the group.
+        coalesced: by thread, the calls that are to be started as one.
+        peers: the other members on this host.
+        remote_ranks: the other members, on other hosts.
+        preflight: compares calls across hosts; None if all members are on one host, or calls cannot be compared.
+        completes_on_host: whether an operation has completed when its future has, and was not merely enqueued.
+    """
+
+    def __init__(
+        self, state: WatchdogState, name: str, title: str, ranks: Sequence[int], uses: int, limit_s: float = 0.0
+    ) -> None:
+        self.state, self.title, self.ranks = state, title, tuple(ranks)
+        self.key = digest(f"{name} {self.ranks} {uses}")
+        self.sequence = self.rejected = 0
+        self.pending: deque[PendingCall] = deque()
+        self.pending_receives: deque[PendingCall] = deque()
+        self.threads_inside: set[int] = set()
+        self.coalesced: dict[int, list[PendingCall]] = {}
+        self.preflight: PreflightCheck | None = None
+        self.completes_on_host = False
+        recorder = state.recorder
+        self.limit_s = limit_s
+        self.slot = recorder.open_group(self.key, limit_s)
+        self.title_number = recorder.texts.intern(title)
+        self.swaps = SwapDetector(recorder, self.key)
+        own = self.ranks.index(recorder.rank)
+        others = (*self.ranks[own + 1 :], *self.ranks[:own])
+        self.peers = [Peer(rank, state.peers[rank]) for rank in others if rank in state.peers]
+        self.remote_ranks = tuple(rank for rank in others if rank not in state.peers)
+        self._warned: set[tuple[str, int]] = set()  # differences that are no errors and have been warned about
+
+    # --- recording calls
+
+    def enter(self, operation: str, key: tuple[Any, ...], peer: int = -1) -> PendingCall:
+        """Record that this rank calls a collective, and compare it with what others have called.
+
+        Raises:
+            DesyncError: they have called something else.
+        """
+        state = self.state
+        if state.error is not None:
+            state.check()
+        recorder, name = state.recorder, state.current.thread.name
+        call, site = state.signatures.lookup(operation, key, name), state.call_sites.lookup(sys._getframe(1))
+        if self.swaps.last_mismatch is not None and peer < 0:
+            self.swaps.announce(self.swaps.last_mismatch, self.sequence + 1, site.line, sys._getframe(1))
+        name_number = recorder.texts.intern(name) if name else 0
+        now = time.monotonic()
+        with state.lock:
+            sequence = 0
+            if peer < 0:
+                sequence = self.sequence = self.sequence + 1
+            texts = site.text, self.title_number, name_number
+            number = recorder.enter(self.key, self.slot, sequence, call, site.line, *texts, peer, self.rejected, now)
+            pending = PendingCall(number, sequence, now)
+            if sequence:
+                if self.pending and self.completes_on_host:  # else the monitor thread does: a step queries no device
+                    self.reap_completed()
+                self.pending.append(pending)
+        if now - state.last_poll > _STOPPED_S and state.poll_report():
+            state.check()
+        if sequence:
+            self._compare(number, sequence)
+        return pending
+
+    def send_or_receive(self, operation: str, tensors: Sequence[torch.Tensor], peer: int) -> PendingCall:
+        """Record a message to or from the global rank `peer`; -1 for a receive from any rank."""
+        direction = "to" if operation == "send" else "from"
+        key = tuple((tensor.shape, tensor.dtype) for tensor in tensors), (direction, peer if peer >= 0 else "any rank")
+        own_or_peer = peer if peer >= 0 else self.state.rank
+        pending = self.enter("recv" if direction == "from" else "send", key, own_or_peer)
+        if peer >= 0:
+            self.state.recorder.count_message(peer, sent=direction == "to")
+        return pending
+
+    def extend_limit(self, seconds: float) -> None:
+        """Take over the timeout of one wait of this group, if it is longer than that of the group."""
+        if seconds > self.limit_s:
+            self.limit_s = seconds
+            self.state.recorder.set_limit(self.slot, seconds)
+
+    def finish(self, pending: PendingCall, now: float) -> None:
+        """Record that a call has completed."""
+        self.state.recorder.leave(pending.number, now)
+        if pending.sequence:
+            self.remove_pending(pending)
+
+    def finish_wait(self, pending: PendingCall, work: Any, device: torch.device | None) -> None:
+        """Record that the program's wait for a call has returned, which on a device only makes its stream wait.
+
+        The call stays in the record until the device has completed it: what waits for that stream waits for the call.
+
+        Args:
+            pending: the call.
+            work: c10d's.
+            device: of its tensors; None without any.
+        """
+        if device is None or device.type == "cpu" or self.state.captures.are_open:
+            self.finish(pending, time.monotonic())
+            return
+        pending.work = record_event(device) or work
+        with self.state.lock:
+            if not pending.sequence and pending not in self.pending_receives:
+                self.pending_receives.append(pending)
+
+    def remove_pending(self, pending: PendingCall) -> None:
+        """Remove a collective from the pending ones."""
+        with self.state.lock:
+            if self.pending and self.pending[0] is pending:
+                self.pending.popleft()
+            elif pending in self.pending:
+                self.pending.remove(pending)
+
+    def cancel_call(self, pending: PendingCall) -> None:
+        """Remove a call that the backend has rejected before anything was sent."""
+        with self.state.lock:
+            if pending.sequence and pending.sequence == self.sequence:
+                self.sequence -= 1
+                self.rejected += 1
+                self.state.recorder.cancel_call(self.slot, pending.sequence)
+
+    def close(self) -> None:
+        """Stop monitoring: the group has been destroyed, or is excluded."""
+        self.state.recorder.close_group(self.slot)
+        self.pending.clear()
+        self.pending_receives.clear()
+
+    # --- completion
+
+    def first_pending(self) -> PendingCall | None:
+        """Return this rank's first collective that has not completed."""
+        self.reap_completed()  # without the lock: a device may be slow to answer
+        return self._first_of(self.pending)
+
+    def reap_completed(self) -> None:
+        """Record the completion of calls that nobody waits for."""
+        for calls in (self.pending, self.pending_receives):
+            while (first := self._first_of(calls)) is not None and self._has_completed(first):
+                self.state.recorder.leave(first.number, time.monotonic())
+                with self.state.lock:
+                    if first in calls:  # unless another thread has removed it
+                        calls.remove(first)
+
+    def _first_of(self, calls: deque[PendingCall]) -> PendingCall | None:
+        with self.state.lock:
+            return calls[0] if calls else None
+
+    def _has_completed(self, pending: PendingCall) -> bool:
+        work = pending.work
+        if work is None or self.completes_on_host:
+            return work is not None and bool(work.is_completed())
+        try:
+            return self.state.captures.query(work.is_completed)
+        except RuntimeError:  # the device has failed; whoever waits for it gets that error
+            return True
+
+    # --- comparing calls
+
+    def missing_ranks(self, sequence: int) -> list[int]:
+        """Return the other ranks of this host that have not called that collective yet."""
+        missing = []
+        for peer in self.peers:
+            slot = peer.find_slot(self.key)
+            if slot < 0 or peer.reader.last_sequence(slot) < sequence:
+                missing.append(peer.rank)
+        return missing
+
+    def peer_record(self, peer: Peer, sequence: int) -> RawRecord | None:
+        """Return a peer's record of that collective; None if it has not called it, or the record is overwritten."""
+        slot = peer.find_slot(self.key)
+        number = peer.reader.record_number(slot, sequence) if slot >= 0 else 0
+        raw = peer.reader.raw(number) if number else None
+        return raw if raw is not None and raw.key == self.key and raw.sequence == sequence else None
+
+    def _compare(self, number: int, sequence: int) -> None:
+        # one rank that has called it is enough: those that called it before were compared with each other
+        mine, key = self.state.recorder.compared_bytes(number), self.key
+        for peer in self.peers:
+            slot, reader = peer.find_slot(key), peer.reader
+            theirs = reader.record_number(slot, sequence) if slot >= 0 else 0
+            if not theirs:
+                continue
+            compared = reader.compared_bytes(theirs)
+            if compared[8:] == mine:
+                return
+            if _FIRST.unpack_from(compared) == (theirs, key, sequence):
+                own, raw = self.state.own.raw(number), reader.raw(theirs)
+                if own is not None:
+                    if raw is not None:
+                        self.swaps.note_lines(own, {raw.line})
+                    self.compare_with(peer, own)
+                return
+
+    def compare_with(self, peer: Peer, own: RawRecord, raises: bool = True) -> None:
+        """Compare this rank's record of a collective with that of `peer`, and report a difference.
+
+        Raises:
+            DesyncError: with `raises`, if the difference is an error.
+        """
+        theirs = self.peer_record(peer, own.sequence)
+        if theirs is None or not self._difference(own, peer, theirs):
+            return
+        if own.rejected != theirs.rejected and time.monotonic() - own.entered < _REJECTION_S:
+            return  # the backend may still reject the call of one of them, which is then no part of that collective
+        time.sleep(_REREAD_S)
+        theirs = self.peer_record(peer, own.sequence)
+        kind = self._difference(own, peer, theirs) if theirs is not None else ""
+        if theirs is not None and kind:
+            self._report_difference(kind, own, peer, theirs, raises)
+
+    def _difference(self, own: RawRecord, peer: Peer, theirs: RawRecord) -> str:
+        """Return the gravest difference, without those that were warned about; "" for none."""
+        if self._is_swap(own, peer, theirs):
+            return "swap"
+        kinds = compare_records(own, theirs, bool(self.state.uneven_batches))
+        return next((kind for kind in kinds if not self._has_warned(kind, own, theirs)), "")
+
+    def _is_swap(self, own: RawRecord, peer: Peer, theirs: RawRecord) -> bool:
+        announced = (self.swaps.has_announced(reader, own.sequence) for reader in (self.state.own, peer.reader))
+        if not any(announced):
+            return False
+        before = self.state.own.raw(self.state.own.record_number(self.slot, own.sequence - 1))
+        their_last = self.peer_record(peer, own.sequence - 1)
+        if before is None or their_last is None or (before.key, before.sequence) != (self.key, own.sequence - 1):
+            return False
+        return are_swapped((before, their_last), (own, theirs))
+
+    # --- reporting differences
+
+    def _report_difference(self, kind: str, own: RawRecord, peer: Peer, theirs: RawRecord, raises: bool) -> None:
+        state = self.state
+        if not mismatch.is_error(kind, state.limits.strict):
+            self._warn(kind, own, peer, theirs)
+            return
+        calls = state.own.record(own), peer.reader.record(theirs)
+        found = mismatch.describe_difference(kind, (state.rank, peer.rank), calls)
+        if state.recorder.phase == "runs":
+            state.recorder.begin_wait(own.number, own.entered)
+        state.fail(found.as_finding(self.key, own.sequence))
+        if raises:
+            state.check()
+
+    def _has_warned(self, kind: str, own: RawRecord, theirs: RawRecord) -> bool:
+        return not mismatch.is_error(kind, self.state.limits.strict) and _topic(kind, own, theirs) in self._warned
+
+    def _warn(self, kind: str, own: RawRecord, peer: Peer, theirs: RawRecord) -> None:
+        topic, state = _topic(kind, own, theirs), self.state
+        self._warned.add(topic)
+        calls = state.own.record(own), peer.reader.record(theirs)
+        found = mismatch.describe_difference(kind, (state.rank, peer.rank), calls)
+        try:
+            (state.folder / f"{kind}-{topic[1]:x}").touch(exist_ok=False)
+        except FileExistsError:  # the other rank has written the warning
+            return
+        except OSError:  # no space: better a warning twice than none
+            pass
+        state.write_message(found.as_warning())
+
+
+def _topic(kind: str, own: RawRecord, theirs: RawRecord) -> tuple[str, int]:
+    """Return what is warned about once: a pair of lines, or a loop over batches."""
+    return kind, own.line ^ theirs.line if kind == "lines" else own.loop

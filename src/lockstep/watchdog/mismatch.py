@@ -1,0 +1,216 @@
+"""Differences between ranks' records of one collective, and findings: what is wrong, before it becomes a report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..flight_recorder import RawRecord, Record
+
+__all__ = [
+    "BATCH_ADVICE",
+    "KINDS",
+    "Difference",
+    "Finding",
+    "advice_on_method",
+    "compare_records",
+    "describe_collective",
+    "describe_difference",
+    "is_error",
+    "method_in",
+]
+
+
+# --- Findings: what is wrong, before it becomes a report --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong; see `report.Report` for `sentence`, `cause` and `advice`.
+
+    Attributes:
+        kind: one of `report.KINDS`.
+        culprits: the ranks at fault; empty if they are not known.
+        key, sequence: group and sequence number of the collective at which the ranks diverge; 0 for none.
+    """
+
+    kind: str
+    sentence: str
+    culprits: tuple[int, ...] = ()
+    cause: str = ""
+    advice: str = ""
+    key: int = 0
+    sequence: int = 0
+
+
+# --- Differences between two ranks' records of one collective ---------------------------------------------------------
+
+KINDS = ("desync", "ended", "swap", "batches", "lines")
+"""How two records of one collective can differ, the gravest first.
+
+"desync": the calls themselves differ; "ended": one rank has run out of batches and the other has not; "swap": one rank
+makes two like calls in another order, see `swaps`; "batches": different batches of one loop; "lines": different lines.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference as text.
+
+    Attributes:
+        kind: one of `KINDS` or "parameters".
+        sentence, cause, advice: as in a report.
+    """
+
+    kind: str
+    sentence: str
+    cause: str = ""
+    advice: str = ""
+
+    def as_warning(self) -> str:
+        """Return the warning, for a difference that is no error."""
+        return f"warning: {self.sentence} {self.cause} {self.advice}"
+
+    def as_finding(self, key: int, sequence: int) -> Finding:
+        """Return the finding, for the collective `sequence` of the group `key`."""
+        kind = {"lines": "desync", "swap": "desync", "ended": "batches"}.get(self.kind, self.kind)
+        return Finding(kind, self.sentence, (), self.cause, self.advice, key, sequence)
+
+
+def is_error(kind: str, strict: bool) -> bool:
+    """Return whether a difference is an error, not a warning: programs branch, and skip a bad batch, on purpose."""
+    return strict or kind not in ("batches", "lines")
+
+
+def compare_records(mine: RawRecord, theirs: RawRecord, uneven: bool = False) -> Iterator[str]:
+    """Yield how two records of one collective differ, the gravest first; a "swap" does not show in one collective.
+
+    Args:
+        mine: one record.
+        theirs: the other one.
+        uneven: whether ranks have different numbers of batches on purpose.
+    """
+    if mine.fingerprint != theirs.fingerprint:
+        yield "desync"
+    lines = mine.line != theirs.line and not mine.name
+    if mine.loop == theirs.loop and mine.loop and mine.batch != theirs.batch and not uneven:
+        if mine.batch >= 0 and theirs.batch >= 0:
+            yield "batches"
+        elif lines and (mine.batch >= 0) != (theirs.batch >= 0):
+            yield "ended"
+    if lines:
+        yield "lines"
+
+
+def describe_difference(kind: str, ranks: tuple[int, int], calls: tuple[Record, Record]) -> Difference:
+    """Return a difference as text.
+
+    Args:
+        kind: one of `KINDS`.
+        ranks: the two ranks.
+        calls: their records.
+    """
+    where = describe_collective(calls[0].sequence, calls[0].group)
+    if kind in ("batches", "ended"):
+        found = [f"rank {rank} {_batch(call)}" for rank, call in zip(ranks, calls, strict=True)]
+        return Difference(kind, f"Batch mismatch at {where}: {', '.join(found)}.", *BATCH_ADVICE)
+    if kind in ("lines", "swap"):
+        sites = [f"rank {rank} at {call.call_site}: {call.source}" for rank, call in zip(ranks, calls, strict=True)]
+        title = "Call site mismatch" if kind == "lines" else "Swapped collectives"
+        sentence = f"{title} at {where}: {calls[0].what} was called by {sites[0]}; by {sites[1]}."
+        return Difference(kind, sentence, *(_LINE_ADVICE if kind == "lines" else _SWAP_ADVICE))
+    if all(call.what.startswith("model(") for call in calls):
+        models = [f"rank {rank} has {call.what.removeprefix('model')}" for rank, call in zip(ranks, calls, strict=True)]
+        return Difference("parameters", f"The models differ in their parameters: {', '.join(models)}.", *_MODEL_ADVICE)
+    names = {call.name for call in calls}
+    named = [f" named {call.name!r}" if len(names) > 1 and call.name else "" for call in calls]
+    called = [
+        f"rank {rank} called {call.what}{name} at {call.call_site}"
+        for rank, call, name in zip(ranks, calls, named, strict=True)
+    ]
+    return Difference("desync", f"Desync at {where}: {', '.join(called)}.", *_cause_and_advice(ranks, calls))
+
+
+def describe_collective(sequence: int, group: str) -> str:
+    """Return ``collective #6 of the default group``, or ``... of group tp``."""
+    return f"collective #{sequence} of {f'group {group}' if group else 'the default group'}"
+
+
+# Likely cause, and what to do.
+
+_LINE_ADVICE = (
+    "Two collectives are called in another order on one rank, or a collective that only one rank calls was matched "
+    "with another one.",
+    "Call the same collectives in the same order on every rank. If ranks branch here on purpose, nothing is wrong: "
+    'lockstep.flight_recorder.named("...") names a collective, and LOCKSTEP_WATCHDOG=strict makes this an error.',
+)
+
+_SWAP_ADVICE = (
+    "Each rank has just called what the other one calls now: a loop calls the same items in another order on one rank, "
+    "as over a set, or over a dictionary that was filled in another order.",
+    "Iterate in the same order on every rank, for example over sorted items. If nothing is wrong, give both "
+    'collectives the same name: with lockstep.flight_recorder.named("...").',
+)
+
+BATCH_ADVICE = (
+    "A rank has skipped a batch, has taken an extra one, or has fewer batches than another.",
+    "Let every rank take the same number of batches. If the numbers differ on purpose, call "
+    "lockstep.flight_recorder.note_batch(-1) after each batch.",
+)
+
+_MODEL_ADVICE = (
+    "The model has other layers, other sizes, or another order of layers on one rank.",
+    "Build the same model on every rank: the class, its options and its layers must not depend on the rank.",
+)
+
+
+def _batch(call: Record) -> str:
+    if call.finished:
+        return f"ran out of batches after {call.batch}"
+    return f"is on batch {call.batch}"
+
+
+_METHODS = re.compile(r"(Trainer|lockstep)\.\w+(?=: |$)")
+
+
+def method_in(text: str) -> str:
+    """Return the method of Lockstep with which the name of a collective begins, see `in_method`; "" for none."""
+    found = _METHODS.match(text)
+    return "" if found is None else found[0]
+
+
+def advice_on_method(method: str) -> str:
+    """Return what to do where only some ranks call a method of Lockstep's."""
+    return f"Call {method} on every rank; only printing and writing belong below `if comm.rank == 0:`."
+
+
+def _cause_and_advice(ranks: tuple[int, int], calls: tuple[Record, Record]) -> tuple[str, str]:
+    first, second = calls
+    methods = [method_in(call.name) for call in calls]
+    if methods[0] != methods[1]:
+        at = max((0, 1), key=lambda number: (methods[number] != "Trainer.fit") * len(methods[number]))
+        at = at if methods[at] else 1 - at
+        others = f"in {methods[1 - at]}" if methods[1 - at] else "not"
+        return (
+            f"Rank {ranks[at]} is in {methods[at]}, rank {ranks[1 - at]} is {others}: it is called in a branch that "
+            "only some ranks take.",
+            advice_on_method(methods[at]),
+        )
+    same_operation = first.what.partition("(")[0] == second.what.partition("(")[0]
+    if first.loop == second.loop and first.finished != second.finished and not same_operation:
+        return (
+            "One rank has fewer batches than another, and has continued with what follows the loop.",
+            "Give every rank the same number of batches, e.g. with a DistributedSampler, drop_last=True or "
+            "lockstep.Loader.",
+        )
+    if not same_operation or first.call_site != second.call_site or first.name != second.name:
+        return (
+            "A collective is in a branch that only some ranks take, or ranks call collectives in different orders.",
+            "Call the same collectives in the same order on every rank of the group.",
+        )
+    return (
+        "Tensors have different shapes or dtypes on some ranks: a smaller last batch, another model, or mixed "
+        "precision on some ranks only.",
+        "Give the tensors the same shape and dtype on every rank before the collective.",
+    )

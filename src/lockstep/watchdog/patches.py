@@ -1,0 +1,456 @@
+"""Patches of torch: every new process group is watched, batches are counted, and the models of DDP are compared."""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from .. import environment
+from ..errors import LockstepError
+from ..flight_recorder import FlightRecorder, RecordLog, current
+from ..system.patching import Replaced
+from . import jobs
+from .call_sites import digest, is_internal
+from .error_delivery import SocketTracker
+from .jobs import NoSpaceError, rendezvous
+from .preflight import PreflightCheck
+from .process_groups import watch_group
+from .session import Session, record_exception, record_exit
+from .shared_state import Limits, WatchdogState
+
+__all__ = [
+    "BatchLoops",
+    "batch_replacements",
+    "ddp_replacements",
+    "exclude_group",
+    "install",
+    "report_exception",
+    "report_exit",
+    "uninstall",
+    "watch_wait",
+]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# MessageReader the batch that a program is on: each step of a loop over a `DataLoader` counts.
+
+
+@dataclass(slots=True)
+class _Loop:
+    """A loop over batches.
+
+    Attributes:
+        iterator: of the batches.
+        key: 64-bit digest of the line of the loop.
+    """
+
+    iterator: weakref.ref[Any]
+    key: int
+
+
+class BatchLoops:
+    """The loops over batches that this rank is in, the innermost last."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+        self._open: list[_Loop] = []
+
+    def note(self, iterator: Any, number: int) -> None:
+        """Record that `iterator` has yielded its batch `number`, from 0."""
+        if not _is_program_loop():
+            return
+        at = next((i for i, loop in enumerate(self._open) if loop.iterator() is iterator), -1)
+        if at >= 0:
+            del self._open[at + 1 :]  # a loop inside this one is over
+        else:
+            self._remove_dropped()
+            self._open.append(_Loop(weakref.ref(iterator, self._dropped), _loop_loop_key()))
+        self._recorder.note_batch(number, self._open[-1].key)
+
+    def end(self, iterator: Any, count: int) -> None:
+        """Record that `iterator` has ended after `count` batches."""
+        if not _is_program_loop():
+            return
+        loop = next((loop for loop in self._open if loop.iterator() is iterator), None)
+        key = loop.key if loop is not None else _loop_loop_key()
+        self._open = [each for each in self._open if each is not loop]
+        self._recorder.note_batch(-2 - count, key)
+
+    def _dropped(self, _: object) -> None:
+        """Record that a loop was left before its end; the loop around it records its batch with its next one."""
+        if self._open and self._open[-1].iterator() is None:
+            self._recorder.note_batch(-1, 0)
+        self._remove_dropped()
+
+    def _remove_dropped(self) -> None:
+        self._open = [loop for loop in self._open if loop.iterator() is not None]
+
+
+def _is_program_loop() -> bool:
+    """Return whether a for loop of the main thread takes the batch.
+
+    A thread that prefetches is ahead of the program by a number of batches that differs between ranks; and a program
+    that calls `next` itself may take a different number of batches on each rank.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return False
+    frame = _calling_frame()
+    return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("CALL", "PRECALL"))
+
+
+def _calling_frame() -> FrameType:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _loop_loop_key() -> int:
+    frame = _calling_frame()
+    return digest(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+
+def batch_replacements(state: WatchdogState) -> list[Replaced]:
+    """Patch torch's loaders to count batches, while the session lasts."""
+    from torch.distributed.algorithms.join import Join
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    loops = BatchLoops(state.recorder)
+
+    def count(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any) -> Any:
+            try:
+                data = original(self)
+            except StopIteration:
+                loops.end(self, self._num_yielded)
+                raise
+            loops.note(self, self._num_yielded - 1)
+            return data
+
+        return step
+
+    def enter_join(original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(self: Any) -> Any:
+            state.uneven_batches += 1
+            return original(self)
+
+        return enter
+
+    def leave_join(original: Callable[..., Any]) -> Callable[..., Any]:
+        def leave(self: Any, *args: Any) -> Any:
+            try:
+                return original(self, *args)
+            finally:
+                state.uneven_batches -= 1
+
+        return leave
+
+    return [
+        Replaced(_BaseDataLoaderIter, "__next__", count),
+        Replaced(Join, "__enter__", enter_join),
+        Replaced(Join, "__exit__", leave_join),
+    ]
+
+
+# --- DistributedDataParallel: models are compared, and the backward pass raises the root cause ------------------------
+
+
+def ddp_replacements(state: WatchdogState) -> list[Replaced]:
+    """Patch `DistributedDataParallel` and the backward pass, while the session lasts."""
+    import torch.nn.parallel.distributed as ddp
+
+    def compare(original: Callable[..., Any]) -> Callable[..., Any]:
+        def verify(process_group: Any, tensors: Iterable[torch.Tensor], logger: Any = None) -> Any:
+            tensors = list(tensors)
+            monitor = getattr(process_group, "watchdog_monitor", None)
+            if monitor is not None:
+                # not a collective of c10d: only a record, by which ranks with different models are found
+                made = getattr(sys._getframe(1).f_locals.get("self"), "module", None)
+                pending = monitor.enter("model", _layout(tensors, made))
+                if monitor.preflight is not None:
+                    with state.blocking(pending.number, monitor.ranks):
+                        monitor.preflight.begin(pending, blocking=True).wait()
+                monitor.finish(pending, pending.entered)
+            return original(process_group, tensors, logger)
+
+        return verify
+
+    def explain(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except RuntimeError as error:
+                state.raise_root_cause(error, None)
+                raise
+
+        return run
+
+    return [
+        Replaced(ddp, "_verify_param_shape_across_processes", compare),
+        Replaced(torch.autograd, "_engine_run_backward", explain),
+    ]
+
+
+def _layout(tensors: list[torch.Tensor], model: torch.nn.Module | None) -> tuple[Any, ...]:
+    """Return shape, dtype, name and layer of each parameter: two layers of one shape may be swapped."""
+    names = {
+        id(tensor): f"{f'{path}.' * bool(path)}{name} of {type(layer).__name__}"
+        for path, layer in (model.named_modules() if model is not None else ())
+        for name, tensor in layer.named_parameters(recurse=False)
+    }
+    return tuple(((tensor.shape, tensor.dtype), names.get(id(tensor), "")) for tensor in tensors)
+
+
+# --- Process groups ---------------------------------------------------------------------------------------------------
+
+# torch's stubs lack some of the names of torch.distributed
+# mypy: disable-error-code="attr-defined"
+
+
+_HOST_BACKENDS = {"shm", "gloo", "mpi", "mpi4py"}  # backends whose operations have completed when their works say so
+
+
+class _Watchdog:
+    """The patches of this process.
+
+    Args:
+        host_key, lasting: see `watchdog.install`.
+
+    Attributes:
+        session: None while there are no groups.
+    """
+
+    def __init__(self, host_key: Callable[[], str], lasting: bool) -> None:
+        self._host_key, self._lasting = host_key, lasting
+        self.session: Session | None = None
+        self._undo: list[Replaced] = []
+        self._sockets, self._limits = SocketTracker(), Limits.read()
+        self._hooks = [
+            Replaced(c10d, "_new_process_group_helper", self._making),
+            Replaced(c10d, "destroy_process_group", self._destroying),
+        ]
+        # torch.distributed has its own reference to the same function
+        self._hooks.append(Replaced(dist, "destroy_process_group", lambda _: c10d.destroy_process_group))
+
+    def uninstall(self) -> None:
+        self.end()
+        for hook in reversed(self._hooks):
+            hook.undo()
+
+    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(
+            group_size: int, group_rank: int, ranks: list[int], backend: Any, store: Any, *args: Any, **kw: Any
+        ) -> Any:
+            if not ranks:
+                self.end()
+                self._sockets, self._limits = SocketTracker(), Limits.read()  # an invalid variable is an error here
+            elif self.session is None:
+                return original(group_size, group_rank, ranks, backend, store, *args, **kw)
+            with self._sockets.tracking():
+                group, own = original(group_size, group_rank, ranks, backend, store, *args, **kw)
+            if not ranks:  # most backends have synchronised the ranks by now, so that none is late by much
+                self._begin(group_size, group_rank, store)
+            return self._wrap(self.session, group, ranks, _limit_s(args, kw)), own
+
+        return make
+
+    def _begin(self, size: int, rank: int, store: Any) -> None:
+        if size < 2:
+            return
+        try:
+            found = rendezvous(store, rank, size, self._host_key(), self._limits.heartbeat_s)
+            self.session = Session(found, self._limits, self._sockets)
+        except NoSpaceError as error:
+            if rank == min(error.ranks):  # once for all
+                jobs.write_message(None, f"the watchdog is disabled: {error}")
+            return
+        except (OSError, RuntimeError, LockstepError) as error:
+            jobs.write_message(None, f"the watchdog is disabled on rank {rank}: {error}")
+            return
+        session = self.session
+        current.recorder = session.state.recorder
+        self._undo = [
+            *batch_replacements(session.state),
+            *ddp_replacements(session.state),
+            *session.state.captures.replacements(),
+        ]
+        session.start(self.end, _open_log(session.state))
+
+    def _wrap(self, session: Session | None, group: Any, ranks: list[int], limit_s: float) -> Any:
+        if (
+            session is None
+            or group is None
+            or group == dist.GroupMember.NON_GROUP_MEMBER
+            or "watchdog_monitor" in getattr(group, "__dict__", ())
+        ):
+            return group
+        made = watch_group(group)
+        if made is not group:
+            _replace(group, made)
+        name = str(c10d._world.pg_names[made])
+        members = tuple(ranks) or tuple(range(session.state.recorder.world_size))
+        title = (made.group_desc if made.group_desc not in ("", "undefined") else name) if ranks else ""
+        made.watchdog_monitor = session.add_group(name, title, members, limit_s)
+        backends = {part.partition(":")[2] for part in c10d.get_backend_config(made).split(",")}
+        made.watchdog_monitor.completes_on_host = backends <= _HOST_BACKENDS
+        if made.watchdog_monitor.remote_ranks and backends <= {"gloo", "shm"}:  # these connect all ranks by Gloo
+            monitor = made.watchdog_monitor
+            check = PreflightCheck(made, session.state, monitor.key, monitor.ranks, monitor.swaps)
+            monitor.preflight = check
+        session.groups[made] = made.watchdog_monitor
+        return made
+
+    def _destroying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def destroy(group: Any = None) -> Any:
+            session = self.session
+            if session is None:
+                return original(group)
+            destroys_all = group is None or group == dist.GroupMember.WORLD
+            known = session.state.error
+            if destroys_all and session.state.recorder.phase != "raised":
+                session.cross_host.compare_at_exit()
+            found = session.state.error is not known
+            for each in list(session.groups) if destroys_all else [group]:
+                session.remove_group(each)
+            if destroys_all:
+                session.mark_groups_destroyed()
+            try:
+                return original(group)
+            finally:
+                if destroys_all:
+                    self.end()
+                if found:
+                    session.state.check()
+
+        return destroy
+
+    def end(self) -> None:
+        """End the session."""
+        session, self.session = self.session, None
+        if session is None or session.state.recorder.pid != os.getpid():
+            return
+        current.recorder = None
+        for replaced in reversed(self._undo):
+            replaced.undo()
+        self._undo = []
+        session.close()
+        if not self._lasting:
+            uninstall()
+
+
+def _limit_s(args: tuple[Any, ...], kw: dict[str, Any]) -> float:
+    """Return the timeout in seconds that the user has set for a group; 0 if torch has filled in its default."""
+    given = kw.get("timeout", next((each for each in args if isinstance(each, timedelta)), None))
+    is_default = any(given is each for each in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))
+    return 0.0 if given is None or is_default else float(given.total_seconds())
+
+
+def _open_log(state: WatchdogState) -> RecordLog | None:
+    folder = environment.timeline_dir()
+    try:
+        return RecordLog(folder, state.own) if folder is not None else None
+    except OSError as error:
+        state.write_message(f"rank {state.rank} does not record its timeline: {error}")
+        return None
+
+
+def _replace(group: Any, made: Any) -> None:
+    """Put `made` in the place of `group` in torch's tables."""
+    world = c10d._world
+    table: Any
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+        if group in table:
+            table[made] = table.pop(group)
+    for groups in world.tags_to_pg.values():
+        groups[:] = [made if each is group else each for each in groups]
+    name = world.pg_names[made]
+    c10d._unregister_process_group(name)
+    c10d._register_process_group(name, made)
+
+
+_watchdog: _Watchdog | None = None
+
+
+def install(host_key: Callable[[], str], lasting: bool) -> None:
+    """See `watchdog.install`."""
+    global _watchdog
+    if _watchdog is None and environment.watchdog_mode() != "off":
+        _watchdog = _Watchdog(host_key, lasting)
+
+
+def uninstall() -> None:
+    """See `watchdog.uninstall`."""
+    global _watchdog
+    if _watchdog is not None:
+        found, _watchdog = _watchdog, None
+        found.uninstall()
+
+
+def report_exception(error: BaseException) -> None:
+    """See `watchdog.report_exception`."""
+    if _watchdog is not None and _watchdog.session is not None:
+        record_exception(_watchdog.session.state, error)
+
+
+def report_exit() -> None:
+    """See `watchdog.report_exit`."""
+    if _watchdog is not None and _watchdog.session is not None:
+        record_exit(_watchdog.session.state)
+
+
+def exclude_group(group: Any) -> None:
+    """See `watchdog.exclude_group`."""
+    if _watchdog is not None and _watchdog.session is not None:
+        _watchdog.session.exclude_group(group)
+
+
+@contextmanager
+def watch_wait(group: Any, operation: str) -> Iterator[Callable[[], None]]:
+    """See `watchdog.watch_wait`."""
+    session = _watchdog.session if _watchdog is not None else None
+    monitor = session.groups.get(group) if session is not None else None
+    if (
+        session is None
+        or monitor is None
+        or group.watchdog_monitor is None
+        or threading.get_ident() in monitor.threads_inside
+    ):
+        yield lambda: None
+        return
+    pending = monitor.enter(operation, ())
+    try:
+        with session.state.blocking(pending.number, monitor.ranks):
+            yield session.state.check
+    except BaseException:
+        monitor.remove_pending(pending)
+        raise
+    monitor.finish(pending, time.monotonic())
+
+
+def _after_fork() -> None:
+    """Stop the watchdog in a forked child, which is not a rank."""
+    global _watchdog
+    recorder, current.recorder = current.recorder, None
+    if recorder is not None:
+        with suppress(BufferError):  # another thread is using it
+            recorder.close()  # loops over batches and groups may still use it
+    if _watchdog is not None and _watchdog.session is not None:
+        _watchdog.session.cross_host.abandon()
+        _watchdog.session = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,385 @@
+"""Watched process groups: every call of a collective is recorded and compared with the other ranks'."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from .error_delivery import is_rejection
+from .group_monitor import GroupMonitor
+from .preflight import PendingCheck
+from .shared_state import PendingCall
+from .signatures import OPERATIONS, Key
+
+__all__ = ["GroupProxy", "WatchedWork", "watch_group"]
+
+
+# --- Works of asynchronous operations ---------------------------------------------------------------------------------
+
+
+class WatchedWork(dist.Work):
+    """A `Work` around the backend's own, whose errors say what has gone wrong.
+
+    Args:
+        inner: the backend's own work.
+        monitor: of the group.
+        pending: the operation.
+        check: its pre-flight check, if there is one.
+        device: of its tensors, in a group whose waits may return before an operation has completed; else None.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        monitor: GroupMonitor,
+        pending: PendingCall,
+        check: PendingCheck | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self._device = device
+        # a step queries no device
+        self._can_poll = monitor.completes_on_host or (device is not None and device.type == "cpu")
+        self._inner, self._monitor, self._pending, self._check = inner, monitor, pending, check
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the operation has completed.
+
+        Raises:
+            DesyncError, RankLostError, StallError: it never will.
+        """
+        state = self._monitor.state
+        if timeout:
+            self._monitor.extend_limit(timeout.total_seconds())
+        if state.error is None and self._can_poll and self.is_completed():
+            answer = self._wait_for_completed()
+        else:
+            with state.blocking(self._pending.number, self._monitor.ranks, not self._pending.sequence):
+                if self._check is not None:
+                    self._check.wait()
+                answer = self._inner.wait(timeout) if timeout else self._inner.wait()
+        self._monitor.finish_wait(self._pending, self._inner, self._device)
+        return answer
+
+    def _wait_for_completed(self) -> bool:
+        try:
+            if self._check is not None:
+                self._check.wait()
+            answer: bool = self._inner.wait()
+        except BaseException as error:
+            self._monitor.state.raise_root_cause(error, self._monitor.ranks)
+            raise
+        return answer
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait for the operation; as `wait` on devices without streams."""
+        self._inner.block_current_stream()
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has completed or failed."""
+        ended: bool = self._inner.is_completed() and (self._check is None or self._check.is_done())
+        return ended
+
+    def is_success(self) -> bool:
+        """Return whether the operation has completed without an error."""
+        well: bool = self._inner.is_success()
+        return well
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the operation, if it failed."""
+        error: BaseException | None = self._inner.exception()
+        return error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors."""
+        tensors: list[torch.Tensor] = self._inner.result()
+        return tensors
+
+    def source_rank(self) -> int:
+        """Return the source of the message of a receive from any rank."""
+        rank: int = self._inner._source_rank()
+        return rank
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """Wait as the backend does."""
+        self._inner.synchronize()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future with the result, or with the error of the operation."""
+        future: torch.futures.Future[Any] = self._inner.get_future()
+        if self._check is not None:
+            future = self._check.guard(future)
+        state = self._monitor.state
+        if state.keeps_log and self._monitor.completes_on_host:
+            recorder, number = state.recorder, self._pending.number
+            future.add_done_callback(lambda _: recorder.leave(number, time.monotonic()))
+        return future
+
+
+# --- Groups -----------------------------------------------------------------------------------------------------------
+
+# torch's stubs lack some of the names of torch.distributed
+# mypy: disable-error-code="attr-defined,misc"
+
+
+_MESSAGES = ("send", "recv", "recv_anysource")
+
+
+def watch_group(group: Any) -> Any:
+    """Return `group` with watched calls: the group itself if it is written in Python, otherwise a proxy of it.
+
+    Its `watchdog_monitor` is set by the caller. While that is None, nothing is recorded.
+    """
+    if type(group) is not dist.ProcessGroup:
+        kind: Any = type(group)
+        group.__class__ = _watched_class(kind)
+        return group
+    return _WatchedProxy(group)
+
+
+@functools.cache
+def _watched_class(kind: Any) -> Any:
+    names = [name for name in (*OPERATIONS, *_MESSAGES) if hasattr(kind, name)]
+    methods = {name: _watched_collective(name, getattr(kind, name)) for name in names}
+    if hasattr(kind, "_end_coalescing"):
+        methods["_start_coalescing"] = _start_coalescing(kind._start_coalescing)
+        methods["_end_coalescing"] = _end_coalescing(kind._end_coalescing)
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods})
+
+
+def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    if name in _MESSAGES:
+        return _watched_message(name, method)
+    operation, key_of = OPERATIONS[name]
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        monitor: GroupMonitor | None = self.__dict__.get("watchdog_monitor")
+        thread = threading.get_ident()
+        if monitor is None or thread in monitor.threads_inside:
+            return method(self, *args, **kwargs)
+        given = (*args, *kwargs.values()) if kwargs else args  # `barrier` gets its options by name
+        pending = monitor.enter(operation, _key(key_of, given))
+        opts = given[-1] if given else None
+        device = None if monitor.completes_on_host else _device(given)
+        if getattr(opts, "asyncOp", True):
+            return _start(monitor, pending, thread, functools.partial(method, self, *args, **kwargs), device)
+        # from here on what `_start` and `WatchdogState.blocking` do, inlined: this path has to be short
+        state, recorder, inside = monitor.state, monitor.state.recorder, monitor.threads_inside
+        recorder.begin_wait(pending.number, pending.entered)
+        inside.add(thread)
+        state.enter_wait(thread)
+        try:
+            if monitor.preflight is not None:
+                monitor.preflight.begin(pending, blocking=True).wait()
+            work = method(self, *args, **kwargs)
+            if work is not None:
+                work.wait()  # also if it has failed by now, so that its root cause is raised
+        except BaseException as error:
+            _failed(monitor, pending, error)
+            raise
+        finally:
+            state.waiting_threads.discard(thread)
+            inside.discard(thread)
+            now = recorder.end_wait()
+        if device is None:
+            monitor.finish(pending, now)
+        else:
+            monitor.finish_wait(pending, work, device)
+        return work
+
+    return call
+
+
+def _device(args: Any) -> torch.device | None:
+    """Return the device of the first tensor."""
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            return each.device
+        found = _device(each) if isinstance(each, list | tuple) else None
+        if found is not None:
+            return found
+    return None
+
+
+def _key(key_of: Callable[..., Key], args: tuple[Any, ...]) -> Key:
+    try:
+        return key_of(*args)
+    except (AttributeError, IndexError, TypeError, RuntimeError):  # the backend will reject them
+        return ()
+
+
+def _start(
+    monitor: GroupMonitor,
+    pending: PendingCall,
+    thread: int,
+    method: Callable[[], Any],
+    device: torch.device | None = None,
+) -> Any:
+    """Make a call that returns a work at once."""
+    monitor.threads_inside.add(thread)
+    check = None
+    try:
+        if monitor.preflight is not None and pending.sequence:
+            check = monitor.preflight.begin(pending).evaluate_when_done()
+        work = method()
+    except BaseException as error:
+        _failed(monitor, pending, error)
+        raise
+    finally:
+        monitor.threads_inside.discard(thread)
+    if thread in monitor.coalesced:
+        monitor.coalesced[thread].append(pending)
+    if work is None:  # inside a coalesced batch
+        return work
+    if device is not None and monitor.state.captures.are_open:
+        monitor.finish(pending, pending.entered)  # it runs when the graph is replayed
+    else:
+        pending.work = work
+    return WatchedWork(work, monitor, pending, check, device)
+
+
+def _failed(monitor: GroupMonitor, pending: PendingCall, error: BaseException) -> None:
+    """Raise the root cause of an error; if that is the call itself, the program may continue without it."""
+    if is_rejection(error):
+        monitor.cancel_call(pending)
+    monitor.state.raise_root_cause(error, monitor.ranks)
+    monitor.remove_pending(pending)
+
+
+def _watched_message(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        monitor: GroupMonitor | None = self.__dict__.get("watchdog_monitor")
+        thread = threading.get_ident()
+        from_any = name == "recv_anysource"
+        if monitor is None or thread in monitor.threads_inside or kwargs:
+            return method(self, *args, **kwargs)
+        if not from_any and not 0 <= args[1] < len(monitor.ranks):  # Gloo would wait for ever
+            raise ConfigError("dst" if name == "send" else "src", f"a rank from 0 to {len(monitor.ranks) - 1}", args[1])
+        pending = monitor.send_or_receive(name, args[0], -1 if from_any else monitor.ranks[args[1]])
+        device = None if monitor.completes_on_host or name == "send" else _device(args)
+        return _start(monitor, pending, thread, functools.partial(method, self, *args), device)
+
+    return call
+
+
+def _start_coalescing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        method(self, *args, **kwargs)
+        monitor = self.__dict__.get("watchdog_monitor")
+        if monitor is not None:
+            monitor.coalesced[threading.get_ident()] = []
+
+    return start
+
+
+def _end_coalescing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        monitor = self.__dict__.get("watchdog_monitor")
+        calls = [] if monitor is None else monitor.coalesced.pop(threading.get_ident(), [])
+        work = method(self, *args, **kwargs)
+        return work if monitor is None or work is None else _CoalescedWork(work, monitor, calls)
+
+    return end
+
+
+class _CoalescedWork(WatchedWork):
+    """The work of a coalesced batch; a wait for it is recorded as one for its first call, and all complete with it."""
+
+    def __init__(self, inner: Any, monitor: GroupMonitor, calls: list[PendingCall]) -> None:
+        super().__init__(inner, monitor, calls[0] if calls else PendingCall(0, 0, 0.0))
+        self._calls = calls
+        for pending in calls:
+            pending.work = inner
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See `WatchedWork.wait`."""
+        answer = super().wait(timeout)
+        now = time.monotonic()
+        for pending in self._calls[1:]:
+            self._monitor.finish(pending, now)
+        return answer
+
+
+class GroupProxy(dist.ProcessGroup):
+    """A process group that forwards every call to another one.
+
+    Args:
+        group: one of c10d's own, written in C++.
+    """
+
+    def __init__(self, group: Any) -> None:
+        # given a store, torch would not call this class's methods
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self._group = group
+        self._set_default_backend(_backend_type(group))
+        for device in group._device_types:
+            self._register_backend(device, _backend_type(group), group._get_backend(device))
+        self._set_group_name(group.group_name)
+        self._set_group_desc(group.group_desc)
+        if group.bound_device_id is not None:
+            self.bound_device_id = group.bound_device_id
+
+    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+        """Return the name that `init_process_group` knows."""
+        return str(self._group.name())
+
+    def getGroupName(self) -> str:  # noqa: N802 - c10d's name
+        """Return the name under which torch finds the group again."""
+        return str(self._group.group_name)
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - c10d's name
+        """Return the description that its creator has given it."""
+        return str(self._group.group_desc)
+
+    def coalesces(self, device: Any) -> bool:
+        """Return whether concurrent messages on `device` have to be coalesced."""
+        return bool(self._group._get_backend(device).supports_coalescing)
+
+    def allreduce_unwatched(self, tensors: Any, opts: Any) -> Any:
+        """Do the same as `allreduce`, for a call of the watchdog itself."""
+        return self._group.allreduce(tensors, opts)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_group":
+            raise AttributeError(name)
+        return getattr(self._group, name)
+
+
+def _backend_type(group: Any) -> Any:
+    name = str(group.name()).upper()
+    return getattr(dist.ProcessGroup.BackendType, name, dist.ProcessGroup.BackendType.CUSTOM)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._group, name)(*args, **kwargs)
+
+    call.__name__ = name
+    call.__doc__ = f"Forward {name} to the group."
+    return call
+
+
+_OTHERS = (
+    *("shutdown", "abort", "set_timeout", "get_group_store", "monitored_barrier"),
+    *("_start_coalescing", "_end_coalescing"),
+)
+
+for _name in (*OPERATIONS, *_MESSAGES, *_OTHERS):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(GroupProxy, _name, _forward(_name))
+
+_WatchedProxy: Any = _watched_class(GroupProxy)

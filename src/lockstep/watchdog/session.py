@@ -1,0 +1,270 @@
+"""The session: the watchdog of this process from its first process group until the last one is destroyed."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from ..errors import InterruptedRunError, LockstepError
+from ..flight_recorder import RecordLog
+from . import error_delivery, jobs
+from . import report as reports
+from .cross_host import CrossHost
+from .error_delivery import ErrorDelivery, SocketTracker, StackFile, collect_stacks
+from .group_monitor import GroupMonitor
+from .jobs import Rendezvous
+from .mismatch import Finding
+from .monitor_thread import MonitorThread
+from .shared_state import Limits, WatchdogState
+
+__all__ = ["ExitHooks", "Session", "record_exception", "record_exit"]
+
+
+class Session:
+    """Makes the parts of the watchdog, and makes, adopts and distributes the report.
+
+    Args:
+        rendezvous: what this rank knows of the others.
+        limits: time limits and modes.
+        sockets: of the process groups.
+
+    Attributes:
+        state: what the parts share.
+        monitors: of the groups of this rank that are watched.
+        groups: the process groups whose waits end when something goes wrong, with their monitors.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, limits: Limits, sockets: SocketTracker) -> None:
+        self.state = state = WatchdogState(rendezvous, limits)
+        state.fail, state.poll_report, state.raise_root_cause = self.fail, self.poll_report, self.raise_root_cause
+        self.monitors: list[GroupMonitor] = []
+        self.groups: dict[Any, GroupMonitor] = {}
+        self.cross_host = CrossHost(state, self.monitors)
+        self._stacks = StackFile(state.folder, state.recorder)
+        self._sockets = sockets
+        self._groups_made: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def start(self, close: Callable[[], None], log: RecordLog | None) -> None:
+        """Start monitoring.
+
+        Args:
+            close: closes the session; called when the interpreter exits.
+            log: gets all records, if they are kept.
+        """
+        self._delivery = ErrorDelivery(self.state)
+        self.state.keeps_log = log is not None
+        self._exit_hooks = ExitHooks(self.state, self.cross_host, close)
+        self._thread = MonitorThread(self.state, self.monitors, self.cross_host, self._delivery, log)
+
+    def close(self) -> None:
+        """Stop monitoring and remove this rank's files."""
+        state = self.state
+        self._thread.stop()
+        self._exit_hooks.close()
+        self._delivery.close()
+        self.cross_host.close()
+        self._stacks.close()
+        state.health.close()
+        for group in list(self.groups):
+            group.watchdog_monitor = None
+        self.groups.clear()
+        for reader in state.readers.values():
+            reader.close()
+        state.recorder.close()
+        if state.rendezvous.owns_folder:
+            self._remove_files()
+
+    def _remove_files(self) -> None:
+        """Remove this rank's files, and the folder with the last of them."""
+        folder, rank = self.state.folder, self.state.rank
+        with suppress(OSError):  # another rank has removed the folder
+            for name in (f"rank-{rank}", f"stack-{rank}"):
+                (folder / name).unlink(missing_ok=True)
+            if not any(folder.glob("rank-*")):
+                jobs.remove(folder.parent)
+
+    # --- groups
+
+    def add_group(self, name: str, title: str, ranks: tuple[int, ...], limit_s: float = 0.0) -> GroupMonitor:
+        """Start monitoring a group; for the arguments see `GroupMonitor`."""
+        uses = self._groups_made[name, ranks] = self._groups_made.get((name, ranks), 0) + 1
+        monitor = GroupMonitor(self.state, name, title, ranks, uses, limit_s)
+        with self.state.lock:
+            self.monitors.append(monitor)
+        return monitor
+
+    def remove_group(self, group: Any) -> None:
+        """Forget a group that is about to be destroyed."""
+        self.exclude_group(group)
+        self.groups.pop(group, None)
+
+    def exclude_group(self, group: Any) -> None:
+        """Stop monitoring a group; its waits still end when something goes wrong."""
+        monitor = self.groups.get(group)
+        if monitor is not None and group.watchdog_monitor is not None:
+            group.watchdog_monitor = None
+            monitor.close()
+            with self.state.lock:
+                self.monitors.remove(monitor)
+
+    def mark_groups_destroyed(self) -> None:
+        """Record that this rank destroys all its groups, so that ranks that wait for it know that it has not died."""
+        if self.state.recorder.phase not in ("raised", "ended"):
+            self.state.recorder.set_phase("left")
+
+    # --- the report
+
+    def fail(self, finding: Finding) -> None:
+        """Make a report of a finding, unless there is one, and adopt it."""
+        state = self.state
+        if state.error is None and not self.poll_report():
+            try:
+                made = self.make_report(finding)
+            except Exception:  # a failure to collect the details must not hold the error back
+                made = reports.make_report(finding, {}, {}, state.recorder.world_size)
+            first = self.cross_host.publish_report(made)
+            with suppress(OSError):  # no space, or the folder is gone: this rank at least raises the error
+                reports.write_once(state.folder, first)
+            if not self.poll_report():
+                self.adopt_report(first)
+
+    def poll_report(self) -> bool:
+        """Adopt the report that a rank of this host has made, if there is one; return whether there is."""
+        state = self.state
+        path = state.folder / "report.json"
+        if state.error is None and path.exists():
+            try:
+                self.adopt_report(reports.read(path))
+            except LockstepError:  # the folder is gone: the job is over
+                return False
+        return state.error is not None
+
+    def adopt_report(self, report: reports.Report) -> None:
+        """Make every collective of this rank raise this report, and end its waits."""
+        with self.state.lock:
+            if self.state.error is not None:
+                return
+            self.state.error = error_delivery.make_error(report)
+        self._end_waits()  # before the store is used, which may take a while
+        self.cross_host.publish_report(report)
+
+    def _end_waits(self) -> None:
+        self._sockets.shutdown()
+        for group in list(self.groups):
+            with suppress(Exception):  # it may be destroyed already
+                group.abort()
+
+    def make_report(self, finding: Finding) -> reports.Report:
+        """Return the report of a finding, with the stacks of the ranks that are not in a collective."""
+        state = self.state
+        gone = state.health.poll()
+        stopped = {rank for rank in state.peers if state.health.is_stopped(rank)}
+        running = [
+            reader
+            for rank, reader in state.readers.items()
+            if rank not in gone and rank not in stopped and reader.phase == "runs"
+        ]
+        stacks, rows = collect_stacks(state.folder, running), self.cross_host.rank_statuses()
+        several_hosts = len(state.rendezvous.hosts) > 1
+        for rank, reader in state.readers.items():
+            stack = stacks.get(rank, ())
+            rows[rank] = reports.rank_status(reader.state(), several_hosts, rank in gone, rank in stopped, stack)
+        return reports.make_report(finding, state.readers, rows, state.recorder.world_size)
+
+    def raise_root_cause(self, error: BaseException, ranks: Collection[int] | None = None) -> None:
+        """Raise the report instead of `error`, if that is only a symptom of it and the report comes within seconds."""
+        error_delivery.await_root_cause(self.state, self.monitors, error, ranks)
+
+
+# --- The end of the program, with an exception or without -------------------------------------------------------------
+
+_EXIT_PAUSE_S = 0.05
+_REQUESTED = (KeyboardInterrupt, SystemExit, GeneratorExit, InterruptedRunError)
+
+
+def record_exception(state: WatchdogState, error: BaseException) -> None:
+    """Record that this rank ends with `error`."""
+    if os.getpid() != state.recorder.pid:
+        return  # a forked child; the rank is its parent
+    state.is_exiting = True
+    state.has_failed = not (isinstance(error, SystemExit) and error.code in (None, 0))
+    if state.recorder.phase in ("raised", "left"):
+        return
+    if isinstance(error, _REQUESTED) or error is state.error or state.error is not None:
+        record_exit(state)  # it follows the failure of another rank, or was requested
+        return
+    frames = error.__traceback__
+    while frames is not None and _runs_program(frames):
+        frames = frames.tb_next
+    state.recorder.write_traceback("".join(traceback.format_exception(type(error), error, frames)))
+    state.recorder.set_phase("raised")
+
+
+def _runs_program(frames: TracebackType) -> bool:
+    """Return whether this frame belongs to what runs the program, and not to the program."""
+    name = str(frames.tb_frame.f_globals.get("__name__", ""))
+    return name == "runpy" or name.startswith(f"{__package__.partition('.')[0]}.launcher")
+
+
+def record_exit(state: WatchdogState) -> None:
+    """Record that this rank ends in good order."""
+    if os.getpid() != state.recorder.pid:
+        return
+    state.is_exiting = True
+    if state.recorder.phase not in ("raised", "left"):
+        state.recorder.set_phase("ended")
+
+
+class ExitHooks:
+    """Records how this rank ends when the interpreter exits, and closes the session.
+
+    Args:
+        state: of the watchdog.
+        cross_host: compares the last collectives across hosts.
+        close: closes the session.
+    """
+
+    def __init__(self, state: WatchdogState, cross_host: CrossHost, close: Callable[[], None]) -> None:
+        self._state: WatchdogState | None = state
+        self._cross_host: CrossHost | None = cross_host
+        self._close: Callable[[], None] | None = close
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._hook
+        atexit.register(self._at_exit)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        atexit.unregister(self._at_exit)
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._previous_hook
+        self._state = self._cross_host = self._close = None  # torch's own hook may keep this one alive
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self._state is not None:
+            record_exception(self._state, error)
+        self._previous_hook(kind, error, trace)
+
+    def _at_exit(self) -> None:
+        state = self._state
+        if state is None or self._cross_host is None or self._close is None:
+            return
+        known = state.error
+        if os.getpid() == state.recorder.pid and state.recorder.phase != "raised":
+            self._cross_host.compare_at_exit()
+        record_exit(state)
+        self._close()
+        if state.error is not known:  # too late to raise it
+            sys.stderr.write(f"{type(state.error).__name__}: {state.error}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        # The program has destroyed no groups. Gloo's threads release the last tensors a moment after a collective has
+        # returned, and abort the process if the interpreter is gone by then.
+        time.sleep(_EXIT_PAUSE_S)

@@ -1,0 +1,227 @@
+"""Elastic states and samplers of Horovod, in one process: what is saved, restored, and called when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lockstep.compat.horovod.common.elastic import HostUpdateResult, ObjectState, run_fn
+from lockstep.compat.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from lockstep.compat.horovod.torch.elastic import sampler as sampler_module
+from lockstep.compat.horovod.torch.elastic.sampler import ElasticSampler
+
+
+def state(**values: Any) -> ObjectState:
+    return ObjectState(lambda value: value, lambda: 0, **values)
+
+
+# --- states -------------------------------------------------------------------------------------------------
+
+
+def test_restore_undoes_what_came_after_the_last_commit() -> None:
+    kept = state(epoch=0, seen=[1])
+    kept.epoch = 1
+    kept.seen.append(2)
+    kept.restore()
+    assert (kept.epoch, kept.seen) == (0, [1])
+    kept.seen.append(3)
+    kept.commit()
+    kept.seen.append(4)
+    kept.restore()
+    kept.seen.append(5)
+    kept.restore()
+    assert kept.seen == [1, 3]
+
+
+def test_sync_takes_what_rank_0_has_and_saves_it() -> None:
+    kept = ObjectState(lambda value: dict.fromkeys(value, "of rank 0"), lambda: 1, a=1)
+    kept.sync()
+    kept.a = 2
+    kept.restore()
+    assert kept.a == "of rank 0"
+
+
+def test_sync_sends_what_there_is_now() -> None:
+    kept = state(batch=0)
+    kept.batch = 7
+    kept.sync()
+    assert kept.batch == 7
+
+
+@pytest.mark.parametrize(
+    ("updates", "skips"),
+    [
+        ([HostUpdateResult.removed], True),
+        ([HostUpdateResult.added], False),
+        ([HostUpdateResult.removed, HostUpdateResult.added], False),
+    ],
+)
+def test_updates_of_hosts_interrupt_once(updates: list[int], skips: bool) -> None:
+    kept = state()
+    kept.check_host_updates()
+    for time, update in enumerate(updates, 1):
+        kept.on_hosts_updated(time, update)
+    with pytest.raises(HostsUpdatedInterrupt) as found:
+        kept.commit()
+    assert found.value.skip_sync is skips
+    kept.commit()
+
+
+def test_an_old_update_does_not_count() -> None:
+    kept = state()
+    kept.on_hosts_updated(5, HostUpdateResult.added)
+    with pytest.raises(HostsUpdatedInterrupt):
+        kept.check_host_updates()
+    kept.on_hosts_updated(4, HostUpdateResult.added)
+    kept.check_host_updates()
+
+
+# --- run ----------------------------------------------------------------------------------------------------
+
+
+class Noted(ObjectState):
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        super().__init__(lambda value: value, lambda: 0, step=0)
+        self.register_reset_callbacks([lambda: self.calls.append("callback")])
+
+    def sync(self) -> None:
+        self.calls.append("sync")
+        super().sync()
+
+    def restore(self) -> None:
+        self.calls.append("restore")
+        super().restore()
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+
+def run(errors: list[Exception], commit: bool = True, reset: Callable[[], None] = lambda: None) -> list[str]:
+    """The calls of a training that ends, each time it is called, with the next of `errors`, and at last well."""
+    kept = Noted()
+
+    def train(kept: Noted, word: str) -> str:
+        kept.calls.append(word)
+        if commit:
+            kept.commit()
+        kept.step += 1
+        if errors:
+            raise errors.pop(0)
+        return "result"
+
+    assert run_fn(train, reset)(kept, "train") == "result"
+    return kept.calls
+
+
+def test_run_calls_once_where_nothing_happens() -> None:
+    assert run([]) == ["sync", "train"]
+
+
+def test_after_an_internal_error_the_state_is_restored_and_sent_again() -> None:
+    again = ["restore", "reset", "callback", "sync", "train"]
+    assert run([HorovodInternalError("lost"), HorovodInternalError("lost")]) == ["sync", "train", *again, *again]
+
+
+@pytest.mark.parametrize("skip_sync", [False, True])
+def test_after_an_update_of_hosts_nothing_is_restored(skip_sync: bool) -> None:
+    sync = [] if skip_sync else ["sync"]
+    assert run([HostsUpdatedInterrupt(skip_sync)]) == ["sync", "train", "reset", "callback", *sync, "train"]
+
+
+def test_other_errors_end_the_training() -> None:
+    with pytest.raises(KeyError):
+        run([KeyError("other")])
+
+
+def test_a_failure_that_comes_again_from_the_same_commit_is_raised() -> None:
+    with pytest.raises(HorovodInternalError, match="second"):
+        run([HorovodInternalError("first"), HorovodInternalError("second")], commit=False)
+
+
+def test_where_the_job_cannot_be_made_anew_the_failure_is_raised() -> None:
+    def reset() -> None:
+        raise OSError("no way")
+
+    with pytest.raises(HorovodInternalError, match=r"first\. The job cannot continue .*: no way"):
+        run([HorovodInternalError("first")], reset=reset)
+
+
+# --- the sampler --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    def of(rank: int, size: int) -> None:
+        monkeypatch.setattr(sampler_module, "rank", lambda: rank)
+        monkeypatch.setattr(sampler_module, "size", lambda: size)
+
+    of(0, 1)
+    return of
+
+
+def shares(ranks: Callable[[int, int], None], size: int, make: Callable[[], ElasticSampler]) -> list[list[int]]:
+    found = []
+    for rank in range(size):
+        ranks(rank, size)
+        one = make()
+        found.append(list(one))
+        assert len(found[-1]) == len(one)
+    return found
+
+
+@pytest.mark.parametrize(("length", "size"), [(10, 2), (11, 4), (1, 4), (0, 2)])
+def test_ranks_share_all_samples_evenly(ranks: Callable[[int, int], None], length: int, size: int) -> None:
+    found = shares(ranks, size, lambda: ElasticSampler(range(length)))
+    assert {index for share in found for index in share} == set(range(length))
+    assert {len(share) for share in found} == {-(-length // size)}
+
+
+def test_the_order_is_that_of_seed_and_epoch(ranks: Callable[[int, int], None]) -> None:
+    assert list(ElasticSampler(range(20), shuffle=False)) == list(range(20))
+    one, other = ElasticSampler(range(20), seed=1), ElasticSampler(range(20))
+    assert list(one) != list(range(20))
+    other.set_epoch(1)
+    assert list(one) == list(other)
+    other.set_epoch(2)
+    assert list(one) != list(other)
+
+
+def test_samples_that_are_done_are_assigned_to_no_worker(ranks: Callable[[int, int], None]) -> None:
+    ranks(1, 2)
+    two = ElasticSampler(range(12))
+    order = list(two.remaining_indices)
+    list(two)
+    two.record_batch(0, 2)
+    assert two.get_indices(0, 2) == [order[1], order[3]]
+    assert two.processed_indices == set(order[:4])  # rank 0 has done its batch too
+    two.record_indices([order[7]])
+    saved = two.state_dict()
+
+    def going_on() -> ElasticSampler:
+        made = ElasticSampler(range(12))
+        made.load_state_dict(saved)
+        return made
+
+    found = shares(ranks, 3, going_on)
+    assert sorted({index for share in found for index in share}) == sorted(set(order[4:]) - {order[7]})
+    ranks(0, 1)
+    three = going_on()
+    list(three)
+    three.record_batch(2, 1)  # the third of what was left
+    assert three.processed_indices == {*order[:7], order[7]}
+    three.set_epoch(1)
+    assert three.processed_indices == set()
+    assert len(three) == 12
+
+
+def test_states_of_either_kind_are_read(ranks: Callable[[int, int], None]) -> None:
+    one = ElasticSampler(range(6), shuffle=False)
+    one.load_state_dict({"epoch": 0, "processed_indices": {0, 5}})
+    assert list(one) == [1, 2, 3, 4]
+    one.load_state_dict({"epoch": 0, "processed_num": 4})
+    assert list(one) == [4, 5]

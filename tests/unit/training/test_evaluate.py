@@ -1,0 +1,121 @@
+"""What accuracy counts, and what an evaluation refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.communicator import Communicator
+from lockstep.data.loader import Loader
+from lockstep.errors import ConfigError, DataError
+from lockstep.topology import World
+from lockstep.training.evaluate import accuracy, default_metrics, evaluate
+
+CPU = torch.device("cpu")
+
+
+def loader(*tensors: torch.Tensor, global_batch_size: int = 4) -> Loader:
+    return Loader(TensorDataset(*tensors), global_batch_size, comm=Communicator.at(World(), CPU))
+
+
+def test_accuracy_of_labels() -> None:
+    output = torch.eye(4)
+    assert [int(n) for n in accuracy(output, torch.tensor([0, 1, 3, 3]))] == [3, 4]
+    assert [int(n) for n in accuracy(output, torch.tensor([0, -100, 3, 3]))] == [2, 3]
+    assert [int(n) for n in accuracy(output, torch.tensor([0, 1, 2, 3]), ignore_index=0)] == [3, 3]
+
+
+def test_accuracy_of_labels_at_every_position() -> None:
+    output = torch.zeros(2, 3, 4, 5)
+    output[:, 1] = 1
+    target = torch.ones(2, 4, 5, dtype=torch.long)
+    target[0] = 2
+    target[1, 0] = -100
+    assert [int(n) for n in accuracy(output, target)] == [15, 35]
+
+
+def test_accuracy_of_probabilities_goes_by_the_largest() -> None:
+    target = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
+    assert [int(n) for n in accuracy(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), target)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("output", "target"),
+    [
+        (torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.long)),
+        (torch.zeros(4, 3, 2), torch.zeros(4, dtype=torch.long)),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.long)),
+        (torch.zeros(4, 3), torch.zeros(4)),
+    ],
+)
+def test_accuracy_of_other_shapes_is_refused(output: torch.Tensor, target: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match=r"output \[4.*target \[4"):
+        accuracy(output, target)
+
+
+class Picture(nn.Module):
+    """Finds class 1 everywhere."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([0 * x, 0 * x + 1], dim=1)
+
+
+def test_an_evaluation_of_labels_at_every_position() -> None:
+    x = torch.zeros(10, 3, 5)
+    labels = torch.ones(10, 3, 5, dtype=torch.long)
+    labels[:2] = 0
+    labels[2:6] = 7
+    measured = evaluate(Picture(), loader(x, labels), nn.CrossEntropyLoss(ignore_index=7))
+    expected = nn.CrossEntropyLoss(ignore_index=7)(Picture()(x), labels)
+    assert measured == pytest.approx({"loss": float(expected), "accuracy": 4 / 6})
+
+
+def test_metrics_are_means_over_samples_or_what_they_count() -> None:
+    x = torch.arange(10.0)[:, None]
+    metrics: dict[str, Any] = {
+        "mean": lambda output, target: output.mean(),
+        "by sample": lambda output, target: output,
+        "by count": lambda output, target: (output.sum(), (target > 3).sum()),
+    }
+    measured = evaluate(nn.Identity(), loader(x, x), nn.MSELoss(), metrics)
+    assert measured == pytest.approx({"loss": 0.0, "mean": 4.5, "by sample": 4.5, "by count": 7.5})
+
+
+def test_a_metric_may_not_take_the_name_of_the_loss() -> None:
+    x = torch.zeros(4, 1)
+    with pytest.raises(ConfigError, match=r"metrics: .* got 'loss'"):
+        evaluate(nn.Identity(), loader(x, x), nn.MSELoss(), {"loss": lambda output, target: output.sum()})
+
+
+def test_nothing_to_count_is_an_error_with_its_name() -> None:
+    x = torch.zeros(4, 1)
+    with pytest.raises(DataError, match="something that loss counts, got none"):
+        evaluate(nn.Linear(1, 2), loader(x, torch.full((4,), -100)), nn.CrossEntropyLoss())
+    nothing: dict[str, Any] = {"pixels": lambda output, target: (output.sum(), 0)}
+    with pytest.raises(DataError, match="something that pixels counts, got none"):
+        evaluate(nn.Identity(), loader(x, x), nn.MSELoss(), nothing)
+
+
+def test_accuracy_is_the_default_of_classification() -> None:
+    for loss_fn in (nn.CrossEntropyLoss(), nn.NLLLoss(), nn.functional.cross_entropy):
+        assert list(default_metrics(loss_fn)) == ["accuracy"]
+    assert default_metrics(nn.MSELoss()) == {}
+
+
+def test_a_sum_as_a_metric_is_refused_by_its_name() -> None:
+    x = torch.arange(10.0)[:, None]
+    with pytest.raises(
+        ConfigError, match=r"metrics: .* total, which gives 16 for 4 samples of rank 0 and 8 as the mean"
+    ):
+        evaluate(nn.Identity(), loader(x, x), nn.MSELoss(), {"total": lambda output, target: output.sum()})
+
+
+@pytest.mark.parametrize("metrics", [{"x": 1}, [1]])
+def test_metrics_that_cannot_be_called_are_refused(metrics: Any) -> None:
+    data = loader(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"metrics: expected a (function|mapping)"):
+        evaluate(nn.Linear(3, 2), data, nn.CrossEntropyLoss(), metrics)

@@ -1,0 +1,170 @@
+"""Options have types and limits, from flags and from files."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.training.formats import PRECISIONS
+from lockstep.training.options import TrainOptions, from_mapping, parse_param_groups, parse_text
+from lockstep.training.precision import Precision
+
+BY_NAME = {option.name: option for option in fields(TrainOptions)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("lr", "1e-3", 0.001),  # a text to YAML 1.1
+        ("lr", 1, 1.0),
+        ("lr", "0.1", 0.1),
+        ("epochs", 3, 3),
+        ("epochs", "3", 3),
+        ("warmup-epochs", 2, 2.0),
+        ("global-batch-size", 64, 64),
+        ("workers", 2, "2"),
+        ("workers", "auto", "auto"),
+        ("checkpoint-every", 2, "2"),
+        ("compile", True, True),
+        ("quiet", False, False),
+        ("max_grad_norm", None, None),
+        ("data-dir", None, None),
+        ("run_dir", "somewhere", "somewhere"),
+        ("resume", "latest", "latest"),
+    ],
+)
+def test_values_of_files(name: str, value: Any, expected: Any) -> None:
+    (found,) = from_mapping({name: value}, "a.yaml").items()
+    assert found == (name.replace("-", "_"), expected)
+    assert type(found[1]) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("epochs", "three", "a.yaml: epochs: expected a whole number, got 'three'"),
+        ("epochs", 1.5, "a.yaml: epochs: expected a whole number, got 1.5"),
+        ("epochs", True, "a.yaml: epochs: expected a whole number, got True"),
+        ("epochs", None, "a.yaml: epochs: expected a whole number, got None"),
+        ("global-batch-size", [1], r"a.yaml: global-batch-size: expected a whole number, got \[1\]"),
+        ("lr", "fast", "a.yaml: lr: expected a number, got 'fast'"),
+        ("lr", None, "a.yaml: lr: expected a number, got None"),
+        ("lr", False, "a.yaml: lr: expected a number, got False"),
+        ("compile", "maybe", "a.yaml: compile: expected true or false, got 'maybe'"),
+        ("compile", 1, "a.yaml: compile: expected true or false, got 1"),
+        ("compile", None, "a.yaml: compile: expected true or false, got None"),
+        ("model", None, "a.yaml: model: expected a text, got None"),
+        ("run_dir", datetime.date(2026, 1, 2), "a.yaml: run_dir: expected a text, got .*Put it in quotes."),
+        ("run_dir", 1.10, "a.yaml: run_dir: expected a text, got 1.1. Put it in quotes."),
+        ("run_dir", "", "a.yaml: run_dir: expected a text, got ''"),
+        ("run_dir", "a\0b", r"a.yaml: run_dir: expected a text, got 'a\\x00b'"),
+        ("epoch", 3, "a.yaml: expected options of a run.*got 'epoch'. Did you mean epochs"),
+        ("global_bach", 3, "Did you mean global_batch_size"),
+    ],
+)
+def test_bad_values_of_files_name_file_and_key(key: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        from_mapping({key: value}, "a.yaml")
+
+
+def test_a_key_comes_once() -> None:
+    with pytest.raises(ConfigError, match=r"a.yaml: global_batch_size: expected each option once"):
+        from_mapping({"global-batch-size": 3, "global_batch_size": 4}, "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("epochs", "", "epochs: expected a whole number"),
+        ("lr", "1,5", "lr: expected a number, got '1,5'"),
+        ("run_dir", "", "run_dir: expected a text, got ''"),
+        ("run_dir", "  ", "run_dir: expected a text"),
+    ],
+)
+def test_bad_texts_of_flags(name: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_text(BY_NAME[name], text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            (name, 0)
+            for name in (
+                "global_batch_size",
+                "gradient_accumulation_steps",
+                "epochs",
+                "keep_checkpoints",
+                "base_batch_size",
+                "workers",
+            )
+        ),
+        *((name, 0.0) for name in ("lr", "max_grad_norm")),
+        *((name, -1.0) for name in ("momentum", "weight_decay", "warmup_epochs")),
+        *((name, float("inf")) for name in ("lr", "momentum", "weight_decay", "max_grad_norm")),
+        *((name, float("nan")) for name in ("lr", "momentum", "weight_decay", "max_grad_norm", "warmup_epochs")),
+        ("gradient_accumulation_steps", 257),  # more than there are samples in a step
+        *((name, value) for name in ("beta1", "beta2") for value in (-0.1, 1.0, float("nan"))),
+        *(("param_groups", text) for text in ("lr=0.1", "fc*", "fc*:lr", "fc*:lr=x", "fc*:")),
+        ("loader_workers", -1),
+        ("epochs", True),
+    ],
+)
+def test_limits(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: expected"):
+        TrainOptions(**{name: value}).check()
+
+
+def test_small_data_has_defaults_of_its_own() -> None:
+    digits, images = TrainOptions(), TrainOptions(data="fashion-mnist")
+    assert (digits.global_batch_size, digits.epochs) == (64, 15)
+    assert (images.global_batch_size, images.epochs) == (256, 10)
+    assert TrainOptions(global_batch_size=100, epochs=2).as_dict()["global_batch_size"] == 100
+
+
+def test_what_belongs_to_one_call_is_not_kept_for_the_next() -> None:
+    assert {"quiet", "resume", "run_dir"}.isdisjoint(TrainOptions(quiet=True, run_dir="a").as_dict())
+
+
+def test_parameter_groups_are_parsed() -> None:
+    assert parse_param_groups(" *.bias, bn*:weight_decay=0 ; fc*:lr=1e-2,momentum=0.8;") == [
+        (["*.bias", "bn*"], {"weight_decay": 0.0}),
+        (["fc*"], {"lr": 0.01, "momentum": 0.8}),
+    ]
+    assert parse_param_groups("") == []
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_seeds(seed: int) -> None:
+    TrainOptions(seed=seed).check()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 2**64])
+def test_seeds_beyond_64_bits_are_refused(seed: int) -> None:
+    with pytest.raises(ConfigError, match=f"seed: expected a whole number from 0 to {2**63 - 1}, got {seed}"):
+        TrainOptions(seed=seed).check()
+
+
+@pytest.mark.parametrize(
+    ("given", "lr"),
+    [({}, 0.05), ({"optimizer": "adam"}, 0.001), ({"optimizer": "adamw"}, 0.001), ({"optimizer": "adam", "lr": 1}, 1)],
+)
+def test_the_learning_rate_suits_the_optimizer(given: dict[str, Any], lr: float) -> None:
+    assert TrainOptions(**given).lr == lr
+
+
+def test_written_options_can_be_read_and_name_no_folder() -> None:
+    options = TrainOptions(run_dir="somewhere", resume="somewhere/else", lr=0.3, workers="2", compile=True)
+    written = options.as_dict()
+    assert set(written) == set(BY_NAME) - {"run_dir", "resume", "allow_different_hardware", "quiet"}
+    assert TrainOptions(**from_mapping(written, "config.yaml")) == TrainOptions(lr=0.3, workers="2", compile=True)
+
+
+def test_the_formats_offered_are_those_there_are() -> None:
+    assert [Precision(name, torch.device("cpu")).name for name in PRECISIONS] == list(PRECISIONS)

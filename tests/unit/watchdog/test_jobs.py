@@ -1,0 +1,139 @@
+"""The folders of jobs: who may use them, and which jobs are alive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from lockstep import environment
+from lockstep.errors import LockstepError
+from lockstep.flight_recorder import layout
+from lockstep.launcher.run_config import WatchdogOptions
+from lockstep.launcher.supervisor import WatchdogFiles
+from lockstep.system import private_folders
+from lockstep.watchdog import jobs
+from support.openings import SQUATS, squat
+
+
+def test_where_one_rank_has_no_space_for_records_the_watchdog_is_off_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = jobs._make_recorder
+    monkeypatch.setattr(
+        jobs, "_make_recorder", lambda folder, rank, size: (rank != 1 and record(folder, rank, size)) or None
+    )
+    folder = tmp_path / "job" / "attempt-0"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("LOCKSTEP_WATCHDOG_DIR", str(folder))
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def join(rank: int) -> str:
+        with pytest.raises(jobs.NoSpaceError) as caught:
+            jobs.rendezvous(store, rank, 3, "here")
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        said = set(pool.map(join, range(3)))
+    assert said == {f"no space in {tmp_path} for the flight recorders of ranks [1]"}
+    assert not list(folder.iterdir())
+
+
+def base_in(parent: Path, monkeypatch: pytest.MonkeyPatch, runtime: Path | None = None) -> Path:
+    """The folder for this user's jobs, in `parent` instead of the host's memory."""
+    monkeypatch.setattr(layout, "parent", lambda: parent)
+    monkeypatch.setattr(environment, "runtime_dir", lambda: runtime)
+    return jobs.make_base()
+
+
+@pytest.mark.parametrize("runtime", [True, False], ids=["runtime directory", "no runtime directory"])
+@pytest.mark.parametrize("kind", SQUATS)
+def test_nobody_can_keep_ranks_from_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, runtime: bool
+) -> None:
+    """The usual folder's name can be guessed; others, or containers that share the memory, may take its place."""
+    taken, own = tmp_path / f"lockstep-{os.getuid()}", tmp_path / "runtime"
+    squat(taken, kind)
+    own.mkdir(mode=0o700)
+    monkeypatch.setattr(layout, "parent", lambda: tmp_path)
+    monkeypatch.setattr(environment, "runtime_dir", lambda: own if runtime else None)
+    before = set(tmp_path.iterdir())
+
+    # ranks that a launcher has started
+    told: list[str] = []
+    watchdog = WatchdogFiles("run", WatchdogOptions(), None, told.append)
+    watchdog.start_attempt(0, 0, 2)
+    assert told == [] and watchdog.folder is not None
+    assert watchdog.variables()["LOCKSTEP_WATCHDOG_DIR"] == str(watchdog.folder)
+    assert list(jobs.find_jobs()) == [watchdog.folder]  # for `lockstep top`
+    watchdog.close()
+
+    # ranks without one
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(3) as pool:
+        met = list(pool.map(lambda rank: jobs.rendezvous(store, rank, 3, "here"), range(3)))
+    assert len({each.folder for each in met}) == 1 and list(jobs.find_jobs()) == [met[0].folder]
+    base = met[0].folder.parent.parent
+    assert base.parent == (own if runtime else tmp_path) and private_folders.is_private(base)
+    for each in met:
+        each.recorder.close()
+        for peer in each.peers.values():
+            peer.close()
+    jobs.remove(met[0].folder.parent)
+
+    assert set(tmp_path.iterdir()) == before
+    if taken.is_dir():
+        assert list(taken.iterdir()) == []  # nothing is entrusted to what others can change
+
+
+def test_a_folder_of_an_unknown_user_is_not_taken_for_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container all users of the host whom it does not know have one number, which may be this user's."""
+    base = base_in(tmp_path, monkeypatch)
+    monkeypatch.setattr(private_folders.os, "access", lambda path, mode: Path(path) != base)
+    assert jobs.make_base() != base
+
+
+@pytest.mark.parametrize("said", [{"token": "../../home"}, {"base": "/etc"}, {"base": "lockstep/../.."}])
+def test_a_rank_does_not_record_in_any_folder_that_the_store_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, str]
+) -> None:
+    base_in(tmp_path, monkeypatch)
+    first = {"token": "0123456789ab", "base": "", **said}
+    with pytest.raises(LockstepError, match=r"twelve hexadecimal digits|not a private folder of this user"):
+        jobs._make_folder(first["token"], first["base"], [0], 1)
+    assert [path.name for path in tmp_path.iterdir()] == [f"lockstep-{os.getuid()}"]
+
+
+def test_jobs_of_other_containers_are_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_in(tmp_path, monkeypatch)
+    for name, space in (("ours", None), ("theirs", "pid:[1]")):
+        folder = base / name / "attempt-0"
+        folder.mkdir(parents=True)
+        about = jobs.JobDescription("program", 0, 1)
+        jobs.write_description(folder, about if space is None else replace(about, pid_namespace=space))
+    jobs.remove_dead()
+    assert [path.name for path in base.iterdir()] == ["theirs"]
+
+
+def test_a_job_that_ends_while_others_look_for_jobs_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_in(tmp_path, monkeypatch)
+    for name in ("ended", "other"):
+        (base / name / "attempt-0").mkdir(parents=True)
+        jobs.write_description(base / name / "attempt-0", jobs.JobDescription("program", os.getpid(), 1))
+    for name in ("scandir", "listdir"):
+        listing = getattr(os, name)
+
+        def gone(path: Any, listing: Callable[[Any], Any] = listing) -> Any:
+            if Path(path).name == "ended":
+                raise FileNotFoundError(path)
+            return listing(path)
+
+        monkeypatch.setattr(os, name, gone)
+    jobs.remove_dead()
+    assert [folder.parent.name for folder in jobs.find_jobs()] == ["other"]

@@ -1,0 +1,127 @@
+"""From a finding to a report and an error on this rank."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from lockstep.errors import TransportError
+from lockstep.watchdog import patches
+from lockstep.watchdog import report as reports
+from lockstep.watchdog.group_monitor import GroupMonitor
+from lockstep.watchdog.mismatch import Finding
+from lockstep.watchdog.report import Report
+from lockstep.watchdog.session import Session
+from lockstep.watchdog.shared_state import WatchdogState
+
+
+def test_an_error_is_raised_even_if_no_report_can_be_made_of_it(tmp_path: Path) -> None:
+    session = bare_session(tmp_path)
+
+    def fail(finding: Finding) -> Any:
+        raise RecursionError("no report")
+
+    session.make_report = fail
+    session.fail(Finding("lost", "it is so", (1,), key=1, sequence=3))
+    with pytest.raises(TransportError, match="it is so"):
+        session.state.check()
+
+
+def test_a_log_that_cannot_be_created_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LOCKSTEP_TIMELINE", str(tmp_path / "file"))
+    said: list[str] = []
+    assert patches._open_log(cast("Any", SimpleNamespace(rank=1, own=None, write_message=said.append))) is None
+    assert "rank 1 does not record its timeline" in said[0]
+
+
+def report(sentence: str = "it is so", kind: str = "lost") -> Report:
+    return Report(kind, sentence, (), (1,), (), "", "", 0.0, "")
+
+
+def bare_session(folder: Path, **more: Any) -> Any:
+    """A session whose reports are made of nothing; what it has of the other ranks is in `more`."""
+    session, state = Session.__new__(Session), WatchdogState.__new__(WatchdogState)
+    session.state, state.folder, state.error, state.lock = state, folder, None, threading.RLock()
+    state.fail, state.poll_report = session.fail, session.poll_report
+    state.recorder = cast("Any", SimpleNamespace(world_size=2))
+    session.cross_host = cast("Any", SimpleNamespace(publish_report=lambda made: made))
+    state.delivered, state.program_thread = threading.Event(), threading.current_thread()
+    changes = {"make_report": lambda finding: report(finding.sentence), "_end_waits": lambda: None, **more}
+    vars(session).update(changes)
+    return session
+
+
+@pytest.mark.parametrize("there", ["", "{", '{"lockstep_report": 1}'])
+def test_a_finding_is_an_error_here_whatever_the_folder_is_like(tmp_path: Path, there: str) -> None:
+    """Nothing of it depends on a file that is damaged or cannot be written."""
+    folder = tmp_path
+    if there:
+        (tmp_path / "report.json").write_text(there)
+    else:
+        folder = tmp_path / "gone"
+    session = bare_session(folder)
+    session.fail(Finding("lost", "found"))
+    assert "found" in str(session.state.error)
+
+
+def test_waits_are_ended_before_the_store_is_queried(tmp_path: Path) -> None:
+    order: list[str] = []
+    cross_host = SimpleNamespace(publish_report=lambda made: order.append("store"))
+    session = bare_session(tmp_path, cross_host=cross_host, _end_waits=lambda: order.append("waits"))
+    session.adopt_report(report())
+    assert order == ["waits", "store"]
+
+
+def test_a_thread_that_is_the_program_gets_the_error(tmp_path: Path) -> None:
+    state = bare_session(tmp_path).state
+    state.program_thread = threading.Thread(target=lambda: state.mark_delivered())
+    state.mark_delivered()
+    assert not state.delivered.is_set()
+    state.program_thread.start()
+    state.program_thread.join()
+    assert state.delivered.is_set()
+
+
+def test_two_threads_that_find_something_write_one_whole_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link: Callable[..., None] = os.link
+
+    def link_late(*paths: Any) -> None:
+        monkeypatch.setattr(os, "link", link)
+        other = threading.Thread(target=reports.write_once, args=(tmp_path, report("second")))
+        other.start()
+        other.join()
+        link(*paths)
+
+    monkeypatch.setattr(os, "link", link_late)
+    assert not reports.write_once(tmp_path, report("first"))
+    assert reports.read(tmp_path / "report.json") == report("second")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize(
+    "kind, words", [("lines", "Call site mismatch at collective #1"), ("batches", "is on batch 3")]
+)
+def test_what_differs_is_printed_where_nothing_can_be_written(tmp_path: Path, kind: str, words: str) -> None:
+    said: list[str] = []
+    record = SimpleNamespace(
+        what="barrier()", call_site="a.py:1", source="", sequence=1, group="", batch=3, finished=False
+    )
+    own = SimpleNamespace(record=lambda raw: record)
+    monitor: Any = GroupMonitor.__new__(GroupMonitor)
+    limits = SimpleNamespace(strict=False)
+    state = SimpleNamespace(folder=tmp_path / "gone", write_message=said.append, own=own, rank=0, limits=limits)
+    monitor.state, monitor._warned = state, set()
+    raws = [cast("Any", SimpleNamespace(line=line, loop=7)) for line in (1, 2)]
+    monitor._warn(kind, raws[0], SimpleNamespace(reader=own, rank=1), raws[1])
+    assert words in said[0]
+    assert monitor._has_warned(kind, raws[0], raws[1])
+    assert not monitor._has_warned("swap", raws[0], raws[1])
