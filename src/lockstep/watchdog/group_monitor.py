@@ -93,6 +93,7 @@ class GroupMonitor:
         remote_ranks: the other members, on other hosts.
         preflight: compares calls across hosts; None if all members are on one host, or calls cannot be compared.
         completes_on_host: whether an operation has completed when its future has, and was not merely enqueued.
+        used_by_ddp: whether a DistributedDataParallel reduces over the group.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class GroupMonitor:
         self.threads_inside: set[int] = set()
         self.coalesced: dict[int, list[PendingCall]] = {}
         self.preflight: PreflightCheck | None = None
-        self.completes_on_host = False
+        self.completes_on_host = self.used_by_ddp = False
         recorder = state.recorder
         self.limit_s = limit_s
         self.slot = recorder.open_group(self.key, limit_s)

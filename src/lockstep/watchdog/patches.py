@@ -178,6 +178,7 @@ def ddp_replacements(state: WatchdogState) -> list[Replaced]:
             tensors = list(tensors)
             monitor = getattr(process_group, "watchdog_monitor", None)
             if monitor is not None:
+                monitor.used_by_ddp = True
                 # not a collective of c10d: only a record, by which ranks with different models are found
                 made = getattr(sys._getframe(1).f_locals.get("self"), "module", None)
                 pending = monitor.enter("model", _layout(tensors, made))
@@ -324,7 +325,10 @@ class _Watchdog:
             if destroys_all and session.state.recorder.phase != "raised":
                 session.cross_host.compare_at_exit()
             found = session.state.error is not known
-            for each in list(session.groups) if destroys_all else [group]:
+            destroyed = list(session.groups) if destroys_all else [group]
+            if any(map(_may_be_freed_by_ddp, destroyed)):
+                time.sleep(_RELEASE_PAUSE_S)
+            for each in destroyed:
                 session.remove_group(each)
             if destroys_all:
                 session.mark_groups_destroyed()
@@ -350,6 +354,17 @@ class _Watchdog:
         session.close()
         if not self._lasting:
             uninstall()
+
+
+# Gloo's threads release a collective's tensors and Python state a moment after the program has gone on, for which they
+# need the interpreter lock. Where a DistributedDataParallel outlives the destroyed group, freeing it frees the group,
+# which then waits for these threads with the lock held, for ever (torch 2.13; also without a launcher).
+_RELEASE_PAUSE_S = 0.05
+
+
+def _may_be_freed_by_ddp(group: Any) -> bool:
+    monitor = getattr(group, "watchdog_monitor", None)
+    return monitor is not None and monitor.used_by_ddp and "gloo" in c10d.get_backend_config(group)
 
 
 def _limit_s(args: tuple[Any, ...], kw: dict[str, Any]) -> float:

@@ -120,6 +120,25 @@ def test_what_rank_0_does_for_all_may_take_its_time(run: Run, backend: str, host
         assert "straggler: rank 0 has not reached" in "".join(ending.err for ending in ended)
 
 
+FREED_BY_DDP = """
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # Gloo's threads come late where all share a core
+def train():
+    group = dist.new_group()
+    ddp = DDP(torch.nn.Linear(4, 4), process_group=group)
+    ddp(torch.ones(2, 4)).sum().backward()
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.destroy_process_group(group)
+for _ in range(20): train()
+print("done")
+"""
+
+
+def test_a_group_that_is_destroyed_before_its_model_waits_for_no_thread_that_waits_for_it(run: Run) -> None:
+    """Without the watchdog one of the first ten rounds hangs: torch waits for Gloo's threads with Python's lock."""
+    (ended,) = run([(program(FREED_BY_DDP, "gloo"), 2)])
+    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 2, ended
+
+
 def test_its_failure_and_its_death_end_the_wait(run: Run) -> None:
     raises = "time.sleep(1.5)\n    raise ValueError('on rank 0')"
     dies = "time.sleep(1.5)\n    os.kill(os.getpid(), 9)"
