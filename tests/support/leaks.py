@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -78,7 +79,7 @@ def remaining(before: Counter[str], now: Callable[[], Counter[str]], linger: flo
     deadline = time.monotonic() + linger
     while (left := now() - before) and time.monotonic() < deadline:
         time.sleep(0.005)
-    return sorted(left.elements())
+    return sorted(map(_with_command, left.elements()))
 
 
 def descriptors() -> set[File]:
@@ -104,15 +105,20 @@ def _children(known: Collection[int]) -> list[str]:
             with suppress(psutil.NoSuchProcess):
                 child = psutil.Process(pid)
                 state = "zombie" if child.status() == psutil.STATUS_ZOMBIE else "alive"
-                found.append(f"child process {pid} ({state}): {_command(child)}")
+                found.append(f"child process {pid} ({state})")
     return found
 
 
-def _command(process: psutil.Process) -> str:
+def _with_command(line: str) -> str:
+    """Add the command to a line about a child process, at the end only: one that has just been started has none yet."""
+    match = re.match(r"child process (\d+) ", line)
+    if match is None:
+        return line
     try:
-        return str(" ".join(process.cmdline())[:120])
-    except psutil.ZombieProcess:
-        return str(process.name())
+        child = psutil.Process(int(match[1]))
+        return f"{line}: {' '.join(child.cmdline())[:120]}"
+    except psutil.NoSuchProcess:  # a ZombieProcess is one as well
+        return line
 
 
 def _descendants(pid: int) -> list[int]:

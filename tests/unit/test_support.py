@@ -87,6 +87,17 @@ def test_a_child_process_is_left(after: ExitStack) -> None:
     assert left.startswith(f"child process {child.pid} (")
 
 
+def test_a_child_that_runs_another_program_by_now_is_not_left(after: ExitStack) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    child = after.enter_context(subprocess.Popen(["sh", "-c", "read line; exec sh -c 'echo; exec cat'"], **pipes))
+    after.callback(child.kill)
+    before = watch()
+    child.stdin.write(b"go on\n")
+    child.stdin.flush()
+    child.stdout.readline()
+    assert before.finish(linger=0) == []
+
+
 def test_a_grandchild_is_left(after: ExitStack) -> None:
     before = watch()
     child = after.enter_context(subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE))
