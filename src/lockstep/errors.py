@@ -17,6 +17,7 @@ __all__ = [
     "DivergedError",
     "InterruptedRunError",
     "LockstepError",
+    "MembershipChangedError",
     "MismatchError",
     "RankLostError",
     "StallError",
@@ -124,6 +125,21 @@ class InterruptedRunError(LockstepError):
 
 class TransportError(LockstepError, RuntimeError):
     """Ranks cannot communicate."""
+
+
+class MembershipChangedError(TransportError):
+    """A wait has ended because a worker was lost, in an elastic job that goes on without it.
+
+    Args:
+        generation: the group that is over.
+    """
+
+    def __init__(self, generation: int) -> None:
+        super().__init__(generation)
+        self.generation = generation
+
+    def __str__(self) -> str:
+        return f"the group of generation {self.generation} is over: a worker was lost, or leaves"
 
 
 class DesyncError(TransportError):

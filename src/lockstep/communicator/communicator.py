@@ -92,6 +92,9 @@ class Communicator:
         ConfigError: for a group that this process is not in.
     """
 
+    is_joining: bool = False
+    """Whether this worker of an elastic job has not been in a group yet; always False in other jobs."""
+
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD

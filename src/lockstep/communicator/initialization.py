@@ -78,6 +78,10 @@ def init(
     world = environment.find_world()
     where = pick_device(device, world)
     backend = _pick_backend(transport)
+    worker = environment.elastic_worker()
+    if worker is not None:
+        _default = _join_elastic(worker, world, where, backend)
+        return _default
     group = _join(world, where, backend, timeout) if environment.is_launched() else None
     _default = Communicator.at(world, where, group)
     return _default
@@ -85,6 +89,8 @@ def init(
 
 def _still_valid(found: Communicator) -> bool:
     """Return whether `found` still belongs to the current job: a program may destroy its group and make another."""
+    if environment.elastic_worker() is not None:
+        return True  # it is another group after each loss
     if dist.is_initialized():
         return found.group is dist.group.WORLD
     return found.group is None and found.world == replace(environment.find_world(), device=found.world.device)
@@ -116,6 +122,19 @@ def _join(world: World, device: torch.device, cpu_backend: str, timeout: timedel
     atexit.register(_leave)
     _check_own_gpu(device, world)
     return dist.group.WORLD
+
+
+def _join_elastic(
+    worker: environment.ElasticWorker, world: World, device: torch.device, cpu_backend: str
+) -> Communicator:
+    from .elastic_communicator import ElasticCommunicator
+
+    if cpu_backend == "mpi4py":
+        raise ConfigError("transport", "shm or gloo in an elastic job", cpu_backend)
+    watchdog.install(host_identity.host_key, lasting=True)
+    backend = f"cpu:{cpu_backend},cuda:nccl" if device.type == "cuda" else cpu_backend
+    atexit.register(_leave)
+    return ElasticCommunicator.join(worker, world, device, backend)
 
 
 def _check_own_gpu(device: torch.device, world: World) -> None:

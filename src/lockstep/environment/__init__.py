@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..topology import World
@@ -21,17 +22,21 @@ CHECKPOINT_FILE = "newest-checkpoint"
 
 __all__ = [
     "CHECKPOINT_FILE",
+    "ElasticWorker",
     "ask_for_time",
     "cublas_workspace",
     "debug_rank",
     "debugging",
     "display",
+    "elastic_variable",
+    "elastic_worker",
     "find_world",
     "heartbeat_timeout",
     "horovod_marks_cycles",
     "horovod_timeline",
     "is_launched",
     "note_checkpoint",
+    "position_variables",
     "records_dir",
     "restart_count",
     "run_id",
@@ -174,6 +179,38 @@ def note_checkpoint(path: str) -> None:
             draft = file.with_name(f".{CHECKPOINT_FILE}")
             draft.write_text(path)
             draft.replace(file)
+
+
+def position_variables(rank: int, size: int) -> dict[str, str]:
+    """Return the variables that give a worker of a job on one host its position, as the agent's do."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {name: str(value) for name, value in {**names, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}.items()}
+
+
+class ElasticWorker(NamedTuple):
+    """This process as a worker of an elastic job.
+
+    Attributes:
+        number: of the worker, which no other worker of the job has had.
+        socket: the path of the coordinator's socket.
+        joins: whether the job was running already when it was started.
+    """
+
+    number: int
+    socket: str
+    joins: bool
+
+
+def elastic_worker() -> ElasticWorker | None:
+    """Return what LOCKSTEP_ELASTIC says of this worker, as "NUMBER:first:SOCKET"; None if the job is not elastic."""
+    number, _, rest = os.environ.get("LOCKSTEP_ELASTIC", "").partition(":")
+    how, _, path = rest.partition(":")
+    return ElasticWorker(int(number), path, how == "joins") if path else None
+
+
+def elastic_variable(worker: ElasticWorker) -> dict[str, str]:
+    """Return the variable that `elastic_worker` reads."""
+    return {"LOCKSTEP_ELASTIC": f"{worker.number}:{'joins' if worker.joins else 'first'}:{worker.socket}"}
 
 
 def debug_rank() -> int | None:

@@ -350,6 +350,18 @@ def run_host_share(
     run_program(script, options, OutputSettings(multiplexer, folder, alone, config.tee, config.quiet), rendezvous)
 
 
+def run_elastic_share(script: Script, config: RunConfig, workers: int, multiplexer: LogMultiplexer) -> None:
+    """Run the workers of an elastic job on this host."""
+    from . import elastic_job
+
+    threads, watch = threads_per_worker(config, workers), _watchdog_options(config)
+    if not config.quiet:
+        multiplexer.write_message(_startup_message(workers, threads, config))
+    options = WorkerOptions(workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch)
+    assert config.elastic is not None
+    elastic_job.run_elastic(script, options, elastic_job.Limits(*config.elastic), multiplexer)
+
+
 def _watchdog_options(config: RunConfig) -> WatchdogOptions:
     environment.watchdog_mode()  # raises for an invalid value before anything starts
     mode = "off" if config.no_watchdog else "strict" if config.strict else None

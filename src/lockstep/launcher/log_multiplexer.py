@@ -35,6 +35,7 @@ __all__ = [
     "PipedOutput",
     "RankLogFiles",
     "inherit_output",
+    "open_pipes",
     "pipe_output",
 ]
 
@@ -302,10 +303,20 @@ def pipe_output(folder: Path, local_ranks: Sequence[int], write: WriteLine) -> I
         local_ranks: the local ranks that write to them.
         write: called in that thread with the local rank, 0 or 1 for the stream, and the line.
     """
+    with open_pipes(folder, write) as add:
+        for local_rank in local_ranks:
+            add(local_rank)
+        yield PipedOutput(folder)
+
+
+@contextmanager
+def open_pipes(folder: Path, write: WriteLine) -> Iterator[Callable[[int], None]]:
+    """As `pipe_output`, for workers that are started later: the value opens the pipes of a local rank."""
     streams = PipedOutput(folder)
     reader = _PipeReader(write)
     with ExitStack() as stack:
-        for local_rank in local_ranks:
+
+        def add(local_rank: int) -> None:
             for stream in (0, 1):
                 path = streams.path(local_rank, stream)
                 os.mkfifo(path, 0o600)
@@ -313,10 +324,11 @@ def pipe_output(folder: Path, local_ranks: Sequence[int], write: WriteLine) -> I
                 descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 stack.callback(os.close, descriptor)
                 reader.add(descriptor, local_rank, stream)
+
         thread = threading.Thread(target=reader.run, name="lockstep output", daemon=True)
         thread.start()
         try:
-            yield streams
+            yield add
         finally:
             reader.stop()
             thread.join()
@@ -339,7 +351,7 @@ class _PipeReader:
     def run(self) -> None:
         stopping = False
         while not stopping:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select():  # `add` may register more meanwhile, from another thread
                 if key.fd == self._wake_from:
                     stopping = True
                 else:

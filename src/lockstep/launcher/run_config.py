@@ -151,6 +151,15 @@ def _hosts(name: str, text: str) -> tuple[Host, ...]:
     return tuple(parse_hosts(text, name))
 
 
+def _elastic_range(name: str, text: str) -> tuple[int, int]:
+    low, separator, high = text.partition(":")
+    least = _parse_integer(name, low, 1, 120)
+    most = _parse_integer(name, high, 1, 120) if separator else least
+    if most < least:
+        raise ConfigError(name, "MIN:MAX with MIN at most MAX, such as 2:8", text)
+    return least, most
+
+
 # --- The options of `lockstep run` ------------------------------------------------------------------------------------
 
 WORKERS, HOSTS, WATCHDOG, OUTPUT = "workers", "multiple hosts", "watchdog", "output and debugging"
@@ -235,6 +244,11 @@ class RunConfig:
     restarts: int = _option(
         0, "--restarts", group=WORKERS, metavar="N", parse=_integer(0, 1 << 16), to_hosts=True,
         help="restart all workers after a failure, at most N times (default: 0)",
+    )
+    elastic: tuple[int, int] | None = _option(
+        None, "--elastic", group=WORKERS, metavar="MIN:MAX", parse=_elastic_range,
+        help="replace workers that are lost, while the others go on from memory without losing a step; the training "
+        "waits below MIN workers, and `lockstep resize` changes their number up to MAX",
     )
     start_method: str = _option(
         "forkserver", "--start-method", group=WORKERS, metavar="M", parse=_start_method, to_hosts=True,
@@ -398,8 +412,24 @@ class RunConfig:
         if self.no_watchdog and (self.strict or self.stall_timeout is not None or self.timeline is not None):
             other = "strict" if self.strict else "timeline" if self.timeline is not None else "stall_timeout"
             raise ConfigError(other, "not to be given with --no-watchdog, which disables it", found="both")
+        if self.elastic is not None:
+            self._check_elastic(*self.elastic)
         if self.tee and self.output_dir is None:
             raise ConfigError("tee", "--output-dir as well, for the log files", found="no folder")
+
+
+    def _check_elastic(self, least: int, most: int) -> None:
+        """Raise ConfigError for options that an elastic job cannot have."""
+        given = {
+            "hosts": self.hosts, "nnodes": self.nnodes > 1, "no_watchdog": self.no_watchdog,
+            "debug_rank": self.debug_rank is not None, "output_dir": self.output_dir is not None,
+            "as_horovod": self.as_horovod, "restarts": self.restarts,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise ConfigError(name, "not to be given with --elastic", found="both")
+        if self.workers is not None and not least <= self.workers <= most:
+            raise ConfigError("workers", f"a number from {least} to {most}, as --elastic {least}:{most}", self.workers)
 
 
 OPTIONS = tuple(RunOption(each.name, each.default, **each.metadata) for each in fields(RunConfig) if each.metadata)

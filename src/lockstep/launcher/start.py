@@ -105,12 +105,15 @@ def _apply_slurm_step(config: RunConfig) -> RunConfig:
 def _run_on_this_host(script: Script, config: RunConfig) -> None:
     """Run the program on this host only."""
     with _loading_pytorch(config):
-        workers = config.workers or default_workers()
+        workers = config.workers or (config.elastic[0] if config.elastic else default_workers())
         check_debug_rank(config, workers)
         prepare_workers(config, workers)
         from . import local, rendezvous
 
     multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
+    if config.elastic is not None:
+        local.run_elastic_share(script, config, workers, multiplexer)
+        return
     local.run_host_share(script, config, workers, multiplexer, rendezvous.single_host_rendezvous())
 
 

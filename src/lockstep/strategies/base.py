@@ -38,11 +38,13 @@ class Strategy:
         collective_forward: whether a forward pass communicates, so that every worker must run the same number of
             passes, even one without samples.
         sharded_state: whether parameters are DTensors, and each worker writes and reads its shards of a checkpoint.
+        can_regroup: whether every worker holds the whole state, so that a step can be repeated by other workers.
     """
 
     virtual_workers: int | None = None
     collective_forward: bool = False
     sharded_state: bool = False
+    can_regroup: bool = True
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -116,6 +118,17 @@ class Strategy:
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, including those changed outside of steps."""
+
+    # --- elastic jobs -------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Save what a step changes before its update, for `abandon_step`; called in elastic jobs only."""
+
+    def abandon_step(self) -> None:
+        """Restore what a step has changed that was interrupted before its update."""
+
+    def regroup(self, model: nn.Module) -> None:
+        """Adapt to the communicator's new workers, which all hold the same state of the prepared `model`."""
 
     # --- full state dicts; called by all workers together -------------------------------------------------------------
     # With wanted=False a worker takes part in collectives without keeping the result. States may hold stored tensors.

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..communicator import Communicator
 from .base import Strategy
 from .buffers import MutatedBuffers, RunningStatistics
-from .invariant import Invariant
+from .invariant import Invariant, ShardBuffers
 from .module_sync import broadcast_tensors, sync_module
 from .unused_parameters import ConnectAllParameters
 
@@ -44,6 +44,7 @@ class Distributed(Strategy):
         self._statistics: RunningStatistics | None = None
         self._buffers: MutatedBuffers | None = None
         self._model: nn.Module | None = None
+        self._saved: ShardBuffers | None = None  # in an elastic job
 
     def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
         """Return the strategy that gives the same bits at any number of workers."""
@@ -57,13 +58,17 @@ class Distributed(Strategy):
         """
         self._model = model.to(self.comm.device)
         sync_module(model, self.comm)
+        self._synchronise_buffers(model)
+
+    def _synchronise_buffers(self, model: nn.Module) -> None:
+        self._statistics = self._buffers = None
         if self.comm.size > 1:
             self._statistics = RunningStatistics(model, self.comm.world.is_first)
             self._buffers = MutatedBuffers(model, self.comm)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap `module`, a step's forward pass with the prepared model; gradients are *averaged* over the workers."""
-        if self.comm.size == 1 or not any(p.requires_grad for p in module.parameters()):
+        if self.comm.size == 1 or self.comm.is_joining or not any(p.requires_grad for p in module.parameters()):
             return module
         no_buffer_sync: dict[str, Any] = {_BUFFER_SYNC: False}
         self._ddp = DistributedDataParallel(
@@ -104,6 +109,23 @@ class Distributed(Strategy):
             return summed[:size]
 
         return finish
+
+    def begin_step(self) -> None:
+        """Save the buffers that the forward pass may change."""
+        if self._saved is None and self._model is not None:
+            self._saved = ShardBuffers(self._model, self.comm.device)
+        if self._saved is not None:
+            self._saved.begin()
+
+    def abandon_step(self) -> None:
+        """Restore the buffers."""
+        if self._saved is not None:
+            self._saved.restore()
+
+    def regroup(self, model: nn.Module) -> None:
+        """Adapt to the communicator's new workers."""
+        self._ddp = None  # it holds the old group
+        self._synchronise_buffers(model)
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, including those changed outside of steps."""

@@ -212,6 +212,7 @@ class Invariant(Strategy):
         self._changed_buffers: list[bool] = []
         self._checked_parameters: list[nn.Parameter] = []  # those that forward passes must not change
         self._versions: list[int] = []
+        self._has_begun = False
 
     def _log_threads(self) -> None:
         threads, current = self.determinism.threads, torch.get_num_threads()
@@ -241,7 +242,7 @@ class Invariant(Strategy):
             check_joint_passes(model)
         self._model = model.to(self.comm.device)
         sync_module(model, self.comm)
-        if self.comm.size > 1:
+        if self.comm.size > 1 and not self.comm.is_joining:
             self.determinism.check_same(self.comm)
         layers = [layer for layer in model.modules() if not getattr(layer, "same_bits", False)]
         self._checked_parameters = [p for layer in layers for p in layer.parameters(recurse=False)]
@@ -283,6 +284,7 @@ class Invariant(Strategy):
         _, buffers, mutated = self._prepared_parts
         self._versions = [p._version for p in self._checked_parameters]
         buffers.begin()
+        self._has_begun = True
         if self.comm.size > 1:
             mutated.snapshot()
 
@@ -320,6 +322,25 @@ class Invariant(Strategy):
         return ConfigError(
             "model", "forward passes that change no parameter", found=f"one that changes {name}", hint=hint
         )
+
+    def begin_step(self) -> None:
+        """Note that no pass has changed the buffers yet: each step saves them itself."""
+        self._has_begun = False
+
+    def abandon_step(self) -> None:
+        """Restore the buffers, if passes of the step may have changed them."""
+        if self._has_begun:
+            self.buffers.restore()
+
+    def regroup(self, model: nn.Module) -> None:
+        """Adapt to the communicator's new workers.
+
+        Raises:
+            ConfigError: for fewer virtual workers than workers.
+        """
+        _, buffers, _ = self._prepared_parts
+        reducer = OrderedReducer(model.parameters(), self.virtual_workers, self.comm, bare=True)
+        self._prepared = reducer, buffers, MutatedBuffers(model, self.comm, at_once=True)
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, including those changed outside of steps."""

@@ -96,7 +96,7 @@ def sync_module(model: nn.Module, comm: Communicator) -> None:
     Raises:
         MismatchError: on every worker, naming the first difference.
     """
-    if comm.size > 1:
+    if comm.size > 1 and not comm.is_joining:
         check_same_layout(model, comm)
         broadcast_tensors([*model.parameters(), *model.buffers()], comm)
         check_same_values(model, comm)

@@ -43,6 +43,8 @@ class Replicas(Distributed):
         ConfigError: for devices that do not exist, or if the first is not the worker's device.
     """
 
+    can_regroup = False
+
     def __init__(
         self, comm: Communicator, devices: Sequence[Device] | None = None, global_batch_size: int | None = None
     ) -> None:

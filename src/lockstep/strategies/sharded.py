@@ -69,6 +69,8 @@ def wrap_policy(model: nn.Module, min_size: int = MIN_UNIT_SIZE) -> list[str]:
 class _WrapSearch:
     """A search for the units of `model`, see `wrap_policy`."""
 
+    can_regroup = False
+
     def __init__(self, model: nn.Module, min_size: int) -> None:
         self._min_size = min_size
         self._limit = sum(p.numel() for p in model.parameters()) // PART

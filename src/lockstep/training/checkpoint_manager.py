@@ -117,6 +117,15 @@ class CheckpointManager:
             call_on_all(self._comm, pending.result)
             self.set_last(pending.step, pending.path)
 
+    def abandon(self) -> None:
+        """Forget a checkpoint that is being written: a worker was lost. Called by each worker alone.
+
+        One that is written in the background goes on being written by rank 0.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.abandon()
+
     def end(self) -> None:
         """Wait for this worker's files of a checkpoint that is being written, without communication.
 
@@ -171,6 +180,8 @@ class CheckpointManager:
         self.wait()
         comm = self._comm
         candidates, first_error = comm.on_rank0(lambda: self._candidates(which)), cast(CheckpointError | None, None)
+        if comm.is_joining:  # it gets the state from the other workers of an elastic job
+            return None
         for number, path in enumerate(candidates, 1):
             try:
                 opened = call_on_all(comm, partial(open_stored, path, comm.local_rank, comm.local_size))
@@ -222,6 +233,11 @@ class _PendingSave:
             self._work()
         except BaseException as error:
             self._error = error
+
+    def abandon(self) -> None:
+        """Wait for the thread, if there is one; its error, if any, is that of a checkpoint that is written again."""
+        if self._thread is not None:
+            self._thread.join()
 
     def result(self) -> None:
         """Wait until it is written; raises the error of a failed write."""

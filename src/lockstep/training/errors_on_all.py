@@ -22,6 +22,10 @@ def raise_on_all(comm: Communicator, error: BaseException | None, own_first: boo
             as a `WorkerError`.
         own_first: whether a rank with an error raises that one; otherwise all ranks raise the lowest rank's error.
     """
+    if comm.is_joining:  # an elastic job, in which the others have done this before
+        if error is not None:
+            raise error
+        return
     known = error is None or isinstance(error, LockstepError)
     sent = error if known else WorkerError(comm.rank, type(error).__name__, str(error))
     errors = [received for received in comm.allgather_object(sent) if received is not None]

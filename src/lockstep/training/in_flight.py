@@ -114,17 +114,21 @@ class StepsInFlight:
             numbers = torch.cat([numbers, result.marks])
         self._queue.append(_Queued(result, HostCopy(numbers)))
 
-    def settle(self) -> bool:
-        """Check the results of all but the latest steps; returns whether a worker has requested a stop.
+    def settle(self) -> float:
+        """Check the results of all but the latest steps; returns the sum of the workers' requests in them.
 
         Raises:
             DivergedError: for a loss that is not finite, naming the step; see `StepResult.check`.
             MismatchError: on every worker, if their hyperparameters or weights differ.
         """
-        stop = False
+        requests = 0.0
         while len(self._queue) > self._lag:
-            stop = self._inspect(self._queue.popleft()) or stop
-        return stop
+            requests += self._inspect(self._queue.popleft())
+        return requests
+
+    def clear(self) -> None:
+        """Forget the steps in flight: the run has been given another state."""
+        self._queue.clear()
 
     def check(self) -> None:
         """Check that every loss is finite. The steps stay in flight, because their stop flags are read later.
@@ -140,7 +144,7 @@ class StepsInFlight:
         if not self._failed:
             self.check()
 
-    def _inspect(self, queued: _Queued) -> bool:
+    def _inspect(self, queued: _Queued) -> float:
         loss, stop, norm, *marks = queued.on_host.read()
         if queued.result.replicas is not None:
             queued.result.replicas.settle(queued.result.step, marks)
@@ -152,4 +156,4 @@ class StepsInFlight:
             if self._on_loss is not None:
                 known = queued.result.grad_norm is not None
                 self._on_loss(replace(queued.result, grad_norm=torch.tensor(norm)) if known else queued.result, loss)
-        return stop > 0
+        return stop

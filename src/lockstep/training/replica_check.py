@@ -83,6 +83,12 @@ class ReplicaCheck:
         self._steps = 0  # number of steps, for the bound on rounding
         self._latest_step, self._compared_until = -1, -1
 
+    def regroup(self) -> None:
+        """Adapt to the communicator's new workers."""
+        self._on = self._interval > 0 and self._comm.size > 1
+        self._values, self._compared_until = None, -1
+        self._marks = torch.zeros(4 if self._on else 0, dtype=self._dtype, device=self._comm.device)
+
     # --- every step ---------------------------------------------------------------------------------------------------
 
     def marks(self, step: int) -> torch.Tensor:

@@ -34,6 +34,8 @@ from .schedules import Schedule
 from .virtual_worker_passes import ShardPasses
 
 __all__ = [
+    "REGROUP",
+    "STOP",
     "Passes",
     "StepOptions",
     "StepResult",
@@ -206,7 +208,7 @@ class Passes(Protocol):
     """The forward and backward passes of a step."""
 
     def run(
-        self, loss: Any, precision: Precision, batch: Batch, step: int, stop: bool, marks: torch.Tensor
+        self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
     ) -> torch.Tensor:
         """Run the passes; gradients are then sums over the global batch, divided by its number of samples.
 
@@ -215,11 +217,11 @@ class Passes(Protocol):
             precision: the precision of the passes.
             batch: this worker's part of the global batch.
             step: the number of the step.
-            stop: whether this worker requests a stop.
+            requests: what this worker requests, see `STOP` and `REGROUP`.
             marks: 1-d tensor that is summed over the workers with the totals, see `ReplicaCheck.marks`.
 
         Returns:
-            1-d tensor of totals over the global batch: (sum of the loss, count, workers that request a stop, *marks).
+            1-d tensor of totals over the global batch: (sum of the loss, count, sum of the requests, *marks).
         """
 
 
@@ -242,12 +244,12 @@ class AccumulatedPasses:
         self._strategy, self._accumulation_steps = strategy, gradient_accumulation_steps
 
     def run(
-        self, loss: Any, precision: Precision, batch: Batch, step: int, stop: bool, marks: torch.Tensor
+        self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
     ) -> torch.Tensor:
         """See `Passes`."""
         strategy, totals = self._strategy, torch.nn.functional.pad(marks, (3, 0))
-        if stop:
-            totals[2] = 1
+        if requests:
+            totals[2] = requests
         # The reduction averages over workers; the mean over samples needs the sum.
         scale = strategy.comm.size / batch.global_size
         parts = split(batch.data, batch.size, self._accumulation_steps)
@@ -268,6 +270,9 @@ class AccumulatedPasses:
 
 # --- The training step ------------------------------------------------------------------------------------------------
 
+STOP, REGROUP = 1.0, 65536.0
+"""What a worker adds to the sum of a step's requests if it requests a stop, or to regroup; no job has more workers."""
+
 _RANDOM = 2  # the purpose of the seed's key, see `lockstep.invariance.randomness`
 
 
@@ -285,7 +290,8 @@ class StepResult:
     Attributes:
         step: the number of this step, from 0.
         loss: 0-dim tensor on the device, the mean over the global batch.
-        stop: 0-dim tensor on the device, above zero if some worker requested a stop.
+        stop: 0-dim tensor on the device, the sum of the workers' requests, see `STOP` and `REGROUP`; above zero if some
+            worker requested a stop.
         learning_rate: the learning rate of the first parameter group; a tensor if it is one on a device.
         count: 0-dim tensor on the device, the denominator of `loss`: samples, or what the loss function counts. Means
             over several steps are weighted by it.
@@ -421,12 +427,13 @@ class TrainStep:
         """Run one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
         return self.run(batch).loss
 
-    def run(self, batch: Batch, stop: bool = False) -> StepResult:
+    def run(self, batch: Batch, stop: bool = False, regroup: bool = False) -> StepResult:
         """Run one step; called by all workers.
 
         Args:
             batch: this worker's part of the global batch.
             stop: whether this worker requests a stop; `StepResult.stop` tells all workers.
+            regroup: whether this worker of an elastic job requests to regroup after this step.
 
         Raises:
             DivergedError: on the CPU, before the update, if the loss is not finite. On other devices the check would
@@ -437,12 +444,22 @@ class TrainStep:
                 also on every worker, before the update, if the loss is not a mean over samples.
         """
         with self.strategy.deterministic():
-            return self._run(batch, stop)
+            return self._run(batch, STOP * stop + REGROUP * regroup)
 
-    def _run(self, batch: Batch, stop: bool) -> StepResult:
+    def regroup(self) -> None:
+        """Adapt to the communicator's new workers, after a step or in the place of one that was not completed.
+
+        All of them have the same state by now.
+        """
+        self.strategy.regroup(self.model)
+        self._module = self.strategy.wrap(self._loss)
+        self._replicas.regroup()
+        self._loss_checked = self.steps_done > 0
+
+    def _run(self, batch: Batch, requests: float) -> StepResult:
         lr = self._begin()
         marks = self._replicas.marks(self.steps_done)
-        totals = self._passes.run(self._module, self.precision, batch, self.steps_done, stop, marks)
+        totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
         if not self._loss_checked:
             raise_not_a_mean(self._loss.check(self.precision.autocast), self.comm)
             self._loss_checked = True

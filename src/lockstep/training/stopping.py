@@ -96,6 +96,10 @@ class StopRequests:
         """Whether this worker has received a signal."""
         return self._signals.received is not None
 
+    def forget_polls(self) -> None:
+        """Forget the polls in flight: the workers have changed."""
+        self._pending_polls.clear()
+
     def agree(self) -> tuple[Signals | None, str]:
         """Exchange the requests; returns (a signal that any worker has received, a reason), equal on all workers."""
         with in_method("Trainer.fit"), named(_NAME):

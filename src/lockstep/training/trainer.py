@@ -1,28 +1,27 @@
-"""The `Trainer`: a training run of loader, training step, evaluation, checkpoints and callbacks, and its loop."""
+"""The `Trainer`: a training run of loader, training step, evaluation, checkpoints and callbacks."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from signal import SIGTERM
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Never, Unpack
 
-from .. import environment, flight_recorder, interruption
+from .. import environment, flight_recorder
 from ..activity import Activity
 from ..checkpoint.folder import Checkpoint, read_tensors
 from ..communicator import init
-from ..data.loader import Batch, Loader, dataloader_settings
-from ..errors import CheckpointError, ConfigError, DivergedError, InterruptedRunError, unexpected_argument
+from ..communicator.elastic_communicator import ElasticCommunicator
+from ..data.loader import Loader, dataloader_settings
+from ..errors import CheckpointError, ConfigError, TransportError, unexpected_argument
 from ..replicas import Device
 from ..strategies.base import Strategy
 from . import run_directory
@@ -30,22 +29,21 @@ from .callbacks import defaults
 from .callbacks.base import Callback
 from .callbacks.group import CallbackGroup
 from .checkpoint_manager import CheckpointManager
+from .elastic_loop import ElasticCallbacks, ElasticLoop
 from .errors_on_all import call_on_all
 from .evaluate import Evaluation, Metric, default_metrics, predict
 from .formats import IN_FLIGHT
 from .in_flight import StepsInFlight, check_in_flight
+from .loop import Loop
 from .losses import LossFn
 from .modes import TrainingModes
 from .run_state import EpochTotals, Position, Row, RunState, check_epochs, check_max_steps, check_validate_every
 from .step import StepOptions, TrainStep, make_strategy
-from .stopping import StoppableLoader, StopRequests, StopSignals
+from .stopping import StopSignals
 
-__all__ = ["Loop", "StepOptions", "Trainer"]
+__all__ = ["StepOptions", "Trainer"]
 
 _log = logging.getLogger(__name__)
-
-
-# --- Trainer ----------------------------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -119,14 +117,16 @@ class Trainer:
         self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, step.get("forward"))
         self.state = RunState(self.step, global_batch_size, allow_different_hardware)
         callbacks = defaults(self.run_dir is not None) if callbacks is None else callbacks
-        self._callbacks = CallbackGroup(callbacks, self.comm.rank)
+        elastic = isinstance(self.comm, ElasticCommunicator) and self.step.strategy.can_regroup
+        self._elastic = cast(ElasticCommunicator, self.comm) if elastic else None
+        self._callbacks = (CallbackGroup if self._elastic is None else ElasticCallbacks)(callbacks, self.comm.rank)
         if self.run_dir is not None:
             self._callbacks.warn_of_missing()
         self.max_steps_in_flight = check_in_flight(max_steps_in_flight)
         self.checkpoint_manager = CheckpointManager(self.state, self.run_dir, keep_checkpoints, async_save)
         self.modes = TrainingModes(model)
         self.steps_in_flight = self._new_steps_in_flight()
-        self._begun = False
+        self._begun, self._fits = False, 0
         self._dataloaders_warned_of: set[tuple[str, int | None]] = set()  # (argument, batch size): once each
         self._run_lock: run_directory.RunLock | None = None  # on rank 0, while `fit` runs
         self.numbers_run_dir = True  # whether a run beside an earlier one gets a directory of its own
@@ -195,8 +195,11 @@ class Trainer:
             with preparing, flight_recorder.in_method("Trainer.fit"):
                 self._begin(loader, epochs, max_steps, resume)
             opened.callback(self._release_run_directory)
+            if self._elastic is not None and (rows := self._elastic.earlier_result()) is not None:
+                self._fits += 1
+                return cast("list[Row]", rows)
             with StopSignals() as signals, self.step.strategy.deterministic():
-                self._loop = Loop(self, self._callbacks, signals)
+                self._loop = self._make_loop(signals)
                 try:
                     self._loop.run(loader, held_out, validate_every)
                     self.checkpoint_manager.wait()
@@ -204,6 +207,18 @@ class Trainer:
                     self._loop = None
                     self.checkpoint_manager.end()
         return self.history
+
+    def _make_loop(self, signals: StopSignals) -> Loop:
+        if self._elastic is None or not isinstance(self._callbacks, ElasticCallbacks):
+            return Loop(self, self._callbacks, signals)
+        most = min(self.global_batch_size, self.step.strategy.virtual_workers or self.global_batch_size)
+        self._fits += 1
+        return ElasticLoop(self, self._callbacks, signals, self._elastic, self._fits - 1, most)
+
+    def hold_run_directory(self) -> None:
+        """Lock the run directory on rank 0 of an elastic job, which may be another worker than before."""
+        if self.run_dir is not None and self.comm.rank == 0 and self._run_lock is None:
+            self._run_lock = run_directory.RunLock(self.run_dir)
 
     def _requested_resume(self) -> str | None:
         """Return what LOCKSTEP_RESUME requests, if it is for this trainer's run directory."""
@@ -415,6 +430,14 @@ class Trainer:
             DivergedError: if a loss is not finite; nothing is written.
             MismatchError: if the workers' weights or hyperparameters differ; nothing is written.
         """
+        try:
+            return self._save(best)
+        except TransportError:
+            if isinstance(self._loop, ElasticLoop):
+                self._loop.note_interrupted_save(best)
+            raise
+
+    def _save(self, best: bool) -> Path:
         self.check_losses()
         with flight_recorder.in_method("Trainer.save"):
             self.step.check_replicas()
@@ -474,179 +497,3 @@ def _seek(position: Position, loader: Loader, found: Checkpoint | None) -> None:
         position.seek(loader)
     except CheckpointError as error:
         raise error if found is None else CheckpointError(f"{found.path}: {error}") from None
-
-
-# --- Training loop ----------------------------------------------------------------------------------------------------
-
-
-class Loop:
-    """The loop over epochs: trains, evaluates and calls the callbacks.
-
-    Args:
-        trainer: the trainer that runs the steps and evaluations, and owns the state.
-        callbacks: the callbacks of the run.
-        signals: the signals that this worker has received.
-    """
-
-    def __init__(self, trainer: Trainer, callbacks: CallbackGroup, signals: StopSignals) -> None:
-        self._trainer, self._callbacks = trainer, callbacks
-        self.stop_requests = StopRequests(trainer.comm, signals)
-        self._active_loader: Loader | None = None
-        self._held_out: Loader | None = None
-        self._validate_every: int | None = None
-
-    def run(self, loader: Loader, held_out: Loader | None, validate_every: int | None = None) -> None:
-        """Run the epochs from the current position up to `trainer.epochs` and `trainer.total_steps`.
-
-        Args:
-            loader: of the training data.
-            held_out: of the validation data, if any.
-            validate_every: steps between validations within an epoch, if any.
-
-        Raises:
-            DivergedError: if a loss is not finite, naming the last checkpoint.
-            InterruptedRunError: after a signal, naming the checkpoint.
-        """
-        trainer = self._trainer
-        state = trainer.state
-        state.epoch = state.position.last_epoch
-        self._held_out, self._validate_every = held_out, validate_every
-        try:
-            with self._callbacks.running(trainer):
-                while not self._agree_to_stop():
-                    state.epoch = state.position.epoch
-                    self._train_epoch(loader)
-                    self._end_epoch()
-            if self.stop_requests.agree()[0] is not None:  # all epochs are done, but the program must still stop
-                self._interrupt()
-        except DivergedError as error:
-            trainer.checkpoint_manager.end()
-            last = trainer.checkpoint_manager.last_path
-            where = f"The last checkpoint is {last}." if last else "There is no checkpoint yet."
-            raise DivergedError(f"{error} {where}") from None
-
-    def _train_epoch(self, loader: Loader) -> None:
-        trainer = self._trainer
-        trainer.modes.restore()
-        state = trainer.state
-        before, state.totals = state.totals, EpochTotals(trainer.comm.device)
-        if state.position.step:
-            state.totals.load_state_dict(before.state_dict())
-        self._active_loader = loader
-        trainer.steps_before_epoch = trainer.step.steps_done - state.position.step
-        self._callbacks.call("on_train_epoch_start", trainer)
-        try:
-            if self._validation_is_due():  # of a run that was interrupted during it
-                self._validate_within_epoch()
-            for batch in () if self._no_more_steps() else loader.epoch(trainer.epoch):
-                self._step(loader, batch)
-                if self._validation_is_due():
-                    self._validate_within_epoch()
-                if self._no_more_steps():
-                    break
-        finally:
-            self._active_loader = None
-
-    def _step(self, loader: Loader, batch: Batch) -> None:
-        trainer = self._trainer
-        self._callbacks.call("on_train_step_start", trainer, batch)
-        result = trainer.step.run(batch, stop=self.stop_requests.signalled)
-        # Before the callbacks: one of them may save, and the checkpoint must include this step and its loss.
-        state = trainer.state
-        state.position.advance(loader)
-        state.totals.add(result.loss, result.count, batch.global_size)
-        trainer.steps_in_flight.add(result)
-        self._callbacks.call("on_train_step_end", trainer, result)
-        if trainer.steps_in_flight.settle():
-            self._interrupt()
-
-    def _no_more_steps(self) -> bool:
-        trainer = self._trainer
-        return bool(trainer.stop_reason) or trainer.step.steps_done >= trainer.total_steps
-
-    def _validation_is_due(self) -> bool:
-        """Return whether there is a validation within the epoch after the step just done."""
-        trainer, every = self._trainer, self._validate_every
-        done, step = trainer.step.steps_done, trainer.position.step
-        if every is None or done % every or not 0 < step < trainer.steps_per_epoch or done >= trainer.total_steps:
-            return False
-        return not trainer.history or trainer.history[-1]["step"] != done
-
-    def _validate_within_epoch(self) -> None:
-        self._add_row()
-        _, self._trainer.stop_reason = self.stop_requests.agree()
-
-    def _end_epoch(self) -> None:
-        """End an epoch, or the run within one."""
-        trainer, within = self._trainer, self._trainer.position.step < self._trainer.steps_per_epoch
-        if within and trainer.history and trainer.history[-1]["step"] == trainer.step.steps_done:
-            return  # stopped by a validation
-        row = self._add_row(ends_epoch=not within)
-        if not within:
-            self._callbacks.call("on_train_epoch_end", trainer, row)
-
-    def _add_row(self, ends_epoch: bool = False) -> Row:
-        """Validate, and add a row to the history."""
-        trainer = self._trainer
-        row: Row = {
-            "epoch": trainer.epoch + 1,
-            "step": trainer.step.steps_done,
-            "train_loss": trainer.totals.loss,
-            "lr": float(trainer.optimizer.param_groups[0]["lr"]),
-            "seconds": trainer.totals.seconds,
-            "samples_per_second": trainer.totals.samples_per_second,
-        }
-        trainer.check_losses()
-        trainer.step.check_replicas()
-        row |= self._validate(row["lr"])
-        if ends_epoch:
-            trainer.position.end_epoch()
-        trainer.history.append(row)
-        self._callbacks.call("on_row", trainer, row)
-        return row
-
-    def _validate(self, learning_rate: float) -> Row:
-        """Return the columns of a validation, if there is validation data."""
-        trainer = self._trainer
-        if self._held_out is None:
-            return {}
-        self._callbacks.call("on_validation_start", trainer)
-        measured = trainer.evaluate(self._held_out)
-        self._callbacks.call("on_validation_end", trainer, measured)
-        if not math.isfinite(measured["loss"]):
-            what = f"the validation loss is {measured['loss']} after step {trainer.step.steps_done}"
-            raise DivergedError(f"{what} with learning rate {learning_rate:g}.")
-        return {f"val_{name}": value for name, value in measured.items()}
-
-    def stoppable(self, loader: Loader) -> Loader:
-        """Wrap `loader` so that an evaluation over it ends early when a worker has received a signal.
-
-        Raises:
-            ConfigError: for the loader that training is iterating over, which would lose its position.
-        """
-        if loader is self._active_loader:
-            hint = "Pass its data set, or another Loader."
-            raise ConfigError(
-                "dataset", "another Loader than that of the epoch that is being trained", found="it", hint=hint
-            )
-        return cast(Loader, StoppableLoader(loader, self.stop_requests, self._interrupt))
-
-    def _agree_to_stop(self) -> bool:
-        """Return whether the run ends here, the same on all workers; interrupt an unfinished run after a signal."""
-        trainer = self._trainer
-        number, trainer.stop_reason = self.stop_requests.agree()
-        if number is not None and not trainer.done:
-            self._interrupt()
-        return trainer.done
-
-    def _interrupt(self) -> NoReturn:
-        trainer = self._trainer
-        number = self.stop_requests.agree()[0] or SIGTERM
-        trainer.check_losses()
-        where = f"after step {trainer.step.steps_done} (epoch {trainer.epoch + 1} of {trainer.epochs})"
-        path = None if trainer.run_dir is None else trainer.save()
-        trainer.checkpoint_manager.wait()
-        saved = "nothing was saved, as the run has no run directory" if path is None else f"saved {path}"
-        message = f"stopped by {number.name} {where}; {saved}"
-        interruption.install()
-        raise InterruptedRunError(message, number, None if path is None else str(path))

@@ -37,7 +37,7 @@ class _Step:
     parts: Parts
     global_size: int
     number: int
-    stop: bool
+    requests: float
     marks: torch.Tensor
 
 
@@ -53,7 +53,7 @@ class ShardPasses:
         self._strategy, self._seed = strategy, seed
 
     def run(
-        self, loss: LossModule, precision: Precision, batch: Batch, step: int, stop: bool, marks: torch.Tensor
+        self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
     ) -> torch.Tensor:
         """Run the passes, see `lockstep.training.step.Passes`.
 
@@ -61,7 +61,7 @@ class ShardPasses:
             ConfigError: for a batch with another number of virtual workers.
         """
         strategy, reducer = self._strategy, self._strategy.reducer
-        current = _Step(loss, precision, self._parts(batch), batch.global_size, step, stop, marks)
+        current = _Step(loss, precision, self._parts(batch), batch.global_size, step, requests, marks)
         strategy.begin()
         if strategy.joint_layers:
             self._run_jointly(current)
@@ -128,7 +128,7 @@ class ShardPasses:
     def _set_worker_totals(self, totals: torch.Tensor, step: _Step) -> None:
         """Set the values that a worker contributes once a step, in the totals of its last shard."""
         marks = step.marks
-        totals[2], totals[3 + len(marks)] = float(step.stop), float(self._strategy.count_new_buffers())
+        totals[2], totals[3 + len(marks)] = step.requests, float(self._strategy.count_new_buffers())
         totals[3 : 3 + len(marks)] = marks
 
     def _check_joint(self, precision: Precision, global_size: int) -> None:

@@ -9,9 +9,12 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["exclude_group", "install", "report_exception", "report_exit", "uninstall", "watch_wait"]
+if TYPE_CHECKING:
+    from ..errors import TransportError
+
+__all__ = ["exclude_group", "install", "interrupt", "report_exception", "report_exit", "uninstall", "watch_wait"]
 
 
 def install(host_key: Callable[[], str], lasting: bool = False) -> None:
@@ -48,6 +51,16 @@ def report_exit() -> None:
     patches = _loaded_patches()
     if patches is not None:
         patches.report_exit()
+
+
+def interrupt(error: TransportError) -> None:
+    """End all waits of this rank in its process groups with `error`, from any thread; nothing else is interrupted.
+
+    For an elastic job, whose other ranks do the same. The groups are of no use afterwards.
+    """
+    patches = _loaded_patches()
+    if patches is not None:
+        patches.interrupt(error)
 
 
 def exclude_group(group: Any) -> None:

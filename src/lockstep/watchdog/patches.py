@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .. import environment
-from ..errors import LockstepError
+from ..errors import LockstepError, TransportError
 from ..flight_recorder import FlightRecorder, RecordLog, current
 from ..system.patching import Replaced
 from . import jobs
@@ -38,6 +38,7 @@ __all__ = [
     "ddp_replacements",
     "exclude_group",
     "install",
+    "interrupt",
     "report_exception",
     "report_exit",
     "uninstall",
@@ -322,7 +323,7 @@ class _Watchdog:
                 return original(group)
             destroys_all = group is None or group == dist.GroupMember.WORLD
             known = session.state.error
-            if destroys_all and session.state.recorder.phase != "raised":
+            if destroys_all and session.state.recorder.phase != "raised" and not session.is_interrupted:
                 session.cross_host.compare_at_exit()
             found = session.state.error is not known
             destroyed = list(session.groups) if destroys_all else [group]
@@ -425,6 +426,12 @@ def report_exit() -> None:
     """See `watchdog.report_exit`."""
     if _watchdog is not None and _watchdog.session is not None:
         record_exit(_watchdog.session.state)
+
+
+def interrupt(error: TransportError) -> None:
+    """See `watchdog.interrupt`."""
+    if _watchdog is not None and _watchdog.session is not None:
+        _watchdog.session.interrupt(error)
 
 
 def exclude_group(group: Any) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from ..errors import InterruptedRunError, LockstepError
+from ..errors import InterruptedRunError, LockstepError, TransportError
 from ..flight_recorder import RecordLog
 from . import error_delivery, jobs
 from . import report as reports
@@ -39,6 +39,7 @@ class Session:
         state: what the parts share.
         monitors: of the groups of this rank that are watched.
         groups: the process groups whose waits end when something goes wrong, with their monitors.
+        is_interrupted: whether the membership of an elastic job has ended the waits.
     """
 
     def __init__(self, rendezvous: Rendezvous, limits: Limits, sockets: SocketTracker) -> None:
@@ -50,6 +51,7 @@ class Session:
         self._stacks = StackFile(state.folder, state.recorder)
         self._sockets = sockets
         self._groups_made: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.is_interrupted = False
 
     def start(self, close: Callable[[], None], log: RecordLog | None) -> None:
         """Start monitoring.
@@ -124,6 +126,8 @@ class Session:
     def fail(self, finding: Finding) -> None:
         """Make a report of a finding, unless there is one, and adopt it."""
         state = self.state
+        if state.limits.expects_losses and finding.kind in ("lost", "left"):
+            return  # the membership of an elastic job finds out sooner, and the others go on
         if state.error is None and not self.poll_report():
             try:
                 made = self.make_report(finding)
@@ -154,6 +158,15 @@ class Session:
             self.state.error = error_delivery.make_error(report)
         self._end_waits()  # before the store is used, which may take a while
         self.cross_host.publish_report(report)
+
+    def interrupt(self, error: TransportError) -> None:
+        """End this rank's waits with `error`, now and from now on; the program is not interrupted anywhere else."""
+        with self.state.lock:
+            if self.state.error is None:
+                self.state.delivered.set()
+                self.state.error = error
+        self.is_interrupted = True
+        self._end_waits()
 
     def _end_waits(self) -> None:
         self._sockets.shutdown()

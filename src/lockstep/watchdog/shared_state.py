@@ -41,6 +41,7 @@ class Limits:
         stall_s: seconds after which a straggler is an error.
         debugging: whether a debugger is attached to a rank, so that stragglers and deadlocks are not reported.
         heartbeat_s: seconds after which a host that does not respond is lost.
+        expects_losses: whether the job is elastic, so that the loss of a rank is no error.
     """
 
     strict: bool
@@ -48,6 +49,7 @@ class Limits:
     stall_s: float
     debugging: bool
     heartbeat_s: float = 30.0
+    expects_losses: bool = False
 
     @classmethod
     def read(cls) -> Limits:
@@ -62,6 +64,7 @@ class Limits:
             environment.stall_timeout(),
             environment.debug_rank() is not None,
             environment.heartbeat_timeout(),
+            environment.elastic_worker() is not None,
         )
 
 

@@ -55,6 +55,11 @@ class Checkpoints(Callback):
         self.needs_columns = () if best is None else (best,)
         self.needs_run_dir = bool(self._count) or best is not None
 
+    @property
+    def saves_at_end(self) -> bool:
+        """Whether the end of the run is saved as well."""
+        return self._count > 0
+
     def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
         """Save at each interval of steps."""
         if self._count and self._unit == "steps" and trainer.step.steps_done % self._count == 0:

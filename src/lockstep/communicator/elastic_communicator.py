@@ -1,0 +1,240 @@
+"""The communicator of an elastic job: its workers change, and one that joins later catches up with what came before."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from .. import watchdog
+from ..elastic.client import GenerationStore, MembershipClient
+from ..elastic.membership import View
+from ..environment import ElasticWorker
+from ..errors import ConfigError, MembershipChangedError, TransportError
+from ..topology import World
+from .communicator import Communicator
+from .groups import world_among
+
+__all__ = ["ElasticCommunicator"]
+
+T = TypeVar("T")
+
+# torch's stubs lack some of the names of torch.distributed
+# mypy: disable-error-code="attr-defined"
+
+
+class ElasticCommunicator(Communicator):
+    """The workers of an elastic job. `regroup` replaces them; this object stays.
+
+    A worker that joins a running job has no group until its training begins. Before that it gets from `on_rank0`,
+    `rank0_first` and `broadcast_object` what rank 0 sent in the same calls when the job began.
+
+    Attributes:
+        client: this worker's side of the membership.
+        is_joining: whether this worker has not been in a group yet.
+        keeps_values: whether what rank 0 sends is kept for workers that join later.
+    """
+
+    client: MembershipClient
+
+    @classmethod
+    def join(cls, worker: ElasticWorker, world: World, device: torch.device, backend: str) -> ElasticCommunicator:
+        """Join the job as one of its first workers, or prepare to join it later.
+
+        Args:
+            worker: this worker.
+            world: its position as the launcher knows it; only where it joins later is that kept for a while.
+            device: where it computes.
+            backend: of the process groups.
+        """
+        self = cls.at(world, device)
+        self._backend, self.is_joining, self.keeps_values = backend, worker.joins, True
+        self._replayed, self._store, self._abandoned = 0, cast(GenerationStore | None, None), 0
+        self.client = MembershipClient(worker.socket, worker.number, self._interrupt)
+        if not worker.joins:
+            view = self.client.join()
+            try:
+                self._form(view)
+            except TransportError as error:  # before the training nobody survives a loss
+                raise TransportError("a worker was lost while the workers' first group was formed") from error
+        return self
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def regroup(self, view_of: Callable[[], View]) -> View:
+        """Leave the group, get the next view from `view_of`, and form its group.
+
+        Raises:
+            MembershipChangedError, TransportError: the view was over before its group was complete.
+            WorkerLeft: this worker is not in the view.
+        """
+        self.leave_group()
+        view = view_of()
+        self._form(view)
+        self.is_joining = False
+        return view
+
+    def _form(self, view: View) -> None:
+        rank = view.members.index(self.client.number)
+        world = world_among(view.hosts, rank, "elastic")
+        group = self._make_group(view, rank) if len(view.members) > 1 else None
+        self._set_up(replace(world, device=str(self.device)), self.device, group)
+        self.client.forget_answers()
+        self.client.check()  # the change may have come before there was a group to interrupt
+
+    def _make_group(self, view: View, rank: int) -> dist.ProcessGroup:
+        # c10d names groups by how many a process has made, failed ones included, and members differ in that
+        c10d._world.group_count = 0
+        self._store = GenerationStore(self.client, view.generation)
+        gpu = self.device if self.device.type == "cuda" else None
+        with _interruptible_gloo(self.client):
+            dist.init_process_group(
+                self._backend, store=self._store, rank=rank, world_size=len(view.members), device_id=gpu
+            )
+        group: dist.ProcessGroup = dist.group.WORLD
+        return group
+
+    def _interrupt(self) -> None:
+        """End the waits of this worker; called from the thread of the membership."""
+        watchdog.interrupt(MembershipChangedError(self.client.generation))
+
+    def leave_group(self) -> None:
+        """Leave the process group without waiting for the others; no operation may follow until `regroup`."""
+        group, self.group = self.group, None
+        if not dist.is_initialized():
+            return
+        self._interrupt()
+        held = [group, dist.group.WORLD]
+        group = None
+        with suppress(RuntimeError):  # it is broken in any case
+            dist.destroy_process_group()
+        _drop_later(held)
+        self._store = None
+
+    # --- what came before this worker ---------------------------------------------------------------------------------
+
+    def on_rank0(self, fn: Callable[[], T]) -> T:
+        """See `Communicator.on_rank0`."""
+        if self.is_joining:
+            succeeded, value = pickle.loads(self._next_value())
+            if not succeeded:
+                raise value
+            return cast(T, value)
+        if self.size > 1:
+            return super().on_rank0(fn)
+        value = fn()
+        self._keep(pickle.dumps((True, value)))
+        return value
+
+    @contextmanager
+    def rank0_first(self) -> Iterator[None]:
+        """See `Communicator.rank0_first`."""
+        if self.is_joining:
+            if error := self._next_value():
+                raise pickle.loads(error)[1]
+            yield
+            return
+        with super().rank0_first():
+            yield
+        if self.size == 1:
+            self._keep(b"")
+
+    def broadcast_object(self, value: T | None, root: int = 0) -> T:
+        """See `Communicator.broadcast_object`."""
+        if self.is_joining and root == 0:
+            return cast(T, self._next_value())
+        if self.rank == root == 0:
+            self._keep(value)
+        return super().broadcast_object(value, root)
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`."""
+        if not self.is_joining:
+            super().barrier()
+
+    def note_result(self, result: object) -> None:
+        """Keep the result of a training, for workers that join in a later one."""
+        if self.rank == 0:
+            self._keep(result)
+
+    def earlier_result(self) -> Any:
+        """Return the result of this training if it was complete before this worker joined; else None."""
+        if not self.is_joining or len(self.client.published) <= self._replayed:
+            return None
+        return self._next_value()
+
+    def _keep(self, value: object) -> None:
+        if self.keeps_values:
+            self.client.publish(pickle.dumps(value))
+
+    def _next_value(self) -> Any:
+        self._replayed += 1
+        return pickle.loads(self.client.published_value(self._replayed - 1))
+
+    def _connected(self) -> dist.ProcessGroup:
+        if self.is_joining:
+            hint = "Move it into the training (a callback), or start the job without --elastic."
+            expected = "only on_rank0, rank0_first, broadcast_object and barrier before the training of an elastic job"
+            raise ConfigError("comm", expected, found="a collective in a worker that joins it later", hint=hint)
+        return super()._connected()
+
+
+# --- Gloo, whose waits have to be ended from outside ------------------------------------------------------------------
+
+_SLICE = timedelta(milliseconds=50)
+_DROP_S = 0.02  # what Gloo's destructor takes if nothing is in flight
+
+
+def _drop_later(held: list[Any]) -> None:
+    """Drop the last references to a group in a thread: Gloo's destructor may wait for what never ends."""
+    thread = threading.Thread(target=held.clear, name="lockstep group's end", daemon=True)
+    thread.start()
+    thread.join(_DROP_S)
+
+
+@contextmanager
+def _interruptible_gloo(client: MembershipClient) -> Iterator[None]:
+    """Let Gloo connect the members in a thread during the body, which goes on without it when the generation is over.
+
+    Its constructor waits for all of them in C++, and nothing but its time limit ends that.
+    """
+    original: Any = c10d.ProcessGroupGloo
+
+    def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        made: list[Any] = []
+
+        def construct() -> None:
+            try:
+                made.append(original(store, rank, size, timeout=timeout))
+            except BaseException as error:
+                made.append(error)
+
+        thread = threading.Thread(target=construct, name="lockstep gloo", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_SLICE.total_seconds() / 10)
+            client.check()
+        if isinstance(made[0], BaseException):
+            raise made[0]
+        return made.pop()
+
+    class Kind(type):
+        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> Any:
+            return connect(store, rank, size, timeout)
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, original)
+
+    c10d.ProcessGroupGloo = Kind("ProcessGroupGloo", (), {})
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = original

@@ -1,0 +1,334 @@
+"""A worker's side of the membership: what it has been told, and the store in which a generation's members meet."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import msgspec
+from torch.distributed import Store
+
+from ..errors import LockstepError, MembershipChangedError
+from .connection import to_coordinator
+from .membership import (
+    Add,
+    Answer,
+    Arrived,
+    Boundary,
+    Broken,
+    Bye,
+    Change,
+    Check,
+    Commit,
+    CompareSet,
+    Done,
+    Down,
+    Enter,
+    Events,
+    Get,
+    Hello,
+    Leave,
+    Publish,
+    Ready,
+    Set,
+    Stop,
+    Turn,
+    Up,
+    View,
+    Wish,
+)
+
+__all__ = ["GenerationStore", "MembershipClient", "WorkerLeft"]
+
+
+class WorkerLeft(SystemExit):
+    """This worker has left the job in good order; its program ends with exit code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class MembershipClient:
+    """What this worker knows of the membership. A thread receives the coordinator's messages.
+
+    Args:
+        path: of the coordinator's socket.
+        number: of this worker.
+        on_change: called from the thread when this worker has to leave its group at once.
+
+    Attributes:
+        number: of this worker.
+        generation: the one that this worker is in; 0 before the first.
+        leaving: whether this worker wants to leave.
+        published: the values that rank 0 sent to all before this worker joined.
+    """
+
+    def __init__(self, path: str, number: int, on_change: Callable[[], None] = lambda: None) -> None:
+        self.number, self.generation, self.leaving = number, 0, False
+        self.published: list[bytes] = []
+        self.on_change = on_change
+        self._changed = threading.Condition()
+        self._due = self._next = 0  # the newest generation to enter at once, and the newest that is open
+        self._wished, self._signal = -1, 0
+        self._view: View | None = None
+        self._bye: Bye | None = None
+        self._is_lost = False
+        self._requests = count()
+        self._answers: dict[int, Answer] = {}
+        self._connection = to_coordinator(path)
+        self.send(Hello(number))
+        self._pid = os.getpid()
+        threading.Thread(target=self._receive, name="lockstep membership", daemon=True).start()
+
+    def send(self, message: Up) -> None:
+        """Send a message to the coordinator."""
+        with suppress(OSError):  # the launcher is gone, and ends this process
+            self._connection.send(message)
+
+    def _receive(self) -> None:
+        with suppress(OSError, msgspec.DecodeError):
+            while (message := self._connection.receive()) is not None:
+                with self._changed:
+                    self._take(message)
+                    self._changed.notify_all()
+                if isinstance(message, Change):
+                    self.on_change()
+        with self._changed:
+            self._is_lost = True
+            self._changed.notify_all()
+
+    def _take(self, message: Down) -> None:
+        match message:
+            case Change():
+                self._due = self._next = max(self._next, message.generation)
+            case Turn():
+                self._next = max(self._next, message.generation)
+            case Wish():
+                self._wished = message.generation
+            case View():
+                self._view = message
+                self._next = max(self._next, message.generation)
+            case Answer():
+                self._answers[message.request] = message
+            case Publish():
+                self.published.append(message.value)
+            case Stop():
+                self._signal = message.signal
+            case Bye():
+                self._bye = message
+
+    # --- what this worker has been told -------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this worker's generation is over, so that it has to leave its group at once."""
+        return self._due > self.generation or self._is_lost
+
+    @property
+    def wants_to_regroup(self) -> bool:
+        """Whether this worker asks the others to regroup after the step in progress."""
+        return self.leaving or self._wished == self.generation
+
+    @property
+    def stop_signal(self) -> int:
+        """The signal after which the whole job saves and ends; 0 as long as there is none."""
+        return self._signal
+
+    def check(self) -> None:
+        """Raise MembershipChangedError if this worker's generation is over."""
+        if self.is_over:
+            raise MembershipChangedError(self.generation)
+
+    # --- what this worker tells ---------------------------------------------------------------------------------------
+
+    def enter(self, fit: int, most: int) -> None:
+        """Say that the training number `fit` of the program begins, which can have at most so many workers."""
+        self.send(Enter(fit, most))
+
+    def leave(self, now: bool = False) -> None:
+        """Say that this worker wants to leave: after the step in progress, or at once."""
+        self.leaving = True
+        self.send(Leave(now))
+
+    def publish(self, value: bytes) -> None:
+        """Keep a value that rank 0 sends to all, for workers that join later."""
+        self.send(Publish(value))
+
+    def published_value(self, number: int) -> bytes:
+        """Return the value that rank 0 sent as number `number`, from 0; waits for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.published) > number or self._is_lost or self._bye is not None)
+            if len(self.published) <= number:
+                self._end_if_told()
+            return self.published[number]
+
+    def note_events(self, commit: Commit, states: bytes | None) -> None:
+        """Say that rank 0's callbacks have seen all up to this commit, and their states if these have changed."""
+        self.send(Events(commit, states))
+
+    # --- the group ----------------------------------------------------------------------------------------------------
+
+    def join(self) -> View:
+        """Ask to become a member, and wait for the first view.
+
+        Raises:
+            WorkerLeft: the job ends before.
+        """
+        self.send(Ready())
+        with self._changed:
+            self._changed.wait_for(lambda: self._view is not None or self._bye is not None or self._is_lost)
+            self._end_if_told()
+            assert self._view is not None
+            self.generation = self._view.generation
+            return self._view
+
+    def regroup(self, commit: Commit, reason: str = "", at_boundary: bool = False) -> View:
+        """Wait for the view of the next generation; this worker has left its group.
+
+        Args:
+            commit: the position of its last complete step.
+            reason: why its group has failed, if it does not know of a change.
+            at_boundary: whether all members have agreed to regroup here.
+
+        Raises:
+            WorkerLeft: it leaves with this view, or the job ends.
+        """
+        while True:
+            if self._next <= self.generation:
+                self.send(Boundary(self.generation) if at_boundary else Broken(self.generation, reason))
+            with self._changed:
+                self._changed.wait_for(lambda: self._next > self.generation or self._is_lost)
+                generation = self.generation = self._next
+            self._end_if_told()
+            self.send(Arrived(generation, commit, self.leaving))
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_viewed(generation) or self._bye is not None or self._is_lost)
+                self._end_if_told()
+                if self._next == generation and self._view is not None:
+                    return self._view
+
+    def _is_viewed(self, generation: int) -> bool:
+        view = self._view
+        return self._next > generation or (view is not None and view.generation == generation)
+
+    def _end_if_told(self) -> None:
+        if self._is_lost:
+            raise LockstepError("the launcher of this elastic job is gone")
+        if self._bye is not None:
+            raise WorkerLeft
+
+    def complete(self) -> bool:
+        """Wait until the training is complete on all members; False if they have to regroup before."""
+        self.send(Done(self.generation))
+        with self._changed:
+            self._changed.wait_for(lambda: self._bye is not None or self._next > self.generation or self._is_lost)
+            if self._is_lost:
+                raise LockstepError("the launcher of this elastic job is gone")
+            bye, self._bye = self._bye, None
+            if bye is not None and bye.leaves:
+                raise WorkerLeft
+            return bye is not None
+
+    # --- keys ---------------------------------------------------------------------------------------------------------
+
+    def request(self, generation: int, make: Callable[[int], Up], waits: bool = False) -> Answer:
+        """Return the coordinator's answer about keys of `generation`.
+
+        Args:
+            generation: whose keys they are.
+            make: makes the message of the request's number.
+            waits: whether the answer may take as long as another worker needs.
+
+        Raises:
+            MembershipChangedError: the generation is over.
+        """
+        number = next(self._requests)
+        self.send(make(number))
+        with self._changed:
+            while number not in self._answers:
+                if self._is_lost or self._due > generation or (waits and self._next > generation):
+                    raise MembershipChangedError(generation)
+                self._changed.wait()
+            return self._answers.pop(number)
+
+    def forget_answers(self) -> None:
+        """Drop the answers to requests of earlier generations, which nobody waits for."""
+        with self._changed:
+            self._answers.clear()
+
+
+class GenerationStore(Store):  # type: ignore[misc]
+    """The c10d store of one generation: its waits have no time limit and end when the generation is over.
+
+    c10d itself keeps no reference to a store in Python: whoever makes a group with it does.
+
+    Args:
+        client: of this worker.
+        generation: whose members use it.
+    """
+
+    def __init__(self, client: MembershipClient, generation: int) -> None:
+        super().__init__()
+        self._client, self._generation = client, generation
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set `key` to `value`."""
+        self._client.check()
+        self._client.send(Set(self._generation, key, _as_bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        """Wait until `key` exists, and return its value."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait until all `keys` exist, and return their values."""
+        generation = self._generation
+        return list(self._client.request(generation, lambda n: Get(n, generation, tuple(keys)), waits=True).values)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all `keys` exist, however long."""
+        self.multi_get(keys)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number `key`, and return the sum."""
+        generation = self._generation
+        return self._client.request(generation, lambda n: Add(n, generation, key, amount)).number
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all `keys` exist."""
+        generation = self._generation
+        return bool(self._client.request(generation, lambda n: Check(n, generation, tuple(keys))).number)
+
+    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        """Set `key` if its value is `expected`, or "" and it does not exist; return its value then."""
+        generation, old, new = self._generation, _as_bytes(expected), _as_bytes(value)
+        return self._client.request(generation, lambda n: CompareSet(n, generation, key, old, new)).values[0]
+
+    def delete_key(self, key: str) -> bool:
+        """Do nothing: the keys of a generation end with it."""
+        return False
+
+    def num_keys(self) -> int:
+        """Return 0: nobody counts the keys."""
+        return 0
+
+    def has_extended_api(self) -> bool:
+        """Return whether several keys can be set and read at once."""
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: there is no time limit."""
+
+
+def _as_bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,131 @@
+"""Connections between the coordinator and its workers: messages of `membership` over a socket."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+import msgspec
+
+from .membership import Down, Up
+
+__all__ = ["Connection", "from_worker", "to_coordinator"]
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+_LENGTH = struct.Struct("!I")
+_MOST = 1 << 30  # bytes of a message; the largest are values that rank 0 has sent to all
+
+
+class Connection(Generic[In, Out]):
+    """One end of a connection. A thread of its own may send while another one receives.
+
+    Args:
+        end: the socket; non-blocking where `receive_available` is used.
+        incoming: the type of the messages that are received.
+    """
+
+    def __init__(self, end: socket.socket, incoming: object) -> None:
+        self.socket = end
+        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)  # type: ignore[arg-type]
+        self._encoder = msgspec.msgpack.Encoder()
+        self._lock = threading.Lock()
+        self._received, self._unsent = bytearray(), bytearray()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self.socket.fileno()
+
+    def send(self, message: Out) -> None:
+        """Send a message, or keep what a non-blocking socket does not take yet, for `flush`.
+
+        Raises:
+            OSError: the other side is gone.
+        """
+        data = self._encoder.encode(message)
+        with self._lock:
+            self._unsent += _LENGTH.pack(len(data)) + data
+            self._flush()
+
+    def flush(self) -> bool:
+        """Send what was kept; returns whether all of it is sent."""
+        with self._lock:
+            self._flush()
+            return not self._unsent
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something is kept that could not be sent yet."""
+        return bool(self._unsent)
+
+    def _flush(self) -> None:
+        with suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+
+    def receive(self) -> In | None:
+        """Wait for the next message; returns None when the other side has closed the connection.
+
+        Raises:
+            OSError, msgspec.DecodeError: the connection is broken, or what has come is no message.
+        """
+        while (message := self._next()) is None:
+            data = self.socket.recv(1 << 16)
+            if not data:
+                return None
+            self._received += data
+        return message
+
+    def receive_available(self) -> Iterator[In]:
+        """Yield the messages that have come.
+
+        Raises:
+            EOFError: the other side has closed the connection.
+            OSError, msgspec.DecodeError: the connection is broken, or what has come is no message.
+        """
+        with suppress(BlockingIOError):
+            while True:
+                data = self.socket.recv(1 << 16)
+                self._received += data
+                while (message := self._next()) is not None:
+                    yield message
+                if not data:
+                    raise EOFError
+
+    def _next(self) -> In | None:
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > _MOST:
+            raise msgspec.DecodeError(f"expected a message of at most {_MOST} bytes, got one of {length}")
+        if len(self._received) < _LENGTH.size + length:
+            return None
+        data = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
+        del self._received[: _LENGTH.size + length]
+        return self._decoder.decode(data)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+
+def to_coordinator(path: str) -> Connection[Down, Up]:
+    """Connect to the coordinator whose Unix socket is at `path`.
+
+    Raises:
+        OSError: there is none.
+    """
+    end = socket.socket(socket.AF_UNIX)
+    end.connect(path)
+    return Connection(end, Down)
+
+
+def from_worker(end: socket.socket) -> Connection[Up, Down]:
+    """Return the coordinator's end of a connection that a worker has opened."""
+    end.setblocking(False)
+    return Connection(end, Up)

@@ -1,0 +1,602 @@
+"""The membership of an elastic job as a state machine: who is in the group, and what each worker is told (pure).
+
+A **generation** is a group of workers that train together. The coordinator, in the launcher, opens the next generation
+when the membership changes: at once after a loss, and between two steps when a worker joins or leaves. Each member then
+leaves its process group and *arrives* with its **commit**, the position of its last complete step. When all have
+arrived, the coordinator sends the **view**: the members in order of seniority, which is the order of ranks, and who has
+the most advanced state. With that the members form a process group. A loss meanwhile opens the next generation.
+
+There is no clock and no time limit here: a worker counts until its process has ended or it says that it leaves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Union
+
+import msgspec
+
+from ..messages import Integer, List
+
+__all__ = [
+    "NO_STATE",
+    "Add",
+    "Answer",
+    "Arrived",
+    "Boundary",
+    "Broken",
+    "Bye",
+    "Change",
+    "Check",
+    "Commit",
+    "CompareSet",
+    "Coordinator",
+    "Done",
+    "Down",
+    "Enter",
+    "Events",
+    "Get",
+    "Hello",
+    "Leave",
+    "Publish",
+    "Ready",
+    "Set",
+    "Stop",
+    "Turn",
+    "Up",
+    "View",
+    "Wish",
+]
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
+
+Commit = List[Integer]
+"""The position of a worker's last complete step, such as (fit, steps done, rows of the history); a later one is greater."""
+
+NO_STATE: Commit = ()
+"""The commit of a worker that has not been given the training's state yet."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Hello(_Message, frozen=True):
+    """The first message of a worker: which one it is."""
+
+    worker: Integer
+
+
+class Ready(_Message, frozen=True):
+    """A worker is ready to become a member."""
+
+
+class Enter(_Message, frozen=True):
+    """A member has begun the training number `fit` of its program; from here on it survives the loss of others."""
+
+    fit: Integer
+    most: Integer  # the largest number of workers that it can have
+
+
+class Arrived(_Message, frozen=True):
+    """A member has left its group, and waits for the view of `generation`."""
+
+    generation: Integer
+    commit: Commit
+    leaving: bool = False
+
+
+class Broken(_Message, frozen=True):
+    """The group of `generation` has failed, and this member does not know why."""
+
+    generation: Integer
+    reason: str
+
+
+class Boundary(_Message, frozen=True):
+    """A member is between two steps, where all members of `generation` have agreed to regroup."""
+
+    generation: Integer
+
+
+class Leave(_Message, frozen=True):
+    """A member wants to leave: after this step, or at once, where there are no steps."""
+
+    now: bool = False
+
+
+class Done(_Message, frozen=True):
+    """A member's training is complete; it stays until all others' are, because they may need its state."""
+
+    generation: Integer
+
+
+class Events(_Message, frozen=True):
+    """Rank 0's callbacks have seen all up to this commit; with the states of those that have one, if they have changed."""
+
+    commit: Commit
+    states: bytes | None = None
+
+
+class Publish(_Message, frozen=True):
+    """A value that rank 0 has sent to all before the training, for workers that join later."""
+
+    value: bytes
+
+
+class Set(_Message, frozen=True):
+    """Set a key of the store of `generation`."""
+
+    generation: Integer
+    key: str
+    value: bytes
+
+
+class Get(_Message, frozen=True):
+    """Wait until the keys exist; the answer has their values."""
+
+    request: Integer
+    generation: Integer
+    keys: List[str]
+
+
+class Add(_Message, frozen=True):
+    """Add to a number; the answer has the sum."""
+
+    request: Integer
+    generation: Integer
+    key: str
+    amount: Integer
+
+
+class Check(_Message, frozen=True):
+    """Ask whether all keys exist."""
+
+    request: Integer
+    generation: Integer
+    keys: List[str]
+
+
+class CompareSet(_Message, frozen=True):
+    """Set a key if it has the expected value; the answer has its value then."""
+
+    request: Integer
+    generation: Integer
+    key: str
+    expected: bytes
+    value: bytes
+
+
+class Change(_Message, frozen=True):
+    """`generation` is open: leave the group at once, wherever you wait in it."""
+
+    generation: Integer
+
+
+class Wish(_Message, frozen=True):
+    """Agree with the members of `generation` to regroup after a step."""
+
+    generation: Integer
+
+
+class Turn(_Message, frozen=True):
+    """`generation` is open: regroup when your step is complete."""
+
+    generation: Integer
+
+
+class View(_Message, frozen=True):
+    """The members of `generation`, in the order of their ranks.
+
+    Attributes:
+        generation: its number.
+        members: the workers' numbers.
+        hosts: the number of each one's host.
+        commits: the commit of each one.
+        source: the member from which those behind get the state.
+        events: the commit up to which rank 0's callbacks have seen all.
+        states: the states of rank 0's callbacks then.
+    """
+
+    generation: Integer
+    members: List[Integer]
+    hosts: List[Integer]
+    commits: List[Commit]
+    source: Integer
+    events: Commit = ()
+    states: bytes | None = None
+
+
+class Answer(_Message, frozen=True):
+    """The answer to a request about keys: values, a sum, or whether they exist."""
+
+    request: Integer
+    values: List[bytes] = ()
+    number: Integer = 0
+
+
+class Stop(_Message, frozen=True):
+    """The whole job stops: save and end, as after this signal."""
+
+    signal: Integer
+
+
+class Bye(_Message, frozen=True):
+    """A worker's part is over: its training is complete everywhere, or it leaves."""
+
+    leaves: bool = False
+
+
+Up = Union[
+    Hello, Ready, Enter, Arrived, Broken, Boundary, Leave, Done, Events, Publish, Set, Get, Add, Check, CompareSet
+]
+"""From a worker to the coordinator."""
+
+Down = Union[Change, Wish, Turn, View, Answer, Publish, Stop, Bye]
+"""From the coordinator to a worker."""
+
+
+# --- The coordinator --------------------------------------------------------------------------------------------------
+
+
+class _Status(Enum):
+    STARTED = "started"  # its program has not asked to become a member yet
+    READY = "ready"
+    MEMBER = "member"
+    OVER = "over"  # it has left in good order
+
+
+@dataclass
+class _Worker:
+    number: int
+    host: int
+    status: _Status = _Status.STARTED
+    joins: bool = False  # whether there was a group already when it came
+    seniority: int = -1
+    fit: int = -1  # the training that it is in, -1 outside of one
+    arrived: int = -1  # the generation for whose view it waits
+    commit: Commit = NO_STATE
+    leaving: bool = False
+    done: bool = False
+
+
+_MOST_BROKEN = 5  # groups that fail one after another at the same step, without the loss of a worker
+
+
+@dataclass
+class Coordinator:
+    """Decides on the membership. Its methods are the events; `take_messages` returns what they have to tell.
+
+    Args:
+        expected: the number of workers that form the first group.
+        minimum: the number of workers below which the training waits.
+
+    Attributes:
+        generation: the newest generation that is open.
+        formed: the newest one whose view was sent; -1 before the first.
+        view: the members of `formed`, in the order of their ranks.
+        waiting: whether the members have arrived, and wait because they are fewer than `minimum`.
+        failure: why the workers cannot go on from what they have in memory; "" as long as they can.
+        complete: whether all members have completed the training that they were in.
+    """
+
+    expected: int
+    minimum: int = 1
+    generation: int = 0
+    formed: int = -1
+    view: tuple[int, ...] = ()
+    waiting: bool = False
+    failure: str = ""
+    complete: bool = False
+    _workers: dict[int, _Worker] = field(default_factory=dict)
+    _messages: deque[tuple[int, Down]] = field(default_factory=deque)
+    _published: list[Publish] = field(default_factory=list)
+    _keys: dict[int, _Keys] = field(default_factory=dict)
+    _seniority: int = 0
+    _wished: bool = False
+    _stop: Stop | None = None
+    _events: Events = Events(NO_STATE)
+    _most: int = 1 << 30
+    _broken: tuple[Commit, int] = (NO_STATE, 0)
+
+    def take_messages(self) -> Iterator[tuple[int, Down]]:
+        """Yield the messages to send, each with the number of its worker."""
+        while self._messages:
+            yield self._messages.popleft()
+
+    @property
+    def members(self) -> list[int]:
+        """The workers that are in the group, or regroup, in order of seniority."""
+        found = [worker for worker in self._workers.values() if worker.status is _Status.MEMBER]
+        return [worker.number for worker in sorted(found, key=lambda worker: worker.seniority)]
+
+    @property
+    def candidates(self) -> list[int]:
+        """The workers that have been started and are not members yet."""
+        statuses = (_Status.STARTED, _Status.READY)
+        return [worker.number for worker in self._workers.values() if worker.status in statuses]
+
+    @property
+    def progress(self) -> Commit:
+        """The greatest commit with which a member has arrived."""
+        return max((worker.commit for worker in self._workers.values()), default=NO_STATE)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def started(self, number: int, host: int = 0) -> None:
+        """A worker has been started on a host."""
+        self._workers[number] = _Worker(number, host)
+
+    def lost(self, number: int) -> None:
+        """A worker's process has ended."""
+        worker = self._workers.pop(number, None)
+        for keys in self._keys.values():
+            keys.forget(number)
+        if worker is None or worker.status is not _Status.MEMBER:
+            return
+        if not self._in_training() or worker.fit < 0:
+            self.failure = self.failure or "a worker was lost outside of the training"
+            return
+        self._broken = NO_STATE, 0
+        self._open_next()
+
+    def left(self, number: int) -> None:
+        """A worker's process has ended in good order, after its training was complete or after it was told to leave."""
+        worker = self._workers.get(number)
+        if worker is not None and worker.status is _Status.MEMBER and worker.fit < 0:
+            worker.status = _Status.OVER
+        self.lost(number)
+
+    def stop(self, signal: int) -> None:
+        """The whole job is to save and end."""
+        self._stop = Stop(signal)
+        for worker in self._workers.values():
+            self._send(worker, self._stop)
+
+    def receive(self, number: int, message: Up) -> None:
+        """A worker has sent a message; one from a worker that is not known any more is ignored."""
+        worker = self._workers.get(number)
+        if worker is not None:
+            self._handle(worker, message)
+
+    def _handle(self, worker: _Worker, message: Up) -> None:
+        match message:
+            case Hello():
+                self._greet(worker)
+            case Ready():
+                self._ready(worker)
+            case Enter():
+                self._most = message.most
+                self._enter(worker, message.fit)
+            case Arrived():
+                self._arrived(worker, message)
+            case Broken():
+                self._broke(worker, message)
+            case Boundary():
+                self._boundary(message.generation)
+            case Leave():
+                self._leave(message.now)
+            case Done():
+                self._done(worker, message.generation)
+            case Events():
+                self._events = Events(message.commit, message.states or self._events.states)
+            case Publish():
+                self._publish(message)
+            case _:
+                self._use_keys(worker, message)
+
+    def _greet(self, worker: _Worker) -> None:
+        worker.joins = self.formed >= 0
+        for each in self._published if worker.joins else ():
+            self._send(worker, each)
+        if self._stop is not None:
+            self._send(worker, self._stop)
+
+    def _publish(self, message: Publish) -> None:
+        self._published.append(message)
+        for worker in self._workers.values():
+            if worker.status is _Status.STARTED and worker.joins:
+                self._send(worker, message)
+
+    def _ready(self, worker: _Worker) -> None:
+        if worker.status is not _Status.STARTED:
+            return
+        worker.status = _Status.READY
+        if self.formed < 0 or self.waiting:
+            self._give_view()
+        else:
+            self._plan()
+
+    def _enter(self, worker: _Worker, fit: int) -> None:
+        worker.fit, worker.done, self.complete = fit, False, False
+        if any(each.status is _Status.READY for each in self._workers.values()):
+            self._plan()
+
+    def _arrived(self, worker: _Worker, message: Arrived) -> None:
+        if message.generation == self.generation and worker.status is _Status.MEMBER:
+            worker.arrived, worker.commit, worker.leaving = message.generation, message.commit, message.leaving
+            self._give_view()
+
+    def _broke(self, worker: _Worker, message: Broken) -> None:
+        if not self.generation == self.formed == message.generation:
+            return  # it has failed because others have left it, and is told so
+        commit, times = self._broken
+        self._broken = worker.commit, times + 1 if worker.commit == commit else 1
+        if self._broken[1] > _MOST_BROKEN:
+            self.failure = f"the workers' group failed {times} times at the same step: {message.reason}"
+        self._open_next()
+
+    def _boundary(self, generation: int) -> None:
+        if self.generation == self.formed == generation:
+            self._open(Turn)
+
+    def _leave(self, now: bool) -> None:
+        if self._stop is None and self.formed == self.generation:
+            if now:
+                self._open_next()
+            else:
+                self._plan()
+
+    def _done(self, worker: _Worker, generation: int) -> None:
+        if generation != self.generation:
+            return
+        worker.done = True
+        members = [self._workers[number] for number in self.members]
+        if all(member.done for member in members):
+            self.complete = True
+            for member in members:
+                member.fit, member.done = -1, False
+                self._send(member, Bye())
+
+    # --- generations --------------------------------------------------------------------------------------------------
+
+    def _in_training(self) -> bool:
+        """Return whether all members are in the same training, and not outside of it."""
+        fits = {self._workers[number].fit for number in self.members}
+        return len(fits) <= 1 and -1 not in fits
+
+    def _plan(self) -> None:
+        """Open the next generation after a step on which all members agree."""
+        if self._wished or self.formed != self.generation or not self._in_training() or self.complete:
+            return  # whoever is ready becomes a member with the next view in any case
+        self._wished = True
+        for number in self.members:
+            self._send(self._workers[number], Wish(self.generation))
+
+    def _open_next(self) -> None:
+        """Open the next generation at once."""
+        if not self.members:
+            self.failure = self.failure or "all workers that had the training's state were lost"
+            return
+        self._open(Change)
+
+    def _open(self, kind: type[Change] | type[Turn]) -> None:
+        self.generation += 1
+        self._wished = self.waiting = False
+        for number in self.members:
+            worker = self._workers[number]
+            worker.done = False
+            self._send(worker, kind(self.generation))
+
+    def _give_view(self) -> None:
+        """Send the view of the open generation if all of its members have arrived."""
+        members = [self._workers[number] for number in self.members]
+        ready = [worker for worker in self._workers.values() if worker.status is _Status.READY]
+        if self.formed < 0:
+            if len(ready) < self.expected:
+                return
+        elif self.generation == self.formed or any(member.arrived != self.generation for member in members):
+            return
+        elif all(member.commit == NO_STATE for member in members):
+            self.failure = self.failure or "all workers that had the training's state were lost"
+            return
+        stay, leave = self._choose(members, ready)
+        ready = ready[: max(0, self._most - len(stay))]
+        if self._stop is not None and self.formed >= 0:
+            ready = []
+        if len(stay) + len(ready) < self.minimum and self._stop is None:
+            self.waiting = True
+            return
+        for worker in leave:
+            worker.status = _Status.OVER
+            self._send(worker, Bye(leaves=True))
+        self._send_view(stay, ready)
+
+    def _choose(self, members: list[_Worker], ready: list[_Worker]) -> tuple[list[_Worker], list[_Worker]]:
+        """Return the members that stay and those that leave now. Who alone has the state stays until it is handed over."""
+        leave = [member for member in members if member.leaving and self._stop is None]
+        stay = [member for member in members if member not in leave]
+        if leave and not stay and not ready:
+            self.stop(_SIGTERM)  # nobody is left to go on: save and end
+            return members, []
+        if leave and not any(member.commit for member in stay):
+            source = max(leave, key=lambda member: member.commit)
+            leave.remove(source)
+            stay = sorted([*stay, source], key=lambda member: member.seniority)
+        return stay, leave
+
+    def _send_view(self, stay: list[_Worker], ready: list[_Worker]) -> None:
+        if self.formed < 0:
+            self.generation = 1
+        for worker in ready:
+            self._seniority += 1
+            worker.status, worker.seniority, worker.commit = _Status.MEMBER, self._seniority, NO_STATE
+            worker.fit = stay[0].fit if stay else -1
+        new = [*stay, *ready]
+        self.formed, self.view = self.generation, tuple(worker.number for worker in new)
+        self.waiting = self._wished = False
+        self._keys = {number: keys for number, keys in self._keys.items() if number >= self.generation}
+        source = max(new, key=lambda worker: worker.commit)  # the first of them
+        view = View(
+            self.generation,
+            self.view,
+            tuple(worker.host for worker in new),
+            tuple(worker.commit for worker in new),
+            source.number,
+            self._events.commit,
+            self._events.states,
+        )
+        for worker in new:
+            self._send(worker, view)
+        if any(worker.leaving for worker in stay):
+            self._plan()
+
+    def _send(self, worker: _Worker, message: Down) -> None:
+        self._messages.append((worker.number, message))
+
+    # --- keys ---------------------------------------------------------------------------------------------------------
+
+    def _use_keys(self, worker: _Worker, message: Set | Get | Add | Check | CompareSet) -> None:
+        if message.generation < self.formed:
+            return  # the worker is told that it is over, and waits for no answer
+        keys = self._keys.setdefault(message.generation, _Keys())
+        for number, answer in keys.use(worker.number, message):
+            self._messages.append((number, answer))
+
+
+_SIGTERM = 15
+
+
+class _Keys:
+    """The store of one generation, in which its members find each other."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._waiting: list[tuple[int, Get]] = []
+
+    def forget(self, number: int) -> None:
+        """Drop what a worker waits for."""
+        self._waiting = [(waits, message) for waits, message in self._waiting if waits != number]
+
+    def use(self, number: int, message: Set | Get | Add | Check | CompareSet) -> Iterator[tuple[int, Answer]]:
+        """Do what a worker requests; yields the answers, each with the number of its worker."""
+        match message:
+            case Set():
+                self._values[message.key] = message.value
+            case Get():
+                self._waiting.append((number, message))
+            case Add():
+                total = int(self._values.get(message.key, b"0")) + message.amount
+                self._values[message.key] = str(total).encode()
+                yield number, Answer(message.request, number=total)
+            case Check():
+                yield number, Answer(message.request, number=all(key in self._values for key in message.keys))
+            case CompareSet():
+                value = self._values.get(message.key)
+                if message.expected == (value or b""):
+                    value = self._values[message.key] = message.value
+                yield number, Answer(message.request, (message.expected if value is None else value,))
+        yield from self._answer()
+
+    def _answer(self) -> Iterator[tuple[int, Answer]]:
+        still = []
+        for number, message in self._waiting:
+            if all(key in self._values for key in message.keys):
+                yield number, Answer(message.request, tuple(self._values[key] for key in message.keys))
+            else:
+                still.append((number, message))
+        self._waiting = still

@@ -1,0 +1,152 @@
+"""The workers of one host in an elastic job: their processes and connections, and what the coordinator tells them."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from .connection import Connection, from_worker
+from .membership import Coordinator, Down, Hello, Up
+
+__all__ = ["SOCKET", "Roster"]
+
+SOCKET = "membership"
+"""The name of the coordinator's socket in the job's private folder."""
+
+
+@dataclass
+class _Entry:
+    process: BaseProcess
+    connection: Connection[Up, Down] | None = None
+
+
+class Roster:
+    """The living workers of this host. `wait` passes on what they send, and what the coordinator has to tell them.
+
+    Args:
+        folder: a private directory for the socket.
+        coordinator: of the job.
+
+    Attributes:
+        path: of the socket.
+        exit_codes: of the workers whose processes have ended, until somebody takes them out; negative for a signal.
+    """
+
+    def __init__(self, folder: Path, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.path = str(folder / SOCKET)
+        self.exit_codes: dict[int, int] = {}
+        self._workers: dict[int, _Entry] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def watch(self, descriptor: socket.socket, on_ready: Callable[[], None]) -> None:
+        """Call `on_ready` in `wait` whenever `descriptor` can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, on_ready)
+
+    def add(self, number: int, process: BaseProcess) -> None:
+        """Add a worker that was started."""
+        self._workers[number] = _Entry(process)
+        self.coordinator.started(number)
+        self._selector.register(cast(int, process.sentinel), selectors.EVENT_READ, number)
+
+    def wait(self, seconds: float) -> list[int]:
+        """Wait for messages and ends of processes, at most so long; returns the workers whose processes have ended."""
+        ended = []
+        for key, _ in self._selector.select(seconds):
+            if isinstance(key.data, int):
+                ended.append(key.data)
+            else:
+                key.data()
+        for number in ended:
+            self._remove(number)
+        self.send()
+        return ended
+
+    def send(self) -> None:
+        """Send what the coordinator has to tell."""
+        for number, message in self.coordinator.take_messages():
+            entry = self._workers.get(number)
+            if entry is not None and entry.connection is not None:
+                self._send(entry.connection, message)
+
+    def _send(self, connection: Connection[Up, Down], message: Down) -> None:
+        with suppress(OSError):  # the worker is gone, which its process tells
+            connection.send(message)
+            if connection.has_unsent:
+                self._listen(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _listen(self, connection: Connection[Up, Down], events: int) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.modify(connection.socket, events, self._selector.get_key(connection.socket).data)
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            end, _ = self._listener.accept()
+            connection = from_worker(end)
+            self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(connection))
+
+    def _receive(self, connection: Connection[Up, Down]) -> None:
+        try:
+            if connection.has_unsent and connection.flush():
+                self._listen(connection, selectors.EVENT_READ)
+            for message in connection.receive_available():
+                self._handle(connection, message)
+        except (EOFError, OSError, msgspec.DecodeError):
+            self._close(connection)
+
+    def _handle(self, connection: Connection[Up, Down], message: Up) -> None:
+        if isinstance(message, Hello):
+            entry = self._workers.get(message.worker)
+            if entry is None or entry.connection is not None:
+                raise OSError("a connection that is not a worker's")
+            entry.connection = connection
+        number = next((each for each, entry in self._workers.items() if entry.connection is connection), None)
+        if number is not None:
+            self.coordinator.receive(number, message)
+
+    def _remove(self, number: int) -> None:
+        entry = self._workers.pop(number)
+        self._selector.unregister(cast(int, entry.process.sentinel))
+        if entry.connection is not None:
+            self._receive_rest(number, entry.connection)
+            self._close(entry.connection)
+        entry.process.join()
+        code = entry.process.exitcode
+        self.exit_codes[number] = -signal.SIGKILL if code is None else code
+        entry.process.close()
+
+    def _receive_rest(self, number: int, connection: Connection[Up, Down]) -> None:
+        """Receive what a worker has sent before its end, such as the values that it has published."""
+        with suppress(EOFError, OSError, msgspec.DecodeError):
+            for message in connection.receive_available():
+                self.coordinator.receive(number, message)
+
+    def _close(self, connection: Connection[Up, Down]) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        connection.close()
+
+    def close(self) -> None:
+        """Close the socket and all connections."""
+        for entry in self._workers.values():
+            if entry.connection is not None:
+                self._close(entry.connection)
+        self._selector.close()
+        self._listener.close()
+        with suppress(OSError):
+            os.unlink(self.path)  # noqa: PTH108

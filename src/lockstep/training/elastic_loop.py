@@ -1,0 +1,461 @@
+"""The loop of an elastic job: after the loss of a worker the others repeat the step in flight, and go on."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from ..checkpoint.serialization import pack, unpack
+from ..communicator import Communicator
+from ..communicator.elastic_communicator import ElasticCommunicator
+from ..data.loader import Batch, Loader
+from ..elastic.client import MembershipClient, WorkerLeft
+from ..elastic.membership import NO_STATE, Commit, View
+from ..errors import ConfigError, InterruptedRunError, MembershipChangedError, TransportError
+from ..flight_recorder import named
+from .callbacks.base import Callback, TrainingContext
+from .callbacks.checkpoints import Checkpoints
+from .callbacks.group import CallbackGroup
+from .loop import Loop, Run
+from .step import REGROUP, StepResult
+from .stopping import StopSignals
+
+__all__ = ["ElasticCallbacks", "ElasticLoop", "ElasticRun", "share"]
+
+_OWN = f"{__name__.partition('.')[0]}."
+
+
+# --- Callbacks, of which those of rank 0 may move to another worker ---------------------------------------------------
+
+_AFTER_COMMIT = ("on_train_step_end", "on_loss", "on_row", "on_train_epoch_end")
+_REPEATED = ("on_checkpoint_start", "on_checkpoint_end")  # a checkpoint may be written again at the same step
+
+
+class ElasticCallbacks(CallbackGroup):
+    """Callbacks of an elastic job: an event that a repeated step brings again is not called again.
+
+    Args:
+        callbacks: see `CallbackGroup`.
+        rank: the first rank of this worker.
+
+    Raises:
+        ConfigError: for a callback on rank 0 that could not go on on another worker.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback], rank: int) -> None:
+        callbacks = list(callbacks)
+        super().__init__(callbacks, rank)
+        self._rank = rank
+        self._all = list(self._by_name.values())
+        self._seen: set[tuple[Any, ...]] = set()
+        self._after_commit: list[tuple[str, tuple[Any, ...]]] = []
+        self._at: tuple[int, int] = (-1, -1)
+        self._begun: list[Callback] = []  # whose `on_train_start` was called here
+        self._last_states = b""
+        for name, member in self._by_name.items():
+            _check_movable(name, member)
+
+    def call(self, hook: str, trainer: TrainingContext, *arguments: Any) -> None:
+        """See `CallbackGroup.call`; does nothing for an event that was called before."""
+        at = trainer.step.steps_done, len(trainer.history)
+        if at != self._at:
+            self._at, self._after_commit = at, []
+            self._seen = {key for key in self._seen if key[0] == self._epoch_key(trainer)}
+        of = self._epoch_key(trainer) if hook == "on_train_epoch_start" else at
+        key = (of, hook, getattr(arguments[0], "step", None) if arguments else None)
+        if key in self._seen and hook not in _REPEATED:
+            return
+        self._seen.add(key)
+        if hook in _AFTER_COMMIT:
+            self._after_commit.append((hook, tuple(map(_without_check, arguments))))
+        super().call(hook, trainer, *arguments)
+
+    @staticmethod
+    def _epoch_key(trainer: TrainingContext) -> tuple[str, int]:
+        return "epoch", trainer.epoch
+
+    @property
+    def events(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """The events since the last commit, which belong to it."""
+        return list(self._after_commit)
+
+    def set_events(self, trainer: TrainingContext, events: list[tuple[str, tuple[Any, ...]]]) -> None:
+        """Take over the events of a commit that this worker was given."""
+        self._at, self._after_commit = (trainer.step.steps_done, len(trainer.history)), list(events)
+        self._seen = {(self._at, hook, getattr(of[0], "step", None) if of else None) for hook, of in events}
+        self._seen.add((self._epoch_key(trainer), "on_train_epoch_start", None))
+
+    def changed_states(self) -> bytes | None:
+        """Return the states of the callbacks that run on rank 0 only, if they have changed since the last call."""
+        states = {
+            name: state
+            for name, member in self._by_name.items()
+            if not member.every_rank and (state := member.state_dict())
+        }
+        if not states:
+            return None
+        data = pickle.dumps(pack(states))
+        if data == self._last_states:
+            return None
+        self._last_states = data
+        return data
+
+    def shared_states(self) -> dict[str, Any]:
+        """Return the states of the callbacks that run on every rank."""
+        return {name: member.state_dict() for name, member in self._by_name.items() if member.every_rank}
+
+    def load_shared_states(self, states: Mapping[str, Any]) -> None:
+        """Load what `shared_states` returned on another worker."""
+        for name, state in states.items():
+            if state:
+                self._by_name[name].load_state_dict(state)
+
+    def take_rank(self, rank: int, trainer: TrainingContext, states: bytes | None, repeat: bool) -> None:
+        """Adapt to this worker's new rank; the first one runs the callbacks of rank 0 from here on.
+
+        Args:
+            rank: the new rank.
+            trainer: the run.
+            states: the states of rank 0's callbacks, as its predecessor sent them last.
+            repeat: whether the predecessor has not called the events of the last commit.
+        """
+        before, self._rank = self._rank, rank
+        if rank != 0 or before == 0:
+            return
+        self._logs = True
+        new = [member for member in self._all if not member.every_rank]
+        self._members = [member for member in self._all if member.every_rank or member in new]
+        self._by_hook.clear()
+        if states is not None:
+            loaded = unpack(*pickle.loads(states))
+            for name, member in self._by_name.items():
+                if name in loaded and member in new:
+                    member.load_state_dict(loaded[name])
+        for member in new:
+            if member not in self._begun:
+                self._begun.append(member)
+                member.on_train_start(trainer)
+                if self._epoch_key(trainer) in {key[0] for key in self._seen}:
+                    member.on_train_epoch_start(trainer)
+        for hook, arguments in self._after_commit if repeat else ():
+            for member in new:
+                getattr(member, hook)(trainer, *arguments)
+
+    @contextmanager
+    def running(self, trainer: TrainingContext) -> Iterator[None]:
+        """See `CallbackGroup.running`; ends with the callbacks that run on this worker then."""
+        error: BaseException | None = None
+        try:
+            for member in self._members:
+                self._begun.append(member)
+                member.on_train_start(trainer)
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            for member in reversed(self._members if not isinstance(error, WorkerLeft) else []):
+                with nullcontext() if error is None else suppress(Exception):
+                    member.on_train_end(trainer, error)
+            self._begun.clear()
+
+    def final_save_is_due(self, trainer: TrainingContext) -> bool:
+        """Return whether a checkpoint is to be written at the end of the run, as `Checkpoints.on_train_end` does."""
+        saves = any(isinstance(member, Checkpoints) and member.saves_at_end for member in self._members)
+        return saves and trainer.newest_checkpoint_step != trainer.step.steps_done
+
+
+def _check_movable(name: str, member: Callback) -> None:
+    kind = type(member)
+    if member.every_rank or kind.__module__.startswith(_OWN) or kind.state_dict is not Callback.state_dict:
+        return
+    hint = (
+        "Give it state_dict() and load_state_dict(), which may return {} and do nothing if it keeps nothing, or set "
+        "every_rank = True."
+    )
+    expected = "a callback with state_dict(): in an elastic job rank 0's callbacks go on on another worker when it goes"
+    raise ConfigError(f"callbacks.{name}", expected, found="one without", hint=hint)
+
+
+def _without_check(argument: Any) -> Any:
+    """Return an argument of a hook without what cannot be sent to another worker."""
+    if not isinstance(argument, StepResult):
+        return argument
+    values = {name: getattr(argument, name) for name in argument.__slots__} | {"replicas": None}
+    return StepResult(**values)
+
+
+# --- State for workers that are behind --------------------------------------------------------------------------------
+
+
+def share(comm: Communicator, source: int, state: Mapping[str, Any] | None, wanted: bool) -> dict[str, Any]:
+    """Send a state, tensor by tensor, from rank `source` to all; every worker calls this.
+
+    Args:
+        comm: of the workers.
+        source: the rank that has it.
+        state: plain values and tensors; ignored on the others.
+        wanted: whether this worker needs it.
+
+    Returns:
+        The state; {} where it is not wanted.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    described: Any = None
+    if comm.rank == source:
+        values, tensors = pack(dict(state or {}))
+        described = values, [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    with named("state for workers that joined"):
+        values, layout = comm.broadcast_object(described, source)
+        received: dict[str, torch.Tensor] = {}
+        for name, shape, dtype in layout:
+            own = tensors.get(name)
+            buffer = torch.empty(shape, dtype=dtype) if own is None else own.detach().cpu().contiguous()
+            on_device = buffer.to(comm.device)
+            comm.broadcast(on_device, source)
+            if wanted:
+                received[name] = on_device
+    return dict(unpack(values, received)) if wanted else {}
+
+
+# --- The loop ---------------------------------------------------------------------------------------------------------
+
+
+class ElasticRun(Run, Protocol):
+    """What the elastic loop needs of a training run besides `Run`; the `Trainer` has it."""
+
+    def hold_run_directory(self) -> None:
+        """Lock the run directory on rank 0, and release it on others."""
+
+
+class _Boundary(Exception):
+    """All members have agreed to regroup after this step."""
+
+
+class _JobSignals(StopSignals):
+    """The signals of the whole job; one to this worker alone means that it leaves."""
+
+    def __init__(self, client: MembershipClient) -> None:
+        super().__init__()
+        self._client = client
+
+    @property
+    def received(self) -> int | None:  # type: ignore[override]
+        """The signal after which the whole job saves and ends."""
+        return self._client.stop_signal or None
+
+    @received.setter
+    def received(self, _: int | None) -> None:
+        """Ignore what `StopSignals` sets."""
+
+
+class ElasticLoop(Loop):
+    """The loop over epochs of an elastic job, see `lockstep.elastic.membership` for the protocol.
+
+    A worker's *commit* is (number of the fit, steps done, rows of the history). Between two commits it changes nothing
+    that it cannot restore, and only waits in collectives are interrupted, so that a step is done or not.
+
+    Args:
+        trainer, callbacks: see `Loop`.
+        signals: the signals that this worker has received: the first means that it leaves.
+        comm: the communicator of the trainer.
+        fit: the number of this call of `fit`, from 0.
+        most: the largest number of workers that the training can have.
+    """
+
+    def __init__(
+        self,
+        trainer: ElasticRun,
+        callbacks: ElasticCallbacks,
+        signals: StopSignals,
+        comm: ElasticCommunicator,
+        fit: int,
+        most: int,
+    ) -> None:
+        super().__init__(trainer, callbacks, _JobSignals(comm.client))
+        self._run, self._events, self._signals = trainer, callbacks, signals
+        self._comm, self._client, self._fit, self._most = comm, comm.client, fit, most
+        self._has_state = not comm.is_joining
+        self._save_due: bool | None = None  # whether an interrupted checkpoint was the best one
+        self._loader: Loader | None = None
+
+    def run(self, loader: Loader, held_out: Loader | None, validate_every: int | None = None) -> None:
+        """See `Loop.run`.
+
+        Raises:
+            WorkerLeft: this worker has left the job, which goes on.
+        """
+        self._loader, self._held_out, self._validate_every = loader, held_out, validate_every
+        trainer = self._trainer
+        self._comm.keeps_values = False
+        try:
+            if self._comm.is_joining:
+                self._regroup(joins=True)
+            else:
+                self._client.enter(self._fit, self._most)
+            with self._events.running(trainer):
+                self._run_until_complete(loader)
+        finally:
+            self._comm.keeps_values = True
+        self._comm.note_result(trainer.history)
+
+    def _run_until_complete(self, loader: Loader) -> None:
+        stopped: InterruptedRunError | None = None
+        while True:
+            reason, at_boundary = "", False
+            try:
+                if stopped is None:
+                    self._continue(loader)
+                if self._client.complete():
+                    break
+            except _Boundary:
+                at_boundary = True
+            except InterruptedRunError as error:
+                stopped = error
+                continue
+            except TransportError as error:
+                reason = self._reason(error)
+            self._regroup(reason, at_boundary)
+        if stopped is not None:
+            raise stopped
+
+    def _reason(self, error: TransportError) -> str:
+        """Return why the group has failed, or raise `error` if it is none that others can go on after."""
+        if not isinstance(error, MembershipChangedError) and hasattr(error, "report_json"):
+            raise error  # a report of the watchdog: a desync, a stall
+        return str(error)
+
+    def _continue(self, loader: Loader) -> None:
+        """Train from the last commit to the end."""
+        trainer = self._trainer
+        state = trainer.state
+        state.epoch = state.position.last_epoch
+        while not self._agree_to_stop():
+            state.epoch = state.position.epoch
+            state.position.seek(loader)
+            self._train_epoch(loader)
+            self._end_epoch()
+        if self._events.final_save_is_due(trainer):
+            trainer.save()
+        trainer.checkpoint_manager.wait()
+        if self.stop_requests.agree()[0] is not None:
+            self._interrupt()
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _run_step(self, batch: Batch) -> StepResult:
+        trainer = self._trainer
+        self._note_events()
+        self._leave_if_signalled()
+        strategy = trainer.step.strategy
+        strategy.begin_step()
+        try:
+            stop, regroup = self.stop_requests.signalled, self._client.wants_to_regroup
+            return trainer.step.run(batch, stop=stop, regroup=regroup)
+        except BaseException:
+            strategy.abandon_step()
+            raise
+
+    def _settle(self) -> None:
+        requests = self._trainer.steps_in_flight.settle()
+        if requests % REGROUP:
+            self._interrupt()
+        if requests >= REGROUP:
+            raise _Boundary
+
+    def _agree_to_stop(self) -> bool:
+        self._note_events()
+        return super()._agree_to_stop()
+
+    def stoppable(self, loader: Loader) -> Loader:
+        """See `Loop.stoppable`; a worker that leaves interrupts the evaluation, which the others begin again."""
+        if self._leave_if_signalled(now=True):
+            self._client.check()
+        return super().stoppable(loader)
+
+    def _leave_if_signalled(self, now: bool = False) -> bool:
+        if self._signals.received is not None and not self._client.leaving and not self._client.stop_signal:
+            self._client.leave(now)
+            return True
+        return False
+
+    def _note_events(self) -> None:
+        """Let the coordinator know, on rank 0, what its callbacks have seen."""
+        if self._comm.rank == 0:
+            self._client.note_events(self._commit(), self._events.changed_states())
+
+    def _interrupt(self) -> NoReturn:
+        super()._interrupt()
+
+    # --- regrouping ---------------------------------------------------------------------------------------------------
+
+    def _commit(self) -> Commit:
+        if not self._has_state:
+            return NO_STATE
+        return (self._fit, self._trainer.step.steps_done, len(self._trainer.history))
+
+    def _regroup(self, reason: str = "", at_boundary: bool = False, joins: bool = False) -> None:
+        """Take part in the next view, again and again until its group is complete and all have the same state."""
+        self._trainer.checkpoint_manager.abandon()
+        self.stop_requests.forget_polls()
+        while True:
+            self._leave_if_signalled()
+            try:
+                view_of = (
+                    self._client.join if joins else lambda: self._client.regroup(self._commit(), reason, at_boundary)
+                )
+                self._adapt(self._comm.regroup(view_of))
+                return
+            except TransportError as error:
+                reason, at_boundary, joins = self._reason(error), False, False
+
+    def _adapt(self, view: View) -> None:
+        trainer, best = self._trainer, max(view.commits)
+        if best[:1] > (self._fit,):  # the others are in a later training than this worker, which has just joined
+            raise WorkerLeft
+        if any(commit != best for commit in view.commits):
+            self._share(view, best)
+        trainer.step.regroup()
+        repeat = tuple(view.events) < self._commit()
+        self._events.take_rank(self._comm.rank, trainer, view.states, repeat)
+        self._run.hold_run_directory()
+        if self._comm.allgather_object(self._save_due is not None).count(True):
+            due = self._comm.allgather_object(self._save_due)
+            trainer.save(best=any(due))
+        self._save_due = None
+
+    def _share(self, view: View, best: Commit) -> None:
+        """Give the state of the most advanced worker to those behind it."""
+        trainer, source = self._trainer, view.members.index(view.source)
+        behind = self._commit() != best
+        state = None
+        if self._comm.rank == source:
+            last = trainer.checkpoint_manager.last
+            state = trainer.state.state_dict(full=False) | {
+                "callbacks": self._events.shared_states(),
+                "last_checkpoint": None if last is None else [last[0], str(last[1])],
+                "before_epoch": trainer.steps_before_epoch,
+                "events": list(pickle.dumps(self._events.events)),
+            }
+        received = share(self._comm, source, state, behind)
+        if not behind:
+            return
+        self._has_state = False  # as long as it is loaded, which an error may interrupt
+        trainer.steps_in_flight.clear()
+        trainer.state.load_state_dict(received)
+        trainer.state.epoch = trainer.state.position.last_epoch
+        trainer.steps_before_epoch = received["before_epoch"]
+        self._events.load_shared_states(received["callbacks"])
+        self._events.set_events(trainer, pickle.loads(bytes(received["events"])))
+        last = received["last_checkpoint"]
+        trainer.checkpoint_manager.last = None if last is None else (last[0], Path(last[1]))
+        self._save_due, self._has_state = None, True
+
+    def note_interrupted_save(self, best: bool) -> None:
+        """Remember that a checkpoint was not completed, so that it is written after the next view."""
+        self._save_due = best or bool(self._save_due)

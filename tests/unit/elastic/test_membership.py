@@ -1,0 +1,299 @@
+"""The membership under random schedules of losses, joins, leaves and delays; and its answers one by one."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from lockstep.elastic.membership import (
+    NO_STATE,
+    Arrived,
+    Boundary,
+    Broken,
+    Bye,
+    Change,
+    Commit,
+    Coordinator,
+    Done,
+    Down,
+    Enter,
+    Hello,
+    Leave,
+    Ready,
+    Stop,
+    Turn,
+    Up,
+    View,
+    Wish,
+)
+
+# --- random schedules ---------------------------------------------------------------------------------------
+# A step of a group: every member contributes; when all have, each receives the sum and commits, or fails to, if a
+# member has left the group or died meanwhile. Messages keep their order on each connection, and take any time.
+
+
+class Group:
+    """The process group of one generation."""
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.members, self.formed, self.left = members, set[int](), set[int]()
+        self.given: dict[object, set[int]] = {}
+        self.regroups: set[object] = set()
+
+
+class Node:
+    """A worker, as `elastic.client` and the training loop behave."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self.inbox, self.outbox = deque[Down](), deque[Up]([Hello(number), Ready()])
+        self.commit: Commit = NO_STATE
+        self.doing = "joins"
+        self.generation = self.due = self.next = 0
+        self.wished, self.signal, self.view, self.bye = -1, 0, None, None
+        self.group: Group | None = None
+        self.leaving = self.is_dead = False
+
+    @property
+    def steps(self) -> int:
+        return self.commit[1] if self.commit else 0
+
+    def take(self) -> None:
+        match self.inbox.popleft():
+            case Change(generation):
+                self.due = self.next = max(self.next, generation)
+            case Turn(generation):
+                self.next = max(self.next, generation)
+            case Wish(generation):
+                self.wished = generation
+            case View() as view:
+                self.view, self.next = view, max(self.next, view.generation)
+            case Stop(signal):
+                self.signal = signal
+            case Bye() as bye:
+                self.bye = bye
+
+    def is_broken(self) -> bool:
+        """Whether a wait in the group ends with an error."""
+        gone = self.group.left | {number for number in self.group.members if self.world.nodes[number].is_dead}
+        return self.due > self.generation or bool(gone)
+
+    def actions(self) -> list[Callable[[], None]]:
+        if self.doing == "over":
+            return []
+        return [action for action in (getattr(self, f"_{self.doing}")(),) if action is not None]
+
+    def _joins(self) -> Callable[[], None] | None:
+        if self.bye is not None:
+            return self._end
+        return self._use_view if self.view is not None else None
+
+    def _use_view(self) -> None:
+        self.generation = self.view.generation
+        if self.next > self.generation:
+            self.doing = "regroups"
+            return
+        self.group = self.world.groups.setdefault(self.generation, Group(self.view.members))
+        assert self.group.members == self.view.members
+        self.group.formed.add(self.number)
+        self.doing = "forms"
+
+    def _forms(self) -> Callable[[], None] | None:
+        if self.is_broken():
+            return self._fail
+        if len(self.group.formed) == len(self.group.members):
+            return lambda: setattr(self, "doing", "gets_state")
+        return None
+
+    def _gets_state(self) -> Callable[[], None] | None:
+        given = self.group.given.setdefault("state", set())
+        if self.number not in given:
+            return lambda: given.add(self.number)
+        complete = len(given) == len(self.group.members)
+        if self.is_broken() and not (complete and self.world.random.random() < 0.5):
+            return self._fail
+        return self._got_state if complete else None
+
+    def _got_state(self) -> None:
+        commits = dict(zip(self.view.members, self.view.commits, strict=True))
+        best = max(commits.values())
+        known = {commit[1] for commit in commits.values() if commit}
+        assert commits[self.view.source] == best
+        assert not known or max(known) - min(known) <= 1, f"survivors are at {known}"
+        assert best >= self.commit, "a commit is taken back"
+        first = best == NO_STATE
+        assert not first or self.generation == 1, "an empty state is handed over as if it were one"
+        self.commit = (0, 0) if first else best
+        if first:
+            self.outbox.append(Enter(0, 99))
+        self.doing = "steps"
+
+    def _steps(self) -> Callable[[], None] | None:
+        step = self.steps
+        if step == self.world.steps or (self.signal and self.group.given.get(("stop", step))):
+            return self._finish
+        given = self.group.given.setdefault(step, set())
+        if self.number not in given:
+            return lambda: self._contribute(given, step)
+        complete = len(given) == len(self.group.members)
+        if self.is_broken() and not (complete and self.world.random.random() < 0.5):
+            return self._fail
+        return self._receive if complete else None
+
+    def _contribute(self, given: set[int], step: int) -> None:
+        given.add(self.number)
+        if self.leaving or self.wished == self.generation:
+            self.group.regroups.add(step)
+        if self.signal:
+            self.group.given[("stop", step + 1)] = {self.number}
+
+    def _receive(self) -> None:
+        step = self.steps
+        self.commit = (0, step + 1)
+        if step in self.group.regroups:
+            self._leave_group()
+            self.outbox.append(Boundary(self.generation))
+            self.doing = "regroups"
+
+    def _leave_group(self) -> None:
+        if self.group is not None:
+            self.group.left.add(self.number)
+            self.group = None
+
+    def _fail(self) -> None:
+        self._leave_group()
+        if self.next <= self.generation:
+            self.outbox.append(Broken(self.generation, "an error"))
+        self.doing = "regroups"
+
+    def _regroups(self) -> Callable[[], None] | None:
+        return self._arrive if self.next > self.generation or self.bye is not None else None
+
+    def _arrive(self) -> None:
+        if self.bye is not None:
+            self._end()
+            return
+        self.generation = self.next
+        self.outbox.append(Arrived(self.generation, self.commit, self.leaving))
+        self.doing = "arrives"
+
+    def _arrives(self) -> Callable[[], None] | None:
+        if self.bye is not None:
+            return self._end
+        if self.next > self.generation:
+            return lambda: setattr(self, "doing", "regroups")
+        return self._use_view if self.view is not None and self.view.generation == self.generation else None
+
+    def _finish(self) -> None:
+        self.outbox.append(Done(self.generation))
+        self.doing = "done"
+
+    def _done(self) -> Callable[[], None] | None:
+        if self.bye is not None:
+            return self._end
+        return self._fail if self.next > self.generation else None
+
+    def _end(self) -> None:
+        self.doing = "over"
+
+    def wants_to_leave(self) -> None:
+        if not self.leaving and self.doing == "steps":
+            self.leaving = True
+            self.outbox.append(Leave())
+
+
+class World:
+    """One job under a random schedule; afterwards no fault happens, and it has to end."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.steps, self.workers = self.random.randrange(3, 9), self.random.randrange(1, 5)
+        self.faults = self.random.randrange(0, 13)
+        self.calm = self.random.random() < 0.9  # until the training has begun everywhere
+        self.coordinator = Coordinator(self.workers)
+        self.nodes: dict[int, Node] = {}
+        self.groups: dict[int, Group] = {}
+        self.unseen: deque[int] = deque()  # deaths that the coordinator has not been told of
+        for _ in range(self.workers):
+            self.start()
+
+    def start(self) -> None:
+        number = len(self.nodes)
+        self.nodes[number] = Node(self, number)
+        self.coordinator.started(number)
+
+    def living(self) -> list[Node]:
+        return [node for node in self.nodes.values() if not node.is_dead and node.doing != "over"]
+
+    def disturb(self) -> None:
+        self.faults -= 1
+        kind = self.random.choice(["kill", "kill", "kill", "leave", "join", "stop" if self.faults == 0 else "kill"])
+        if kind == "join" or not self.living():
+            self.start()
+        elif kind == "stop":
+            self.coordinator.stop(15)
+        elif kind == "leave":
+            self.random.choice(self.living()).wants_to_leave()
+        elif any(node.doing != "joins" for node in self.living()):
+            victim = self.random.choice(self.living())
+            victim.is_dead = True
+            victim.inbox.clear()
+            self.unseen.append(victim.number)
+            if self.random.random() < 0.5:
+                self.start()
+
+    def lose(self) -> None:
+        number = self.unseen.popleft()
+        node = self.nodes[number]
+        while node.outbox:  # what it has sent arrives before its end is seen, or never
+            message = node.outbox.popleft()
+            if self.random.random() < 0.5:
+                self.coordinator.receive(number, message)
+        self.coordinator.lost(number)
+
+    def deliver(self, node: Node) -> None:
+        self.coordinator.receive(node.number, node.outbox.popleft())
+
+    def run(self) -> None:
+        for _ in range(4000):
+            for number, message in self.coordinator.take_messages():
+                if not self.nodes[number].is_dead:
+                    self.nodes[number].inbox.append(message)
+            if self.coordinator.failure:
+                self.check_failure()
+                return
+            events: list[Callable[[], object]] = [self.lose] if self.unseen else []
+            for node in self.living():
+                events += [node.take] if node.inbox else []
+                events += [lambda node=node: self.deliver(node)] if node.outbox else []
+                events += node.actions()
+            self.calm = self.calm and not all(node.commit for node in self.living())
+            ready = self.faults and self.coordinator.formed > 0 and not self.calm
+            if ready and (not events or self.random.random() < 0.03):
+                self.disturb()
+            elif events:
+                self.random.choice(events)()
+            else:
+                break
+        stuck = {node.number: node.doing for node in self.living() if node.doing != "joins"}
+        assert not stuck, f"they wait for ever: {stuck}"
+        ended = [node for node in self.nodes.values() if node.doing == "over" and not node.leaving]
+        assert all(node.steps == self.steps for node in ended if not node.signal and node.commit), "steps are missing"
+
+    def check_failure(self) -> None:
+        """The state may only be lost if nobody is left who has it in a training that all have begun."""
+        alive = [node for node in self.living() if node.commit and node.number in self.coordinator.members]
+        begun = all(worker.fit >= 0 for worker in self.coordinator._workers.values() if worker.seniority > 0)
+        assert not (alive and begun) or "outside" in self.coordinator.failure, self.coordinator.failure
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_every_schedule_ends_with_all_steps_made_once(block: int) -> None:
+    for seed in range(block * 500, block * 500 + 500):
+        try:
+            World(seed).run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
