@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..watchdog.jobs import JobDescription
 
-__all__ = ["Live", "RankStatus", "add_to", "run_command"]
+__all__ = ["Live", "RankStatus", "add_to", "run_command", "select_jobs"]
 
 
 # --- The state of the ranks -------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _interval(text: str) -> float:
     return value
 
 
-def _select(jobs: dict[Path, JobDescription], selector: str | None) -> dict[Path, JobDescription]:
+def select_jobs(jobs: dict[Path, JobDescription], selector: str | None) -> dict[Path, JobDescription]:
     """Return the jobs that match the PID or folder in `selector`; all if it is None."""
     if selector is None:
         return jobs
@@ -322,7 +322,7 @@ class _Display:
         from ..watchdog.jobs import find_jobs
 
         running = find_jobs()
-        selected = _select(running, self._selector)
+        selected = select_jobs(running, self._selector)
         if self._live and not selected:
             return None
         if not selected and self._selector is not None:

@@ -28,7 +28,7 @@ __all__ = ["ElasticCommunicator"]
 T = TypeVar("T")
 
 # torch's stubs lack some of the names of torch.distributed
-# mypy: disable-error-code="attr-defined"
+# mypy: disable-error-code="attr-defined,misc,assignment"
 
 
 class ElasticCommunicator(Communicator):
@@ -44,6 +44,7 @@ class ElasticCommunicator(Communicator):
     """
 
     client: MembershipClient
+    keeps_values: bool
 
     @classmethod
     def join(cls, worker: ElasticWorker, world: World, device: torch.device, backend: str) -> ElasticCommunicator:
@@ -57,7 +58,8 @@ class ElasticCommunicator(Communicator):
         """
         self = cls.at(world, device)
         self._backend, self.is_joining, self.keeps_values = backend, worker.joins, True
-        self._replayed, self._store, self._abandoned = 0, cast(GenerationStore | None, None), 0
+        self._replayed = 0
+        self._store: GenerationStore | None = None
         self.client = MembershipClient(worker.socket, worker.number, self._interrupt)
         if not worker.joins:
             view = self.client.join()
@@ -99,8 +101,7 @@ class ElasticCommunicator(Communicator):
             dist.init_process_group(
                 self._backend, store=self._store, rank=rank, world_size=len(view.members), device_id=gpu
             )
-        group: dist.ProcessGroup = dist.group.WORLD
-        return group
+        return cast(dist.ProcessGroup, dist.group.WORLD)
 
     def _interrupt(self) -> None:
         """End the waits of this worker; called from the thread of the membership."""

@@ -89,8 +89,8 @@ def init(
 
 def _still_valid(found: Communicator) -> bool:
     """Return whether `found` still belongs to the current job: a program may destroy its group and make another."""
-    if environment.elastic_worker() is not None:
-        return True  # it is another group after each loss
+    if environment.elastic_worker() is not None:  # whose group is another one after each loss
+        return hasattr(found, "client")
     if dist.is_initialized():
         return found.group is dist.group.WORLD
     return found.group is None and found.world == replace(environment.find_world(), device=found.world.device)

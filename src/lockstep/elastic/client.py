@@ -43,6 +43,9 @@ from .membership import (
     Wish,
 )
 
+# torch's stubs lack some of the names of torch.distributed
+# mypy: disable-error-code="attr-defined,misc"
+
 __all__ = ["GenerationStore", "MembershipClient", "WorkerLeft"]
 
 
@@ -207,14 +210,16 @@ class MembershipClient:
             self._end_if_told()
             self.send(Arrived(generation, commit, self.leaving))
             with self._changed:
-                self._changed.wait_for(lambda: self._is_viewed(generation) or self._bye is not None or self._is_lost)
+                self._changed.wait_for(lambda: self._is_viewed or self._bye is not None or self._is_lost)
                 self._end_if_told()
                 if self._next == generation and self._view is not None:
                     return self._view
 
-    def _is_viewed(self, generation: int) -> bool:
+    @property
+    def _is_viewed(self) -> bool:
+        """Whether the view of this worker's generation has come, or the next one is open already."""
         view = self._view
-        return self._next > generation or (view is not None and view.generation == generation)
+        return self._next > self.generation or (view is not None and view.generation == self.generation)
 
     def _end_if_told(self) -> None:
         if self._is_lost:
@@ -262,7 +267,7 @@ class MembershipClient:
             self._answers.clear()
 
 
-class GenerationStore(Store):  # type: ignore[misc]
+class GenerationStore(Store):
     """The c10d store of one generation: its waits have no time limit and end when the generation is over.
 
     c10d itself keeps no reference to a store in Python: whoever makes a group with it does.

@@ -32,7 +32,7 @@ class Connection(Generic[In, Out]):
 
     def __init__(self, end: socket.socket, incoming: object) -> None:
         self.socket = end
-        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
         self._received, self._unsent = bytearray(), bytearray()

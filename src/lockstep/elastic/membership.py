@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Union
 
 import msgspec
 
@@ -55,7 +54,7 @@ __all__ = [
 # --- Messages ---------------------------------------------------------------------------------------------------------
 
 Commit = List[Integer]
-"""The position of a worker's last complete step, such as (fit, steps done, rows of the history); a later one is greater."""
+"""The position of a worker's last complete step: (fit, steps done, rows of the history). A later one is greater."""
 
 NO_STATE: Commit = ()
 """The commit of a worker that has not been given the training's state yet."""
@@ -116,7 +115,7 @@ class Done(_Message, frozen=True):
 
 
 class Events(_Message, frozen=True):
-    """Rank 0's callbacks have seen all up to this commit; with the states of those that have one, if they have changed."""
+    """Rank 0's callbacks have seen all up to this commit; with their states, if these have changed."""
 
     commit: Commit
     states: bytes | None = None
@@ -231,12 +230,12 @@ class Bye(_Message, frozen=True):
     leaves: bool = False
 
 
-Up = Union[
-    Hello, Ready, Enter, Arrived, Broken, Boundary, Leave, Done, Events, Publish, Set, Get, Add, Check, CompareSet
-]
+KeyRequest = Set | Get | Add | Check | CompareSet
+
+Up = Hello | Ready | Enter | Arrived | Broken | Boundary | Leave | Done | Events | Publish | KeyRequest
 """From a worker to the coordinator."""
 
-Down = Union[Change, Wish, Turn, View, Answer, Publish, Stop, Bye]
+Down = Change | Wish | Turn | View | Answer | Publish | Stop | Bye
 """From the coordinator to a worker."""
 
 
@@ -282,6 +281,7 @@ class Coordinator:
         waiting: whether the members have arrived, and wait because they are fewer than `minimum`.
         failure: why the workers cannot go on from what they have in memory; "" as long as they can.
         complete: whether all members have completed the training that they were in.
+        most: the largest number of workers that the training can have.
     """
 
     expected: int
@@ -292,6 +292,7 @@ class Coordinator:
     waiting: bool = False
     failure: str = ""
     complete: bool = False
+    most: int = 1 << 30
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _messages: deque[tuple[int, Down]] = field(default_factory=deque)
     _published: list[Publish] = field(default_factory=list)
@@ -299,8 +300,7 @@ class Coordinator:
     _seniority: int = 0
     _wished: bool = False
     _stop: Stop | None = None
-    _events: Events = Events(NO_STATE)
-    _most: int = 1 << 30
+    _events: Events = field(default_factory=lambda: Events(NO_STATE))
     _broken: tuple[Commit, int] = (NO_STATE, 0)
 
     def take_messages(self) -> Iterator[tuple[int, Down]]:
@@ -370,7 +370,7 @@ class Coordinator:
             case Ready():
                 self._ready(worker)
             case Enter():
-                self._most = message.most
+                self.most = message.most
                 self._enter(worker, message.fit)
             case Arrived():
                 self._arrived(worker, message)
@@ -495,7 +495,7 @@ class Coordinator:
             self.failure = self.failure or "all workers that had the training's state were lost"
             return
         stay, leave = self._choose(members, ready)
-        ready = ready[: max(0, self._most - len(stay))]
+        ready = ready[: max(0, self.most - len(stay))]
         if self._stop is not None and self.formed >= 0:
             ready = []
         if len(stay) + len(ready) < self.minimum and self._stop is None:
@@ -507,7 +507,7 @@ class Coordinator:
         self._send_view(stay, ready)
 
     def _choose(self, members: list[_Worker], ready: list[_Worker]) -> tuple[list[_Worker], list[_Worker]]:
-        """Return the members that stay and those that leave now. Who alone has the state stays until it is handed over."""
+        """Return the members that stay, and those that leave now: who alone has the state hands it over first."""
         leave = [member for member in members if member.leaving and self._stop is None]
         stay = [member for member in members if member not in leave]
         if leave and not stay and not ready:
@@ -550,7 +550,7 @@ class Coordinator:
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
-    def _use_keys(self, worker: _Worker, message: Set | Get | Add | Check | CompareSet) -> None:
+    def _use_keys(self, worker: _Worker, message: KeyRequest) -> None:
         if message.generation < self.formed:
             return  # the worker is told that it is over, and waits for no answer
         keys = self._keys.setdefault(message.generation, _Keys())
@@ -572,7 +572,7 @@ class _Keys:
         """Drop what a worker waits for."""
         self._waiting = [(waits, message) for waits, message in self._waiting if waits != number]
 
-    def use(self, number: int, message: Set | Get | Add | Check | CompareSet) -> Iterator[tuple[int, Answer]]:
+    def use(self, number: int, message: KeyRequest) -> Iterator[tuple[int, Answer]]:
         """Do what a worker requests; yields the answers, each with the number of its worker."""
         match message:
             case Set():

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
@@ -62,7 +61,12 @@ class Roster:
         """Add a worker that was started."""
         self._workers[number] = _Entry(process)
         self.coordinator.started(number)
-        self._selector.register(cast(int, process.sentinel), selectors.EVENT_READ, number)
+        self._selector.register(process.sentinel, selectors.EVENT_READ, number)
+
+    def terminate(self, number: int) -> None:
+        """Send SIGTERM to a worker, which then leaves after its step."""
+        if number in self._workers:
+            self._workers[number].process.terminate()
 
     def wait(self, seconds: float) -> list[int]:
         """Wait for messages and ends of processes, at most so long; returns the workers whose processes have ended."""
@@ -121,7 +125,7 @@ class Roster:
 
     def _remove(self, number: int) -> None:
         entry = self._workers.pop(number)
-        self._selector.unregister(cast(int, entry.process.sentinel))
+        self._selector.unregister(entry.process.sentinel)
         if entry.connection is not None:
             self._receive_rest(number, entry.connection)
             self._close(entry.connection)

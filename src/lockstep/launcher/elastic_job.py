@@ -9,10 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from msgspec import structs
 
 from .. import environment
+from ..elastic.control import ControlSocket
 from ..elastic.membership import NO_STATE, Coordinator
 from ..elastic.roster import Roster
 from ..environment import ElasticWorker
@@ -20,6 +22,7 @@ from ..errors import LockstepError
 from ..interruption import collect_signals
 from ..stores import loopback_variables
 from ..system.processes import TERM_GRACE_S, end_orphans
+from ..watchdog.report import Report
 from . import worker
 from .fork_server import hidden_main
 from .log_multiplexer import LogMultiplexer, OutputLine, PipedOutput, open_pipes
@@ -110,13 +113,19 @@ class _Job:
     _reports: dict[int, WorkerReport] = field(default_factory=dict)
     _codes: dict[int, int] = field(default_factory=dict)
     _view: tuple[int, ...] = ()
+    _dismissed: set[int] = field(default_factory=set)
+    _watchdog_report: Report | None = None
+    _newest_checkpoint: str | None = None
 
     def __post_init__(self) -> None:
         self.coordinator = Coordinator(self.options.workers, self.limits.minimum)
         self._target = self.options.workers
         self._log = self.multiplexer.write_message
         self._roster = Roster(self.folder, self.coordinator)
-        self._watchdog = WatchdogFiles(self.folder.name, self.options.watch, None, self._log)
+        control = str(self.folder / "control")
+        self._control = ControlSocket(control, self._resize)
+        self._roster.watch(self._control.listener, self._control.answer)
+        self._watchdog = WatchdogFiles(self.folder.name, self.options.watch, None, self._log, control=control)
         self._status = StatusFolder(self.folder).for_attempt(0)
         self._status.path.mkdir(mode=0o700)
         self._run_id = environment.run_id() or self.folder.name
@@ -133,6 +142,7 @@ class _Job:
         with ExitStack() as stack:
             stack.callback(self._watchdog.close)
             stack.callback(self._roster.close)
+            stack.callback(self._control.close)
             stack.callback(self._end_orphans)
             self._add_output = stack.enter_context(open_pipes(self.folder, self._write))
             stack.callback(self._supervisor.kill_all)
@@ -177,7 +187,7 @@ class _Job:
         self._add_output(number)
         output, folder = PipedOutput(self.folder), StatusFolder(self.folder)
         setup = worker.WorkerSetup(folder, 0, self.options.threads, output, self._run_id, Path(self.script.name).name)
-        context = multiprocessing.get_context(self.options.start_method)
+        context: Any = multiprocessing.get_context(self.options.start_method)
         process = context.Process(target=_run_worker, args=(self.script.run, setup, number, variables))
         with hidden_main():
             process.start()
@@ -202,7 +212,8 @@ class _Job:
         elif in_good_order:
             self._is_ending = was_member or not (was_candidate or coordinator.members)
             if not self._is_ending and not was_candidate:
-                self._target = max(self.limits.minimum, self._target - 1)
+                if number not in self._dismissed:
+                    self._target = max(self.limits.minimum, self._target - 1)
                 self._log(f"lockstep: rank {rank} has left; {_workers(len(coordinator.members))} on")
         elif was_candidate:
             self._note_failed_start(number, code, report)
@@ -262,15 +273,30 @@ class _Job:
             self._roster.send()
             self._supervisor.check(is_over=self._is_ending and not self._is_complete())
         elif not coordinator.complete:
-            while len(coordinator.members) + len(coordinator.candidates) < self._target:
+            counted = {*coordinator.members, *coordinator.candidates} - self._dismissed
+            for _ in range(self._target - len(counted)):
                 self._start_worker()
-
-    _watchdog_report = None
-    _newest_checkpoint: str | None = None
 
     def _is_complete(self) -> bool:
         """Return whether the workers end because their program has ended."""
         return not self._codes and not self.restart_reason
+
+    def _resize(self, workers: int) -> str:
+        """Change the number of workers, on request of `lockstep resize`; returns what is done."""
+        coordinator, (least, most) = self.coordinator, (self.limits.minimum, self.limits.maximum)
+        if not least <= workers <= most:
+            raise LockstepError(f"expected {least} to {most} workers, as the job was started with, got {workers}")
+        if workers > coordinator.most:
+            why = "each worker needs a virtual worker, or a sample of each global batch"
+            raise LockstepError(f"expected at most {coordinator.most} workers, got {workers}: {why}")
+        if self._is_ending or self._is_stopping or coordinator.complete:
+            raise LockstepError("the job is ending")
+        before, self._target, self._failed_starts = self._target, workers, 0
+        staying = [number for number in coordinator.members if number not in self._dismissed]
+        for number in [*coordinator.candidates, *reversed(staying)][: max(0, before - workers)]:
+            self._dismissed.add(number)
+            self._roster.terminate(number)
+        return f"{before} workers before, {workers} after the step in progress"
 
     def _announce_view(self) -> None:
         view = self.coordinator.view

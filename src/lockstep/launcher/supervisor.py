@@ -166,6 +166,7 @@ class WatchdogFiles:
         debug_rank: the rank that is being debugged, for which the others wait without limit.
         log: prints a message of the launcher.
         folder: of the last attempt; None if the watchdog is off.
+        control: the path of the control socket of an elastic job; else "".
     """
 
     name: str
@@ -173,6 +174,7 @@ class WatchdogFiles:
     debug_rank: int | None
     log: Callable[[str], None]
     folder: Path | None = None
+    control: str = ""
     _base: Path | None = field(default=None, repr=False)
     _notes: MessageReader | None = field(default=None, repr=False)
     _has_folder: bool = field(default=True, repr=False)
@@ -219,9 +221,8 @@ class WatchdogFiles:
         words = [program_name(sys.argv), *redact_variables(sys.argv[1:])]
         program, host, now = " ".join(words)[:200], socket.gethostname(), time.time()
         folders = (str(Path.cwd()), self.options.folder)
-        jobs.write_description(
-            folder, jobs.JobDescription(program, os.getpid(), workers, first_rank, now, host, *folders)
-        )
+        job = jobs.JobDescription(program, os.getpid(), workers, first_rank, now, host, *folders, control=self.control)
+        jobs.write_description(folder, job)
 
     def relay_messages(self) -> None:
         """Print the watchdog's messages since the last call."""

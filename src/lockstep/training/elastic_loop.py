@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -233,7 +234,7 @@ class ElasticRun(Run, Protocol):
         """Lock the run directory on rank 0, and release it on others."""
 
 
-class _Boundary(Exception):
+class _Boundary(Exception):  # noqa: N818 - no error
     """All members have agreed to regroup after this step."""
 
 
@@ -245,7 +246,7 @@ class _JobSignals(StopSignals):
         self._client = client
 
     @property
-    def received(self) -> int | None:  # type: ignore[override]
+    def received(self) -> int | None:
         """The signal after which the whole job saves and ends."""
         return self._client.stop_signal or None
 
@@ -405,11 +406,9 @@ class ElasticLoop(Loop):
         self.stop_requests.forget_polls()
         while True:
             self._leave_if_signalled()
+            view_of = partial(self._client.regroup, self._commit(), reason, at_boundary)
             try:
-                view_of = (
-                    self._client.join if joins else lambda: self._client.regroup(self._commit(), reason, at_boundary)
-                )
-                self._adapt(self._comm.regroup(view_of))
+                self._adapt(self._comm.regroup(self._client.join if joins else view_of))
                 return
             except TransportError as error:
                 reason, at_boundary, joins = self._reason(error), False, False

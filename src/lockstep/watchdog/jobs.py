@@ -125,6 +125,7 @@ class JobDescription(msgspec.Struct, frozen=True):
         cwd: the folder in which it was started.
         folder: its run directory, "" for none.
         pid_namespace: of its process ids: containers may share the folder of all jobs.
+        control: the path of the socket by which `lockstep resize` reaches the launcher of an elastic job; else "".
     """
 
     program: str
@@ -136,6 +137,7 @@ class JobDescription(msgspec.Struct, frozen=True):
     cwd: str = ""
     folder: str = ""
     pid_namespace: str = msgspec.field(default_factory=_pid_namespace)
+    control: str = ""
 
 
 def make_base() -> Path:

@@ -1,0 +1,440 @@
+"""Elastic jobs under random faults: workers are killed, stopped, told to leave and added at named points of a training.
+
+Run as a program it tries many seeds: ``python tests/support/elastic_chaos.py 100 --first 0 --backend shm``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lockstep
+from lockstep import environment
+from lockstep.elastic import client as client_module
+from lockstep.elastic.membership import Coordinator
+from lockstep.elastic.roster import Roster
+from lockstep.environment import ElasticWorker
+from lockstep.invariance import ordered_reducer
+
+__all__ = ["Outcome", "Plan", "Point", "run_job", "undisturbed"]
+
+STEPS_PER_EPOCH, EPOCHS, VIRTUAL_WORKERS, BATCH = 7, 3, 6, 18
+REGROUPING = ("leave group", "arrive", "form", "share", "shared")
+POINTS = (
+    *("load", "forward", "backward", "bucket", "between", "reduced", "update", "updated", "late", "evaluation"),
+    *("save", *REGROUPING),
+)
+LIMIT_S = 40.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """A fault: `what` happens to `worker` when it passes `place` for the `count`-th time."""
+
+    worker: int
+    place: str
+    count: int
+    what: str  # "kill", "stop" (and continue a moment later) or "leave"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job: its first workers, its faults, and when others join (seconds after the first view)."""
+
+    workers: int
+    model: str
+    backend: str
+    faults: tuple[Point, ...]
+    joins: tuple[float, ...]
+    replaces: bool
+    saves: bool
+
+    @classmethod
+    def of(cls, seed: int, backend: str | None = None) -> Plan:
+        """Return the plan of a seed."""
+        draw = random.Random(seed)
+        workers = draw.randrange(1, 5)
+        faults = tuple(cls._fault(draw, workers) for _ in range(draw.randrange(1, 6)))
+        joins = tuple(draw.random() * 0.25 for _ in range(draw.randrange(0, 3)))
+        model, chosen = draw.choice(["norm", "plain"]), draw.choice(["shm", "gloo"])
+        return cls(workers, model, backend or chosen, faults, joins, draw.random() < 0.6, draw.random() < 0.5)
+
+    @staticmethod
+    def _fault(draw: random.Random, workers: int) -> Point:
+        place = draw.choice(POINTS)
+        count = draw.randrange(1, 3 if place in REGROUPING else 16)
+        return Point(draw.randrange(workers + 2), place, count, draw.choice(["kill", "kill", "kill", "stop", "leave"]))
+
+
+@dataclass
+class Outcome:
+    """How a job has ended: the result of each worker that completed it, and what happened."""
+
+    results: list[dict[str, Any]]
+    events: list[str]
+    failure: str
+
+    def describe(self) -> str:
+        """Return the events in lines."""
+        return "\n".join([*self.events, f"failure: {self.failure}"])
+
+
+# --- the program of a worker --------------------------------------------------------------------------------
+
+
+class Seen(nn.Module):
+    """A buffer outside of normalisation that each forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x
+
+
+def make_trainer(model: str, run_dir: Path | None, callbacks: list[Any]) -> tuple[Any, nn.Module, Any]:
+    torch.manual_seed(0)
+    n = BATCH * STEPS_PER_EPOCH - 3
+    data = torch.utils.data.TensorDataset(torch.randn(n, 6), torch.randint(0, 3, (n,)))
+    if model == "norm":
+        net: nn.Module = nn.Sequential(
+            *(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), Seen(), nn.Dropout(0.3), nn.Linear(16, 3))
+        )
+        optimizer: Any = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+        options: dict[str, Any] = {"max_grad_norm": 1.0}
+    else:
+        net = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
+        optimizer, options = torch.optim.AdamW(net.parameters(), 0.01), {}
+    trainer = lockstep.Trainer(
+        *(net, optimizer, nn.CrossEntropyLoss(), BATCH),
+        seed=3,
+        virtual_workers=VIRTUAL_WORKERS,
+        run_dir=run_dir,
+        callbacks=callbacks,
+        **options,
+    )
+    return trainer, net, data
+
+
+class Chaos:
+    """Lets a worker meet its faults."""
+
+    def __init__(self, number: int, faults: tuple[Point, ...]) -> None:
+        self.faults = [fault for fault in faults if fault.worker == number]
+        self.counts: dict[str, int] = {}
+
+    def pass_by(self, place: str) -> None:
+        self.counts[place] = self.counts.get(place, 0) + 1
+        for fault in self.faults:
+            if fault.place == place and fault.count == self.counts[place]:
+                self.meet(fault)
+
+    def meet(self, fault: Point) -> None:
+        if fault.what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.what == "leave":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            waker = os.fork()
+            if waker == 0:
+                time.sleep(0.15)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.waitpid(waker, 0)
+
+    def soon(self, place: str) -> None:
+        """Pass by a moment later, in the middle of what follows."""
+        self.counts[place] = self.counts.get(place, 0) + 1
+        for fault in self.faults:
+            if fault.place == place and fault.count == self.counts[place] and fault.what == "kill":
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.setitimer(signal.ITIMER_REAL, random.Random(fault.count).random() * 0.003 + 1e-5)
+
+    def around(self, owner: Any, name: str, place: str, after: str = "") -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.pass_by(place)
+            result = original(*args, **kwargs)
+            if after:
+                self.pass_by(after)
+            return result
+
+        setattr(owner, name, call)
+
+
+def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
+    """Set the named points of the training."""
+    from lockstep.checkpoint.folder import CheckpointStore
+    from lockstep.communicator.elastic_communicator import ElasticCommunicator
+    from lockstep.data.loader import Fetcher
+    from lockstep.training import elastic_loop
+
+    net[0].register_forward_hook(lambda *_: chaos.pass_by("forward" if net.training else "evaluation"))
+    next(net.parameters()).register_hook(lambda _: chaos.pass_by("backward"))
+    chaos.around(ordered_reducer.BucketExchange, "start", "bucket")
+    chaos.around(ordered_reducer.BucketExchange, "add_up", "between")
+    end = ordered_reducer.OrderedReducer._end
+
+    def late(self: Any) -> None:
+        chaos.soon("late")
+        end(self)
+
+    ordered_reducer.OrderedReducer._end = late
+
+    def begin_update(*_: Any) -> None:
+        chaos.pass_by("reduced")
+        chaos.soon("update")
+
+    trainer.optimizer.register_step_pre_hook(begin_update)
+    trainer.optimizer.register_step_post_hook(lambda *_: chaos.pass_by("updated"))
+    chaos.around(CheckpointStore, "save", "save")
+    chaos.around(Fetcher, "fetch", "load")
+    chaos.around(ElasticCommunicator, "leave_group", "leave group")
+    chaos.around(client_module.MembershipClient, "regroup", "arrive")
+    chaos.around(ElasticCommunicator, "_make_group", "form")
+    chaos.around(elastic_loop, "share", "share", "shared")
+
+
+class Losses(lockstep.callbacks.Callback):
+    """On rank 0: the losses of all steps, each once."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+    def on_loss(self, trainer: Any, result: Any, loss: float) -> None:
+        self.losses.append(loss)
+
+
+def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
+    """Train, as one worker, and write what has come out."""
+    losses = Losses()
+    callbacks = [losses]
+    if run_dir is not None:
+        callbacks += [lockstep.callbacks.CSVLog(), lockstep.callbacks.Checkpoints("2steps")]
+    trainer, net, data = make_trainer(plan.model, run_dir, callbacks)
+    chaos = Chaos(number, plan.faults)
+    if hasattr(trainer.comm, "client"):
+        arm(chaos, trainer, net)
+    history = trainer.fit(data, EPOCHS, validate=data)
+    rows = [
+        {name: value for name, value in row.items() if name not in ("seconds", "samples_per_second")} for row in history
+    ]
+    found: dict[str, Any] = {"fingerprint": lockstep.fingerprint(net, trainer.optimizer), "history": rows}
+    if trainer.comm.rank == 0:
+        found["losses"] = losses.losses
+    draft = result.with_suffix(".draft")
+    draft.write_text(json.dumps(found))
+    draft.rename(result)
+
+
+def undisturbed(model: str) -> dict[str, Any]:
+    """Return the result of a run without faults on one worker."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "result")
+        train(Plan(1, model, "shm", (), (), False, False), 0, None, path)
+        found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+# --- the job ------------------------------------------------------------------------------------------------
+
+
+def become_worker(plan: Plan, number: int, joins: bool, folder: Path, socket: str) -> None:
+    """The whole life of a worker's process."""
+    os.setpgid(0, 0)
+    log = os.open(folder / f"log-{number}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    rank = 100 if joins else number
+    variables = environment.position_variables(rank, rank + 1 if joins else plan.workers)
+    variables |= environment.elastic_variable(ElasticWorker(number, socket, joins))
+    variables |= {
+        "LOCKSTEP_LAUNCHED": "1",
+        "LOCKSTEP_TRANSPORT": plan.backend,
+        "LOCKSTEP_WATCHDOG_DIR": str(folder / "watch"),
+    }
+    environment.set_variables(variables)
+    import faulthandler
+
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    code = 0
+    try:
+        train(plan, number, folder / "run" if plan.saves else None, folder / f"result-{number}")
+    except SystemExit:
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 3
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_job(plan: Plan, limit_s: float = LIMIT_S) -> Outcome:
+    """Run a job with the faults of a plan in forks of this process."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        return _Job(plan, Path(name)).run(limit_s)
+
+
+class _Job:
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
+        (folder / "watch").mkdir()
+        self.coordinator = Coordinator(plan.workers)
+        self.roster = Roster(folder, self.coordinator)
+        self.pids: dict[int, int] = {}
+        self.started, self.begun = 0, time.monotonic()
+        self.events: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.events.append(f"{time.monotonic() - self.begun:.3f} {text}")
+
+    def start(self) -> None:
+        number, self.started = self.started, self.started + 1
+        joins = self.coordinator.formed >= 0
+        context: Any = multiprocessing.get_context("fork")
+        process: BaseProcess = context.Process(
+            target=become_worker, args=(self.plan, number, joins, self.folder, self.roster.path)
+        )
+        process.start()
+        self.pids[number] = process.pid or 0
+        self.roster.add(number, process)
+        self.note(f"worker {number} started{' to join' if joins else ''}")
+
+    def run(self, limit_s: float) -> Outcome:
+        for _ in range(self.plan.workers):
+            self.start()
+        joins, view, first = sorted(self.plan.joins), (), None
+        try:
+            while self.pids:
+                for number in self.roster.wait(0.05):
+                    self.ended(number)
+                if self.coordinator.view != view:
+                    view, first = self.coordinator.view, first or time.monotonic()
+                    self.note(f"generation {self.coordinator.generation}: {view}")
+                while joins and first is not None and time.monotonic() - first > joins[0]:
+                    joins.pop(0)
+                    if not self.coordinator.complete:
+                        self.start()
+                if self.coordinator.failure:
+                    break
+                if time.monotonic() - self.begun > limit_s:
+                    self.show_stacks()
+                    return Outcome([], self.events, "it hangs")
+                self.dismiss()
+        finally:
+            for pid in self.pids.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.roster.close()
+        results = [json.loads(path.read_text()) for path in self.folder.glob("result-*") if path.suffix != ".draft"]
+        return Outcome(results, self.events, self.coordinator.failure)
+
+    def dismiss(self) -> None:
+        """End those that would join when all is done."""
+        if self.coordinator.complete:
+            for number in self.coordinator.candidates:
+                if number in self.pids:
+                    os.kill(self.pids[number], signal.SIGKILL)
+
+    def ended(self, number: int) -> None:
+        del self.pids[number]
+        code = self.roster.exit_codes.pop(number)
+        self.note(f"worker {number} ended with {code}")
+        was_member = number in self.coordinator.members
+        if code == 0:
+            self.coordinator.left(number)
+        else:
+            self.coordinator.lost(number)
+        if code > 0:
+            self.events.append((self.folder / f"log-{number}").read_text())
+        if code < 0 and was_member and self.plan.replaces and not self.coordinator.complete and self.started < 12:
+            self.start()
+
+    def show_stacks(self) -> None:
+        for pid in self.pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        for number in self.pids:
+            self.events.append(f"--- worker {number}\n" + (self.folder / f"log-{number}").read_text())
+
+
+def check(plan: Plan, outcome: Outcome, expected: dict[str, Any]) -> str:
+    """Return what is wrong with an outcome; "" if nothing is."""
+    if outcome.failure in (
+        "all workers that had the training's state were lost",
+        "a worker was lost outside of the training",
+    ):
+        return ""  # the launcher starts all again
+    if outcome.failure:
+        return outcome.failure
+    if not outcome.results:
+        everyone_left = all(fault.what == "leave" for fault in plan.faults)
+        return "" if everyone_left else "no worker has completed the training"
+    for result in outcome.results:
+        if result["fingerprint"] != expected["fingerprint"]:
+            return "another fingerprint"
+        if result["history"] != expected["history"]:
+            return f"another history: {result['history']}"
+        if "losses" in result and result["losses"] != expected["losses"]:
+            return f"other losses seen by callbacks: {len(result['losses'])} {result['losses']}"
+    return ""
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--backend", choices=["shm", "gloo"])
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args(words)
+    torch.set_num_threads(1)
+    expected = {model: undisturbed(model) for model in ("norm", "plain")}
+    bad = completed = 0
+    for seed in range(options.first, options.first + options.count):
+        plan = Plan.of(seed, options.backend)
+        begun = time.monotonic()
+        outcome = run_job(plan)
+        wrong = check(plan, outcome, expected[plan.model])
+        bad, completed = bad + bool(wrong), completed + bool(outcome.results)
+        if wrong or options.verbose:
+            print(f"seed {seed}: {wrong or 'fine'} in {time.monotonic() - begun:.2f} s: {plan}", flush=True)
+        if wrong:
+            print(outcome.describe(), flush=True)
+    print(f"{options.count} jobs, {completed} completed, {bad} wrong")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
