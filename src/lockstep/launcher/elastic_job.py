@@ -175,7 +175,7 @@ class _Job:
     def _start_worker(self) -> None:
         number, self._started = self._started, self._started + 1
         joins = self.coordinator.formed >= 0
-        rank = len(self.coordinator.view) if joins else number
+        rank = len(self.coordinator.view) if joins else number % self.options.workers  # until it is a member
         own = environment.variables_for_workers(
             self._run_id, self.options.threads, time_request_file(self.folder), None
         )
