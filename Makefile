@@ -4,6 +4,7 @@
 PYTHON       ?= python3
 TRAIN_FLAGS  ?= --data digits --model lenet --epochs 15 --global-batch-size 64 --workers auto
 PYTEST_FLAGS ?=
+CHAOS_FLAGS  ?= 1000
 # processes that run tests: one more than there are cores, because most tests wait for processes of their own
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PIP_FLAGS    ?=
@@ -23,7 +24,7 @@ MISTAKEN   := Could not find a version|No matching distribution|Cannot install .
 MISTAKEN   := $(MISTAKEN)|ResolutionImpossible|subprocess-exited-with-error|installing build dependencies
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types layers docs clean distclean
+.PHONY: help train test lint types layers docs chaos clean distclean
 
 help: ## show this list
 	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
@@ -32,6 +33,7 @@ help: ## show this list
 	@echo "make types    check types (mypy, strict)"
 	@echo "make layers   check which module imports which (docs/architecture.md)"
 	@echo "make docs     build the documentation as a site, in site/index.html"
+	@echo "make chaos    train elastic jobs under a thousand random faults (CHAOS_FLAGS=... for other numbers)"
 	@echo "make clean    remove caches and build output; make distclean removes .venv as well"
 	@echo "TEST_PROCESSES=...  the number of processes that run tests (now: $(TEST_PROCESSES))"
 	@echo "PYTHON=...    the Python that .venv is made with, 3.10 or newer (now: $(PYTHON))"
@@ -49,6 +51,10 @@ lint: $(TESTS)
 types: $(TESTS)
 	@$(BIN)/mypy
 	@MYPYPATH=src:benchmarks:tests $(BIN)/mypy benchmarks/*.py packaging/*.py
+
+# a thousand elastic jobs with random faults; about ten minutes
+chaos: $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/elastic_chaos.py $(CHAOS_FLAGS)
 
 # -q twice leaves out pytest's count, so that the last one seen in CI is that of all tests
 layers: $(TESTS)

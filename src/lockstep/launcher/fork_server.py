@@ -119,4 +119,5 @@ def prepare_workers(config: RunConfig, workers: int) -> None:
         {"OMP_NUM_THREADS": str(threads), "LOCKSTEP_RUN_ID": f"run-{os.getpid()}-{time.time_ns()}"}
     )
     if config.start_method == "forkserver":
-        start_fork_server(config.preload)
+        # what torch imports for the first optimizer, 1.6 s of a core, would delay each worker that joins
+        start_fork_server((*config.preload, "torch._dynamo") if config.elastic else config.preload)

@@ -1,0 +1,190 @@
+"""``lockstep run --elastic`` and ``lockstep resize``, on real jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.flight_recorder import open_job
+from lockstep.watchdog import jobs
+from support import warm_python
+from support.examples import EXAMPLES, alone
+from support.pool import Pool
+from support.warm_python import WarmProcess
+
+DEADLINE = 90.0
+
+
+def start(folder: Path, *words: object) -> WarmProcess:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return warm_python.popen(["-m", "lockstep", "run", "--elastic", *words], folder, variables)
+
+
+def read_until(job: WarmProcess, pattern: str) -> str:
+    """What the job prints on standard output up to a line with `pattern`."""
+    assert job.stdout is not None
+    seen = ""
+    for line in job.stdout:
+        seen += line
+        if re.search(pattern, line):
+            return seen
+    raise AssertionError(f"no line with {pattern!r} in:\n{seen}\n{job.stderr.read() if job.stderr else ''}")
+
+
+PROGRAM = """
+import os, time, torch, lockstep
+from lockstep.callbacks import CSVLog, Callback, Checkpoints
+comm = lockstep.init("cpu")
+print("pid", os.getpid(), flush=True)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))
+class Tells(Callback):
+    every_rank = True
+    def on_train_step_end(self, trainer, result):
+        time.sleep(0.02)
+        print("step", result.step, "of", comm.size, flush=True)
+trainer = lockstep.Trainer(
+    model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), 12, virtual_workers=4, run_dir=RUN_DIR,
+    callbacks=[Tells(), CSVLog(), Checkpoints()],
+)
+trainer.fit(data, EPOCHS, validate=data)
+if comm.rank == 0:
+    print("fingerprint", lockstep.fingerprint(model, trainer.optimizer), flush=True)
+"""
+
+
+def write(folder: Path, run_dir: str, epochs: int) -> Path:
+    program = folder / "program.py"
+    program.write_text(PROGRAM.replace("RUN_DIR", repr(run_dir)).replace("EPOCHS", str(epochs)))
+    return program
+
+
+def fingerprint(text: str) -> str:
+    found = re.findall(r"fingerprint (\w+)", text)
+    assert len(found) == 1, text
+    return str(found[0])
+
+
+def rows(folder: Path) -> list[list[str]]:
+    """The lines of metrics.csv without what depends on the clock."""
+    lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
+    timed = [number for number, name in enumerate(lines[0]) if name in ("seconds", "samples_per_second")]
+    return [[value for number, value in enumerate(line) if number not in timed] for line in lines]
+
+
+def test_the_example_gives_the_same_bits_when_a_worker_is_killed(pool: Pool, tmp_path: Path) -> None:
+    with start(tmp_path, "1:4", "-np", 3, EXAMPLES / "elastic.py", 3) as job:
+        end = time.monotonic() + DEADLINE
+        while len(pids := flight_recorders(job.pid)) < 3 and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.3)  # somewhere in the training, or just before it
+        os.kill(pids[-1], signal.SIGKILL)
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert "was lost" in err
+    assert fingerprint(out) == fingerprint(alone(pool, "elastic.py", "3"))
+
+
+def flight_recorders(launcher: int) -> list[int]:
+    """The processes of the ranks of a job."""
+    found = []
+    for folder, job in jobs.find_jobs().items():
+        readers = open_job(folder).values() if job.pid == launcher else ()
+        found += [reader.pid for reader in readers]
+        for reader in readers:
+            reader.close()
+    return found
+
+
+@pytest.mark.parametrize("lost", ["rank 0", "rank 1"])
+def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = write(tmp_path, str(tmp_path / "run"), 25)
+    with start(tmp_path, "1:4", "-np", 2, program) as job:
+        seen = read_until(job, r"step 9 of 2")
+        pids = {rank: int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
+        os.kill(pids[lost.removeprefix("rank ")], signal.SIGKILL)
+        seen += read_until(job, r"step \d+ of 1")
+        seen += read_until(job, r"step \d+ of 2")
+        assert main(["resize", str(job.pid), "3"]) == 0
+        assert "2 workers before, 3 after" in capsys.readouterr().out
+        seen += read_until(job, r"step \d+ of 3")
+        assert main(["resize", str(job.pid), "5"]) == 1
+        assert "expected 1 to 4 workers" in capsys.readouterr().err
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert f"{lost} was lost (killed by SIGKILL); 1 worker goes on" in err
+    alone_ = tmp_path / "alone"
+    alone_.mkdir()
+    done = warm_python.run([write(alone_, str(alone_ / "run"), 25)], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert fingerprint(seen + out) == fingerprint(done.stdout)
+    assert rows(tmp_path / "run") == rows(alone_ / "run")
+
+
+def test_a_worker_leaves_and_the_job_is_interrupted_and_resumed(tmp_path: Path) -> None:
+    program = write(tmp_path, str(tmp_path / "run"), 12)
+    with start(tmp_path, "1:4", "-np", 3, program) as job:
+        seen = read_until(job, r"step 9 of 3")
+        os.kill(int(re.findall(r"\[2\] pid (\d+)", seen)[0]), signal.SIGTERM)
+        read_until(job, r"step \d+ of 2")
+        job.send_signal(signal.SIGTERM)
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 143, err
+    assert "rank 2 has left; 2 workers go on" in err
+    assert "lost" not in err and "lockstep run --resume" in err
+    with start(tmp_path, "1:4", "-np", 2, "--resume", tmp_path / "run", program) as job:
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    alone_ = tmp_path / "alone"
+    alone_.mkdir()
+    done = warm_python.run([write(alone_, str(alone_ / "run"), 12)], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert fingerprint(out) == fingerprint(done.stdout)
+
+
+FAILS = """
+import lockstep, os, signal
+comm = lockstep.init("cpu")
+if comm.rank == 1:
+    BODY
+comm.barrier()
+"""
+
+
+def test_an_error_of_the_program_ends_the_job(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FAILS.replace("BODY", "raise ValueError('of the program')"))
+    with start(tmp_path, "1:4", "-np", 2, program) as job:
+        _, err = job.communicate(DEADLINE)
+    assert job.returncode == 1
+    assert "rank 1: ValueError: of the program" in err
+
+
+def test_workers_that_are_lost_before_the_training_again_and_again_end_the_job(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FAILS.replace("BODY", "os.kill(os.getpid(), signal.SIGKILL)"))
+    with start(tmp_path, "1:4", "-np", 2, program) as job:
+        _, err = job.communicate(DEADLINE)
+    assert job.returncode == 1
+    assert err.count("all workers are started again, from the beginning") == 3
+    assert "without any progress" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--elastic", "3:2", "x.py"], "--elastic: expected MIN:MAX with MIN at most MAX"),
+        (["--elastic", "0:2", "x.py"], "--elastic: expected a whole number from 1 to 120"),
+        (["--elastic", "1:2", "-np", "3", "x.py"], "-np: expected a number from 1 to 2, as --elastic 1:2"),
+        (["--elastic", "1:2", "-H", "a:2", "x.py"], "-H: expected not to be given with --elastic"),
+        (["--elastic", "1:2", "--no-watchdog", "x.py"], "--no-watchdog: expected not to be given with --elastic"),
+    ],
+)
+def test_bad_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""Messages of the membership over a socket, and requests to the launcher."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lockstep.elastic.connection import Connection, from_worker
+from lockstep.elastic.control import ControlSocket, request_workers
+from lockstep.elastic.membership import Arrived, Down, Get, Hello, Set, Up, View
+from lockstep.errors import LockstepError
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection[Down, Up], Connection[Up, Down]]]:
+    near, far = socket.socketpair()
+    with near, far:
+        yield Connection(near, Down), from_worker(far)
+
+
+def test_messages_arrive_as_they_were_sent(ends: tuple[Connection[Down, Up], Connection[Up, Down]]) -> None:
+    worker, coordinator = ends
+    sent = [Hello(3), Arrived(2, (0, 7, 1), True), Set(2, "key", b"\0value"), Get(5, 2, ("a", "b"))]
+    for message in sent:
+        worker.send(message)
+    assert list(coordinator.receive_available()) == sent
+    view = View(2, (0, 3), (0, 0), ((0, 7, 1), ()), 0, (0, 7, 1), b"state")
+    coordinator.send(view)
+    assert worker.receive() == view
+
+
+def test_what_does_not_fit_into_the_socket_is_sent_later(
+    ends: tuple[Connection[Down, Up], Connection[Up, Down]],
+) -> None:
+    worker, coordinator = ends
+    view = View(1, (0,), (0,), ((),), 0, (), bytes(4 << 20))
+    coordinator.send(view)  # nobody reads: a blocking socket would wait here for ever
+    assert coordinator.has_unsent
+    received: list[Down | None] = []
+    reader = threading.Thread(target=lambda: received.append(worker.receive()))
+    reader.start()
+    while not coordinator.flush():
+        pass
+    reader.join()
+    assert received == [view]
+
+
+def test_a_message_in_pieces_is_one_message() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        sender, receiver = Connection[Down, Up](near, Down), from_worker(far)
+        data = bytearray()
+        sender.socket = _Collects(data)  # type: ignore[assignment]
+        sender.send(Hello(1))
+        for number, byte in enumerate(data):
+            near.send(bytes([byte]))
+            expected = [Hello(1)] if number == len(data) - 1 else []
+            assert list(receiver.receive_available()) == expected
+
+
+class _Collects:
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+
+    def send(self, piece: bytes) -> int:
+        self._data += piece
+        return len(piece)
+
+
+def test_the_end_of_a_connection_is_told(ends: tuple[Connection[Down, Up], Connection[Up, Down]]) -> None:
+    worker, coordinator = ends
+    worker.send(Hello(1))
+    worker.socket.shutdown(socket.SHUT_WR)
+    received = coordinator.receive_available()
+    assert next(received) == Hello(1)
+    with pytest.raises(EOFError):
+        next(received)
+    coordinator.close()
+    assert worker.receive() is None
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\0\0\0\2\xc1\xc1", b"\0\0\0\3\x92\xa1x"])
+def test_what_is_no_message_is_an_error(data: bytes, ends: tuple[Connection[Down, Up], Connection[Up, Down]]) -> None:
+    worker, coordinator = ends
+    worker.socket.send(data)
+    with pytest.raises(msgspec.DecodeError):
+        list(coordinator.receive_available())
+
+
+# --- lockstep resize ----------------------------------------------------------------------------------------
+
+
+def refuse(workers: int) -> str:
+    raise LockstepError(f"not {workers}")
+
+
+def test_a_request_gets_its_answer(tmp_path: Path) -> None:
+    path = str(tmp_path / "control")
+    control = ControlSocket(path, lambda workers: f"{workers} workers")
+    try:
+        assert _ask(control, path, 3) == "3 workers"
+        control._resize = refuse
+        with pytest.raises(LockstepError, match="not 4"):
+            _ask(control, path, 4)
+    finally:
+        control.close()
+
+
+def _ask(control: ControlSocket, path: str, workers: int) -> str:
+    control.listener.setblocking(True)
+    answering = threading.Thread(target=control.answer)
+    answering.start()
+    try:
+        return request_workers(path, workers)
+    finally:
+        answering.join()
+
+
+@pytest.mark.parametrize("data", [b"\n", b'{"workers": "x"}\n', b'{"workers": 1e99}\n', b"[" * 60000])
+def test_a_damaged_request_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = str(tmp_path / "control")
+    control = ControlSocket(path, refuse)
+    try:
+        with socket.socket(socket.AF_UNIX) as end:
+            end.connect(path)
+            end.sendall(data)
+            end.shutdown(socket.SHUT_WR)
+            control.answer()
+            assert b'"accepted": false' in end.recv(4096)
+    finally:
+        control.close()
+
+
+def test_a_launcher_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match="does not answer"):
+        request_workers(str(tmp_path / "none"), 2)
