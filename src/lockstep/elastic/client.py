@@ -153,10 +153,10 @@ class MembershipClient:
         """Say that the training number `fit` of the program begins, which can have at most so many workers."""
         self.send(Enter(fit, most))
 
-    def leave(self, now: bool = False) -> None:
-        """Say that this worker wants to leave: after the step in progress, or at once."""
+    def leave(self) -> None:
+        """Say that this worker wants to leave after the step in progress."""
         self.leaving = True
-        self.send(Leave(now))
+        self.send(Leave())
 
     def publish(self, value: bytes) -> None:
         """Keep a value that rank 0 sends to all, for workers that join later."""

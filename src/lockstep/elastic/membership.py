@@ -103,9 +103,7 @@ class Boundary(_Message, frozen=True):
 
 
 class Leave(_Message, frozen=True):
-    """A member wants to leave: after this step, or at once, where there are no steps."""
-
-    now: bool = False
+    """A member wants to leave after the step in progress."""
 
 
 class Done(_Message, frozen=True):
@@ -379,7 +377,7 @@ class Coordinator:
             case Boundary():
                 self._boundary(message.generation)
             case Leave():
-                self._leave(message.now)
+                self._leave()
             case Done():
                 self._done(worker, message.generation)
             case Events():
@@ -434,12 +432,9 @@ class Coordinator:
         if self.generation == self.formed == generation:
             self._open(Turn)
 
-    def _leave(self, now: bool) -> None:
-        if self._stop is None and self.formed == self.generation:
-            if now:
-                self._open_next()
-            else:
-                self._plan()
+    def _leave(self) -> None:
+        if self._stop is None:
+            self._plan()
 
     def _done(self, worker: _Worker, generation: int) -> None:
         if generation != self.generation:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -42,6 +44,7 @@ __all__ = ["Limits", "run_elastic"]
 
 _POLL_S = 0.1
 _MOST_FAILED_STARTS = 3  # workers, one after the other, that have ended before they became members
+_SAME_ERROR_S = 1.0  # in which all workers raise the same error, if the input is bad
 _MOST_RESTARTS = 3  # of all workers, one after the other, without any progress
 
 
@@ -109,6 +112,7 @@ class _Job:
     _failed_starts: int = 0
     _is_ending: bool = False
     _is_stopping: bool = False
+    _kill_at: float = math.inf
     _living: list[int] = field(default_factory=list)
     _reports: dict[int, WorkerReport] = field(default_factory=dict)
     _codes: dict[int, int] = field(default_factory=dict)
@@ -145,7 +149,7 @@ class _Job:
             stack.callback(self._control.close)
             stack.callback(self._end_orphans)
             self._add_output = stack.enter_context(open_pipes(self.folder, self._write))
-            stack.callback(self._supervisor.kill_all)
+            stack.callback(self._supervisor.kill, self._living)
             self._watchdog.start_attempt(0, 0, self.options.workers)
             for _ in range(self._target):
                 self._start_worker()
@@ -202,30 +206,41 @@ class _Job:
         code, report = self._roster.exit_codes.pop(number), self._status.read_report(number)
         coordinator, rank = self.coordinator, self._rank(number)
         was_member, was_candidate = number in coordinator.members, number in coordinator.candidates
-        in_good_order = code == 0 and self._status.is_finished(number)
-        if in_good_order:
+        is_error = was_member and report is not None and not report.stopped and not coordinator.failure
+        if self._is_ending or self._is_stopping or is_error:
+            self._note_end(number, code, report)
+            if is_error and not self._is_stopping:
+                self._end_with_error()
+                return  # and the others do not go on
+        if code == 0 and self._status.is_finished(number):
             coordinator.left(number)
-        else:
-            coordinator.lost(number)
-        if self._is_ending or self._is_stopping:
-            self._note_end(number, code, report)
-        elif in_good_order:
-            self._is_ending = was_member or not (was_candidate or coordinator.members)
-            if not self._is_ending and not was_candidate:
-                if number not in self._dismissed:
-                    self._target = max(self.limits.minimum, self._target - 1)
-                self._log(f"lockstep: rank {rank} has left; {_workers(len(coordinator.members))} on")
-        elif was_candidate:
+            self._note_good_end(number, rank, was_member, was_candidate)
+            return
+        coordinator.lost(number)
+        if self._is_ending or self._is_stopping or coordinator.failure or number in self._dismissed:
+            return
+        if was_candidate:
             self._note_failed_start(number, code, report)
-        elif report is not None and not (coordinator.failure and report.in_collective):
-            self._note_end(number, code, report)
-            self._is_ending = True
-        elif was_member and not coordinator.failure:
+        elif was_member:
             self._log(f"lockstep: rank {rank} was lost ({_how(code)}); {_workers(len(coordinator.members))} on")
+
+    def _end_with_error(self) -> None:
+        """End the job because of an error of the program, which other workers may be about to report as well."""
+        self._is_ending = True
+        self._kill_at = min(self._kill_at, time.monotonic() + _SAME_ERROR_S)
+
+    def _note_good_end(self, number: int, rank: int, was_member: bool, was_candidate: bool) -> None:
+        """Note that a worker's program has ended, or that the worker has left."""
+        if was_member or (was_candidate and self.coordinator.formed < 0):
+            self._is_ending = True
+        elif not was_candidate:
+            if number not in self._dismissed:
+                self._target = max(self.limits.minimum, self._target - 1)
+            self._log(f"lockstep: rank {rank} has left; {_workers(len(self.coordinator.members))} on")
 
     def _note_end(self, number: int, code: int, report: WorkerReport | None) -> None:
         rank = self._rank(number)
-        if code:
+        if code and number not in self._supervisor.killed_ranks:
             self._codes[rank] = code
         if report is not None:
             self._reports[rank] = structs.replace(report, rank=rank)
@@ -236,7 +251,7 @@ class _Job:
         if not self.coordinator.members:
             if report is not None or self._failed_starts > _MOST_FAILED_STARTS:
                 self._note_end(number, code, report)
-                self._is_ending = True
+                self._end_with_error()
         elif self._failed_starts == _MOST_FAILED_STARTS:
             self._target = len(self.coordinator.members)
             self._log(f"lockstep: no more workers are started, as {self._failed_starts} could not join ({why})")
@@ -271,15 +286,13 @@ class _Job:
             self._watchdog_report = self._watchdog.report()
             self._newest_checkpoint = newest_checkpoint(self.folder)
             self._roster.send()
-            self._supervisor.check(is_over=self._is_ending and not self._is_complete())
+            self._supervisor.check()
+            if time.monotonic() >= self._kill_at:
+                self._supervisor.kill(self._living)
         elif not coordinator.complete:
             counted = {*coordinator.members, *coordinator.candidates} - self._dismissed
             for _ in range(self._target - len(counted)):
                 self._start_worker()
-
-    def _is_complete(self) -> bool:
-        """Return whether the workers end because their program has ended."""
-        return not self._codes and not self.restart_reason
 
     def _resize(self, workers: int) -> str:
         """Change the number of workers, on request of `lockstep resize`; returns what is done."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +16,7 @@ from ..communicator.elastic_communicator import ElasticCommunicator
 from ..data.loader import Batch, Loader
 from ..elastic.client import MembershipClient, WorkerLeft
 from ..elastic.membership import NO_STATE, Commit, View
-from ..errors import ConfigError, InterruptedRunError, MembershipChangedError, TransportError
+from ..errors import ConfigError, DesyncError, InterruptedRunError, RankLostError, StallError, TransportError
 from ..flight_recorder import named
 from .callbacks.base import Callback, TrainingContext
 from .callbacks.checkpoints import Checkpoints
@@ -56,7 +55,6 @@ class ElasticCallbacks(CallbackGroup):
         self._seen: set[tuple[Any, ...]] = set()
         self._after_commit: list[tuple[str, tuple[Any, ...]]] = []
         self._at: tuple[int, int] = (-1, -1)
-        self._begun: list[Callback] = []  # whose `on_train_start` was called here
         self._last_states = b""
         for name, member in self._by_name.items():
             _check_movable(name, member)
@@ -137,33 +135,18 @@ class ElasticCallbacks(CallbackGroup):
             for name, member in self._by_name.items():
                 if name in loaded and member in new:
                     member.load_state_dict(loaded[name])
+        epoch_has_begun = self._epoch_key(trainer) in {key[0] for key in self._seen}
         for member in new:
-            if member not in self._begun:
-                self._begun.append(member)
-                member.on_train_start(trainer)
-                if self._epoch_key(trainer) in {key[0] for key in self._seen}:
-                    member.on_train_epoch_start(trainer)
+            self._start(member, trainer)
+            if epoch_has_begun:
+                member.on_train_epoch_start(trainer)
         for hook, arguments in self._after_commit if repeat else ():
             for member in new:
                 getattr(member, hook)(trainer, *arguments)
 
-    @contextmanager
-    def running(self, trainer: TrainingContext) -> Iterator[None]:
-        """See `CallbackGroup.running`; ends with the callbacks that run on this worker then."""
-        error: BaseException | None = None
-        try:
-            for member in self._members:
-                self._begun.append(member)
-                member.on_train_start(trainer)
-            yield
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            for member in reversed(self._members if not isinstance(error, WorkerLeft) else []):
-                with nullcontext() if error is None else suppress(Exception):
-                    member.on_train_end(trainer, error)
-            self._begun.clear()
+    def _end(self, member: Callback, trainer: TrainingContext, error: BaseException | None) -> None:
+        if not isinstance(error, WorkerLeft):  # the run goes on elsewhere
+            super()._end(member, trainer, error)
 
     def final_save_is_due(self, trainer: TrainingContext) -> bool:
         """Return whether a checkpoint is to be written at the end of the run, as `Checkpoints.on_train_end` does."""
@@ -327,8 +310,8 @@ class ElasticLoop(Loop):
 
     def _reason(self, error: TransportError) -> str:
         """Return why the group has failed, or raise `error` if it is none that others can go on after."""
-        if not isinstance(error, MembershipChangedError) and hasattr(error, "report_json"):
-            raise error  # a report of the watchdog: a desync, a stall
+        if isinstance(error, DesyncError | RankLostError | StallError):  # a report of the watchdog
+            raise error
         return str(error)
 
     def _continue(self, loader: Loader) -> None:
@@ -373,25 +356,14 @@ class ElasticLoop(Loop):
         self._note_events()
         return super()._agree_to_stop()
 
-    def stoppable(self, loader: Loader) -> Loader:
-        """See `Loop.stoppable`; a worker that leaves interrupts the evaluation, which the others begin again."""
-        if self._leave_if_signalled(now=True):
-            self._client.check()
-        return super().stoppable(loader)
-
-    def _leave_if_signalled(self, now: bool = False) -> bool:
+    def _leave_if_signalled(self) -> None:
         if self._signals.received is not None and not self._client.leaving and not self._client.stop_signal:
-            self._client.leave(now)
-            return True
-        return False
+            self._client.leave()
 
     def _note_events(self) -> None:
         """Let the coordinator know, on rank 0, what its callbacks have seen."""
         if self._comm.rank == 0:
             self._client.note_events(self._commit(), self._events.changed_states())
-
-    def _interrupt(self) -> NoReturn:
-        super()._interrupt()
 
     # --- regrouping ---------------------------------------------------------------------------------------------------
 
@@ -423,8 +395,8 @@ class ElasticLoop(Loop):
         repeat = tuple(view.events) < self._commit()
         self._events.take_rank(self._comm.rank, trainer, view.states, repeat)
         self._run.hold_run_directory()
-        if self._comm.allgather_object(self._save_due is not None).count(True):
-            due = self._comm.allgather_object(self._save_due)
+        due = self._comm.allgather_object(self._save_due)
+        if any(each is not None for each in due):
             trainer.save(best=any(due))
         self._save_due = None
 

@@ -44,7 +44,8 @@ class Session:
 
     def __init__(self, rendezvous: Rendezvous, limits: Limits, sockets: SocketTracker) -> None:
         self.state = state = WatchdogState(rendezvous, limits)
-        state.fail, state.poll_report, state.raise_root_cause = self.fail, self.poll_report, self.raise_root_cause
+        state.fail = self._fail_unless_lost if limits.expects_losses else self.fail
+        state.poll_report, state.raise_root_cause = self.poll_report, self.raise_root_cause
         self.monitors: list[GroupMonitor] = []
         self.groups: dict[Any, GroupMonitor] = {}
         self.cross_host = CrossHost(state, self.monitors)
@@ -126,8 +127,6 @@ class Session:
     def fail(self, finding: Finding) -> None:
         """Make a report of a finding, unless there is one, and adopt it."""
         state = self.state
-        if state.limits.expects_losses and finding.kind in ("lost", "left"):
-            return  # the membership of an elastic job finds out sooner, and the others go on
         if state.error is None and not self.poll_report():
             try:
                 made = self.make_report(finding)
@@ -138,6 +137,11 @@ class Session:
                 reports.write_once(state.folder, first)
             if not self.poll_report():
                 self.adopt_report(first)
+
+    def _fail_unless_lost(self, finding: Finding) -> None:
+        """As `fail` in an elastic job, whose membership finds losses sooner, and which goes on after them."""
+        if finding.kind not in ("lost", "left"):
+            self.fail(finding)
 
     def poll_report(self) -> bool:
         """Adopt the report that a rank of this host has made, if there is one; return whether there is."""

@@ -47,6 +47,7 @@ class CallbackGroup:
         self._members = [callback for callback in ordered if callback.every_rank or rank == 0]
         self._by_name, self._logs = _by_name(ordered), rank == 0
         self._by_hook: dict[str, list[Callback]] = {}
+        self._started: list[Callback] = []  # whose `on_train_start` was called
         self.shows_progress = any(isinstance(member, Progress) for member in self._members)
 
     def check(self, metrics: Iterable[str] | None, several: Iterable[str], has_run_dir: bool) -> None:
@@ -127,22 +128,29 @@ class CallbackGroup:
     def running(self, trainer: TrainingContext) -> Iterator[None]:
         """Call `on_train_start` of each callback at the beginning of a `with` block, and `on_train_end` at its end."""
         error: BaseException | None = None
+        self._started.clear()
+        try:
+            for member in self._members:
+                self._start(member, trainer)
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            with ExitStack() as stack:
+                for member in self._started:
+                    stack.callback(self._end, member, trainer, error)
 
-        def end(member: Callback) -> None:
-            # An exception of `on_train_end` must not hide the one that ended the run.
-            with nullcontext() if error is None else suppress(Exception), _declared(member, "on_train_end"):
-                member.on_train_end(trainer, error)
+    def _start(self, member: Callback, trainer: TrainingContext) -> None:
+        """Call `on_train_start`; `running` then calls `on_train_end`."""
+        with _declared(member, "on_train_start"):
+            member.on_train_start(trainer)
+        self._started.append(member)
 
-        with ExitStack() as stack:
-            try:
-                for member in self._members:
-                    with _declared(member, "on_train_start"):
-                        member.on_train_start(trainer)
-                    stack.callback(end, member)
-                yield
-            except BaseException as raised:
-                error = raised
-                raise
+    def _end(self, member: Callback, trainer: TrainingContext, error: BaseException | None) -> None:
+        # An exception of `on_train_end` must not hide the one that ended the run.
+        with nullcontext() if error is None else suppress(Exception), _declared(member, "on_train_end"):
+            member.on_train_end(trainer, error)
 
 
 def _declared(member: Callback, hook: str) -> flight_recorder.activity:
