@@ -247,6 +247,7 @@ def _exit_process(state: WatchdogState, why: str) -> None:
 # --- The root cause of a transport's error: the report that some monitor thread makes a moment later ------------------
 
 _TIMEOUT_S = 3.0  # in which the monitor threads find out why other ranks do not respond
+_ELASTIC_TIMEOUT_S = 0.25  # the same in an elastic job, whose membership hears of a loss within milliseconds
 _CROSS_HOST_TIMEOUT_S = 8.0  # the same if there are ranks on other hosts, which may be unreachable
 _REJECTIONS = (ValueError, TypeError, NotImplementedError)
 _REJECTED = re.compile(r"ProcessGroup\w+::\w+: |Cannot use ReduceOp|Invalid scalar type")
@@ -299,6 +300,8 @@ def _waiting_in_last(state: WatchdogState, monitors: Sequence[GroupMonitor]) -> 
 
 def _await_report(state: WatchdogState, monitors: Sequence[GroupMonitor], ranks: Collection[int] | None) -> None:
     timeout_s = _TIMEOUT_S if len(state.rendezvous.hosts) == 1 else _CROSS_HOST_TIMEOUT_S
+    if state.limits.expects_losses:
+        timeout_s = _ELASTIC_TIMEOUT_S
     begin = time.monotonic()
     while not state.poll_report() and time.monotonic() - begin < timeout_s:
         if time.monotonic() - begin > _TIMEOUT_S / 4:

@@ -94,6 +94,7 @@ class GroupMonitor:
         preflight: compares calls across hosts; None if all members are on one host, or calls cannot be compared.
         completes_on_host: whether an operation has completed when its future has, and was not merely enqueued.
         used_by_ddp: whether a DistributedDataParallel reduces over the group.
+        waits_in_slices: whether waits look again and again whether they have been interrupted, as in an elastic job.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class GroupMonitor:
         self.threads_inside: set[int] = set()
         self.coalesced: dict[int, list[PendingCall]] = {}
         self.preflight: PreflightCheck | None = None
-        self.completes_on_host = self.used_by_ddp = False
+        self.completes_on_host = self.used_by_ddp = self.waits_in_slices = False
         recorder = state.recorder
         self.limit_s = limit_s
         self.slot = recorder.open_group(self.key, limit_s)

@@ -309,6 +309,7 @@ class _Watchdog:
         made.watchdog_monitor = session.add_group(name, title, members, limit_s)
         backends = {part.partition(":")[2] for part in c10d.get_backend_config(made).split(",")}
         made.watchdog_monitor.completes_on_host = backends <= _HOST_BACKENDS
+        made.watchdog_monitor.waits_in_slices = session.state.limits.expects_losses and "gloo" in backends
         if made.watchdog_monitor.remote_ranks and backends <= {"gloo", "shm"}:  # these connect all ranks by Gloo
             monitor = made.watchdog_monitor
             check = PreflightCheck(made, session.state, monitor.key, monitor.ranks, monitor.swaps)

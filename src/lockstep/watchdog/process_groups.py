@@ -22,6 +22,21 @@ from .signatures import OPERATIONS, Key
 __all__ = ["GroupProxy", "WatchedWork", "watch_group"]
 
 
+_SLICE = timedelta(milliseconds=50)
+
+
+def _wait(work: Any, monitor: GroupMonitor) -> bool:
+    """Wait for a backend's work. Gloo's may never hear that its sockets were shut: an elastic job looks by itself."""
+    while monitor.waits_in_slices:
+        try:
+            return bool(work.wait(_SLICE))
+        except RuntimeError:
+            if work.is_completed():  # with an error of its own, or in this moment
+                break
+            monitor.state.check()
+    return bool(work.wait())
+
+
 # --- Works of asynchronous operations ---------------------------------------------------------------------------------
 
 
@@ -65,7 +80,7 @@ class WatchedWork(dist.Work):
             with state.blocking(self._pending.number, self._monitor.ranks, not self._pending.sequence):
                 if self._check is not None:
                     self._check.wait()
-                answer = self._inner.wait(timeout) if timeout else self._inner.wait()
+                answer = self._inner.wait(timeout) if timeout else _wait(self._inner, self._monitor)
         self._monitor.finish_wait(self._pending, self._inner, self._device)
         return answer
 
@@ -184,7 +199,7 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
                 monitor.preflight.begin(pending, blocking=True).wait()
             work = method(self, *args, **kwargs)
             if work is not None:
-                work.wait()  # also if it has failed by now, so that its root cause is raised
+                _wait(work, monitor)  # also if it has failed by now, so that its root cause is raised
         except BaseException as error:
             _failed(monitor, pending, error)
             raise

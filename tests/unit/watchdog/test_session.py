@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from lockstep.errors import TransportError
-from lockstep.watchdog import patches
+from lockstep.errors import MembershipChangedError, TransportError
+from lockstep.watchdog import patches, process_groups
 from lockstep.watchdog import report as reports
 from lockstep.watchdog.group_monitor import GroupMonitor
 from lockstep.watchdog.mismatch import Finding
@@ -125,3 +126,57 @@ def test_what_differs_is_printed_where_nothing_can_be_written(tmp_path: Path, ki
     assert words in said[0]
     assert monitor._has_warned(kind, raws[0], raws[1])
     assert not monitor._has_warned("swap", raws[0], raws[1])
+
+
+# --- elastic jobs -------------------------------------------------------------------------------------------
+
+
+class HangingWork:
+    """A work of Gloo that never hears of anything."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        assert timeout is not None, "nothing would end this wait"
+        self.waits += 1
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_wait_in_slices_ends_when_it_is_interrupted() -> None:
+    work = HangingWork()
+
+    def check() -> None:
+        if work.waits == 3:
+            raise MembershipChangedError(1)
+
+    monitor: Any = SimpleNamespace(waits_in_slices=True, state=SimpleNamespace(check=check))
+    with pytest.raises(MembershipChangedError):
+        process_groups._wait(work, monitor)
+    assert work.waits == 3
+
+
+def test_a_work_that_fails_raises_its_own_error() -> None:
+    work = SimpleNamespace(is_completed=lambda: True, wait=raising("connection closed"))
+    monitor: Any = SimpleNamespace(waits_in_slices=True, state=SimpleNamespace(check=lambda: None))
+    with pytest.raises(RuntimeError, match="connection closed"):
+        process_groups._wait(work, monitor)
+
+
+def raising(text: str) -> Callable[..., bool]:
+    def wait(*_: object) -> bool:
+        raise RuntimeError(text)
+
+    return wait
+
+
+def test_in_an_elastic_job_a_lost_rank_is_no_finding() -> None:
+    session = Session.__new__(Session)
+    found: list[Finding] = []
+    session.fail = found.append  # type: ignore[method-assign]
+    for kind in ("lost", "left", "desync", "stall"):
+        session._fail_unless_lost(Finding(kind, "it is so"))
+    assert [finding.kind for finding in found] == ["desync", "stall"]
