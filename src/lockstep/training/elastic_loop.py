@@ -16,8 +16,9 @@ from ..communicator.elastic_communicator import ElasticCommunicator
 from ..data.loader import Batch, Loader
 from ..elastic.client import MembershipClient, WorkerLeft
 from ..elastic.membership import NO_STATE, Commit, View
-from ..errors import ConfigError, DesyncError, InterruptedRunError, RankLostError, StallError, TransportError
+from ..errors import ConfigError, DesyncError, InterruptedRunError, RankLostError, StallError
 from ..flight_recorder import named
+from ..watchdog.error_delivery import is_transport_error
 from .callbacks.base import Callback, TrainingContext
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.group import CallbackGroup
@@ -302,15 +303,16 @@ class ElasticLoop(Loop):
             except InterruptedRunError as error:
                 stopped = error
                 continue
-            except TransportError as error:
+            except RuntimeError as error:
                 reason = self._reason(error)
             self._regroup(reason, at_boundary)
         if stopped is not None:
             raise stopped
 
-    def _reason(self, error: TransportError) -> str:
+    def _reason(self, error: RuntimeError) -> str:
         """Return why the group has failed, or raise `error` if it is none that others can go on after."""
-        if isinstance(error, DesyncError | RankLostError | StallError):  # a report of the watchdog
+        is_report = isinstance(error, DesyncError | RankLostError | StallError)  # of the watchdog
+        if is_report or not is_transport_error(error):
             raise error
         return str(error)
 
@@ -382,7 +384,7 @@ class ElasticLoop(Loop):
             try:
                 self._adapt(self._comm.regroup(self._client.join if joins else view_of))
                 return
-            except TransportError as error:
+            except RuntimeError as error:
                 reason, at_boundary, joins = self._reason(error), False, False
 
     def _adapt(self, view: View) -> None:

@@ -21,7 +21,7 @@ from ..checkpoint.folder import Checkpoint, read_tensors
 from ..communicator import init
 from ..communicator.elastic_communicator import ElasticCommunicator
 from ..data.loader import Loader, dataloader_settings
-from ..errors import CheckpointError, ConfigError, TransportError, unexpected_argument
+from ..errors import CheckpointError, ConfigError, unexpected_argument
 from ..replicas import Device
 from ..strategies.base import Strategy
 from . import run_directory
@@ -432,8 +432,8 @@ class Trainer:
         """
         try:
             return self._save(best)
-        except TransportError:
-            if isinstance(self._loop, ElasticLoop):
+        except RuntimeError:
+            if isinstance(self._loop, ElasticLoop):  # which repeats what the loss of a worker has interrupted
                 self._loop.note_interrupted_save(best)
             raise
 
