@@ -286,13 +286,20 @@ class _Job:
             self._watchdog_report = self._watchdog.report()
             self._newest_checkpoint = newest_checkpoint(self.folder)
             self._roster.send()
+            self._dismiss_candidates()
             self._supervisor.check()
             if time.monotonic() >= self._kill_at:
                 self._supervisor.kill(self._living)
         elif not coordinator.complete:
-            counted = {*coordinator.members, *coordinator.candidates} - self._dismissed
-            for _ in range(self._target - len(counted)):
+            for _ in range(self._target - len(set(self._living) - self._dismissed)):
                 self._start_worker()
+
+    def _dismiss_candidates(self) -> None:
+        """End the workers that would join a job that is ending, and would wait for its members for ever."""
+        if self.coordinator.formed >= 0:
+            candidates = self.coordinator.candidates
+            self._dismissed.update(candidates)
+            self._supervisor.kill(candidates)
 
     def _resize(self, workers: int) -> str:
         """Change the number of workers, on request of `lockstep resize`; returns what is done."""
