@@ -50,6 +50,9 @@ class Tells(Callback):
     def on_train_step_end(self, trainer, result):
         time.sleep(0.02)
         print("step", result.step, "of", comm.size, flush=True)
+    def on_row(self, trainer, row):
+        if os.path.exists("enough"):
+            trainer.stop("it is enough")
 trainer = lockstep.Trainer(
     model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), 12, virtual_workers=4, run_dir=RUN_DIR,
     callbacks=[Tells(), CSVLog(), Checkpoints()],
@@ -82,30 +85,29 @@ def rows(folder: Path) -> list[list[str]]:
 def test_the_example_gives_the_same_bits_when_a_worker_is_killed(pool: Pool, tmp_path: Path) -> None:
     with start(tmp_path, "1:4", "-np", 3, EXAMPLES / "elastic.py", 3) as job:
         end = time.monotonic() + DEADLINE
-        while len(pids := flight_recorders(job.pid)) < 3 and time.monotonic() < end:
+        while not (pids := training_ranks(job.pid)) and time.monotonic() < end:
             time.sleep(0.02)
-        time.sleep(0.3)  # somewhere in the training, or just before it
         os.kill(pids[-1], signal.SIGKILL)
         out, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
-    assert "was lost" in err
+    assert "was lost (killed by SIGKILL); 2 workers go on" in err
     assert fingerprint(out) == fingerprint(alone(pool, "elastic.py", "3"))
 
 
-def flight_recorders(launcher: int) -> list[int]:
-    """The processes of the ranks of a job."""
+def training_ranks(launcher: int) -> list[int]:
+    """The processes of a job's ranks that have done some steps of the training."""
     found = []
     for folder, job in jobs.find_jobs().items():
-        readers = open_job(folder).values() if job.pid == launcher else ()
-        found += [reader.pid for reader in readers]
-        for reader in readers:
+        for reader in open_job(folder).values() if job.pid == launcher else ():
+            if (reader.state().batch or 0) > 4:
+                found.append(reader.pid)
             reader.close()
     return found
 
 
 @pytest.mark.parametrize("lost", ["rank 0", "rank 1"])
 def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program = write(tmp_path, str(tmp_path / "run"), 25)
+    program = write(tmp_path, str(tmp_path / "run"), 1000)
     with start(tmp_path, "1:4", "-np", 2, program) as job:
         seen = read_until(job, r"step 9 of 2")
         pids = {rank: int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
@@ -117,18 +119,21 @@ def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: 
         seen += read_until(job, r"step \d+ of 3")
         assert main(["resize", str(job.pid), "5"]) == 1
         assert "expected 1 to 4 workers" in capsys.readouterr().err
+        (tmp_path / "enough").touch()  # at the end of this epoch
         out, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
     assert f"{lost} was lost (killed by SIGKILL); 1 worker goes on" in err
     alone_ = tmp_path / "alone"
     alone_.mkdir()
-    done = warm_python.run([write(alone_, str(alone_ / "run"), 25)], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
+    epochs = len(rows(tmp_path / "run")) - 1
+    program = write(alone_, str(alone_ / "run"), epochs)
+    done = warm_python.run([program], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert fingerprint(seen + out) == fingerprint(done.stdout)
     assert rows(tmp_path / "run") == rows(alone_ / "run")
 
 
 def test_a_worker_leaves_and_the_job_is_interrupted_and_resumed(tmp_path: Path) -> None:
-    program = write(tmp_path, str(tmp_path / "run"), 12)
+    program = write(tmp_path, str(tmp_path / "run"), 30)
     with start(tmp_path, "1:4", "-np", 3, program) as job:
         seen = read_until(job, r"step 9 of 3")
         os.kill(int(re.findall(r"\[2\] pid (\d+)", seen)[0]), signal.SIGTERM)
@@ -136,14 +141,14 @@ def test_a_worker_leaves_and_the_job_is_interrupted_and_resumed(tmp_path: Path) 
         job.send_signal(signal.SIGTERM)
         out, err = job.communicate(DEADLINE)
     assert job.returncode == 143, err
-    assert "rank 2 has left; 2 workers go on" in err
+    assert "rank 2 has left;" in err  # and how many go on when its process ends, which may be after the job's signal
     assert "lost" not in err and "lockstep run --resume" in err
     with start(tmp_path, "1:4", "-np", 2, "--resume", tmp_path / "run", program) as job:
         out, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
     alone_ = tmp_path / "alone"
     alone_.mkdir()
-    done = warm_python.run([write(alone_, str(alone_ / "run"), 12)], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
+    done = warm_python.run([write(alone_, str(alone_ / "run"), 30)], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert fingerprint(out) == fingerprint(done.stdout)
 
 
