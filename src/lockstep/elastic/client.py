@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -85,7 +84,6 @@ class MembershipClient:
         self._answers: dict[int, Answer] = {}
         self._connection = to_coordinator(path)
         self.send(Hello(number))
-        self._pid = os.getpid()
         threading.Thread(target=self._receive, name="lockstep membership", daemon=True).start()
 
     def send(self, message: Up) -> None:

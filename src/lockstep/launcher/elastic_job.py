@@ -248,12 +248,13 @@ class _Job:
     def _note_failed_start(self, number: int, code: int, report: WorkerReport | None) -> None:
         self._failed_starts += 1
         why = f"{report.kind}: {report.reason}" if report is not None else _how(code)
-        if not self.coordinator.members:
-            if report is not None or self._failed_starts > _MOST_FAILED_STARTS:
+        members = len(self.coordinator.members)
+        if members < self.limits.minimum:  # which would wait for others for ever
+            if (report is not None and not members) or self._failed_starts > _MOST_FAILED_STARTS:
                 self._note_end(number, code, report)
                 self._end_with_error()
         elif self._failed_starts == _MOST_FAILED_STARTS:
-            self._target = len(self.coordinator.members)
+            self._target = members
             self._log(f"lockstep: no more workers are started, as {self._failed_starts} could not join ({why})")
 
     def _raise_failure(self) -> None:

@@ -129,7 +129,7 @@ class ElasticCallbacks(CallbackGroup):
             return
         self._logs = True
         new = [member for member in self._all if not member.every_rank]
-        self._members = [member for member in self._all if member.every_rank or member in new]
+        self._members = self._all
         self._by_hook.clear()
         if states is not None:
             loaded = unpack(*pickle.loads(states))
@@ -215,7 +215,7 @@ class ElasticRun(Run, Protocol):
     """What the elastic loop needs of a training run besides `Run`; the `Trainer` has it."""
 
     def hold_run_directory(self) -> None:
-        """Lock the run directory on rank 0, and release it on others."""
+        """Lock the run directory on rank 0, which may be another worker than before."""
 
 
 class _Boundary(Exception):  # noqa: N818 - no error
@@ -267,7 +267,6 @@ class ElasticLoop(Loop):
         self._comm, self._client, self._fit, self._most = comm, comm.client, fit, most
         self._has_state = not comm.is_joining
         self._save_due: bool | None = None  # whether an interrupted checkpoint was the best one
-        self._loader: Loader | None = None
 
     def run(self, loader: Loader, held_out: Loader | None, validate_every: int | None = None) -> None:
         """See `Loop.run`.
@@ -275,7 +274,7 @@ class ElasticLoop(Loop):
         Raises:
             WorkerLeft: this worker has left the job, which goes on.
         """
-        self._loader, self._held_out, self._validate_every = loader, held_out, validate_every
+        self._held_out, self._validate_every = held_out, validate_every
         trainer = self._trainer
         self._comm.keeps_values = False
         try:
