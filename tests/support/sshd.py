@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from .hosts import network
 
 __all__ = ["NAMES", "Hosts", "make_hosts"]
@@ -52,6 +54,8 @@ class Hosts:
         gateway: this host's address, as they reach it.
         path: the value of PATH with which ``ssh`` knows them, their keys, and the user's key.
         key: the user's key file.
+        servers: the process of each one's sshd, which a test leaves alone.
+        killed: those that `kill` was called for.
     """
 
     namespaces: dict[str, str]
@@ -59,11 +63,28 @@ class Hosts:
     gateway: str
     path: str
     key: Path
+    servers: dict[str, int]
+    killed: list[str]
 
     def processes(self, name: str) -> list[int]:
         """Those on the host `name`."""
         found = subprocess.run(["ip", "netns", "pids", self.namespaces[name]], capture_output=True, text=True)
         return [int(word) for word in found.stdout.split()]
+
+    def programs(self, name: str) -> list[psutil.Process]:
+        """What runs on the host `name` beside sshd."""
+        found = []
+        for process in self.processes(name):
+            with suppress(psutil.NoSuchProcess):
+                program = psutil.Process(process)
+                if not program.name().startswith("sshd") and program.status() != psutil.STATUS_ZOMBIE:
+                    found.append(program)
+        return found
+
+    def kill(self, name: str) -> None:
+        """Kill all processes on the host `name` and its connections; it can be reached again."""
+        self.killed.append(name)
+        _end_all(self, name, {self.servers[name]})
 
     def link(self, name: str, state: str) -> None:
         """Set the host's network device "up" or "down"."""
@@ -88,16 +109,17 @@ def make_hosts(count: int, folder: Path) -> Iterator[Hosts]:
         addresses = {name: f"{prefix}.{number}" for number, name in enumerate(names, 2)}
         path = _write_client(folder, key, addresses)
         namespaces = dict(zip(names, made.names, strict=True))
-        found = Hosts(namespaces, addresses, made.address, path, key)
+        found = Hosts(namespaces, addresses, made.address, path, key, {}, [])
         try:
             for name in names:  # each goes into the background, and is no child of the tests
                 subprocess.run([*found.inside(name), _SERVER, "-f", str(folder / "sshd_config")], check=True)
             for address in addresses.values():
                 _wait_for(address)
+            found.servers.update({name: found.processes(name)[0] for name in names})
             yield found
         finally:
             for name in names:
-                _end_all(found, name)
+                _end_all(found, name, set())
 
 
 def _write_keys(folder: Path) -> Path:
@@ -133,8 +155,8 @@ def _wait_for(address: str) -> None:
         time.sleep(0.02)
 
 
-def _end_all(found: Hosts, name: str) -> None:
-    while running := found.processes(name):
+def _end_all(found: Hosts, name: str, spared: set[int]) -> None:
+    while running := set(found.processes(name)) - spared:
         for process in running:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -98,7 +98,8 @@ class MembershipClient:
                     self._take(message)
                     self._changed.notify_all()
                 if isinstance(message, Change):
-                    self.on_change()
+                    with suppress(OSError):  # of the group's sockets, which say nothing of this one
+                        self.on_change()
         with self._changed:
             self._is_lost = True
             self._changed.notify_all()
@@ -140,6 +141,11 @@ class MembershipClient:
         """The signal after which the whole job saves and ends; 0 as long as there is none."""
         return self._signal
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the workers of the newest view."""
+        return () if self._view is None else tuple(self._view.members)
+
     def check(self) -> None:
         """Raise MembershipChangedError if this worker's generation is over."""
         if self.is_over:
@@ -147,9 +153,9 @@ class MembershipClient:
 
     # --- what this worker tells ---------------------------------------------------------------------------------------
 
-    def enter(self, fit: int, most: int) -> None:
-        """Say that the training number `fit` of the program begins, which can have at most so many workers."""
-        self.send(Enter(fit, most))
+    def enter(self, fit: int, most: int, folder: str = "") -> None:
+        """Say that the training number `fit` of the program begins, with at most so many workers and this folder."""
+        self.send(Enter(fit, most, folder))
 
     def leave(self) -> None:
         """Say that this worker wants to leave after the step in progress."""
@@ -157,8 +163,8 @@ class MembershipClient:
         self.send(Leave())
 
     def publish(self, value: bytes) -> None:
-        """Keep a value that rank 0 sends to all, for workers that join later."""
-        self.send(Publish(value))
+        """Keep a value that rank 0 sends to all, for workers that join later; waits until all hosts have it."""
+        self.request(self.generation, lambda number: Publish(value, number))
 
     def published_value(self, number: int) -> bytes:
         """Return the value that rank 0 sent as number `number`, from 0; waits for it."""
@@ -169,8 +175,17 @@ class MembershipClient:
             return self.published[number]
 
     def note_events(self, commit: Commit, states: bytes | None) -> None:
-        """Say that rank 0's callbacks have seen all up to this commit, and their states if these have changed."""
-        self.send(Events(commit, states))
+        """Say that rank 0's callbacks have seen all up to this commit, and their states if these have changed.
+
+        Waits until all hosts have the states.
+
+        Raises:
+            MembershipChangedError: this worker's generation is over.
+        """
+        if states is None:
+            self.send(Events(commit))
+        else:
+            self.request(self.generation, lambda number: Events(commit, states, number))
 
     # --- the group ----------------------------------------------------------------------------------------------------
 

@@ -28,10 +28,13 @@ class Connection(Generic[In, Out]):
     Args:
         end: the socket; non-blocking where `receive_available` is used.
         incoming: the type of the messages that are received.
+
+    Attributes:
+        most: the largest message that is received, in bytes.
     """
 
     def __init__(self, end: socket.socket, incoming: object) -> None:
-        self.socket = end
+        self.socket, self.most = end, _MOST
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
@@ -101,8 +104,8 @@ class Connection(Generic[In, Out]):
         if len(self._received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
-        if length > _MOST:
-            raise msgspec.DecodeError(f"expected a message of at most {_MOST} bytes, got one of {length}")
+        if length > self.most:
+            raise msgspec.DecodeError(f"expected a message of at most {self.most} bytes, got one of {length}")
         if len(self._received) < _LENGTH.size + length:
             return None
         data = bytes(self._received[_LENGTH.size : _LENGTH.size + length])

@@ -1,4 +1,4 @@
-"""Requests to the launcher of a running elastic job: how many workers it shall have."""
+"""Requests to a launcher of a running elastic job: how many workers it shall have, and which host shall leave."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from .. import messages
 from ..errors import LockstepError
 from ..messages import Integer
 
-__all__ = ["ControlSocket", "request_workers"]
+__all__ = ["Answer", "ControlSocket", "request"]
+
+Answer = Callable[[str, bool], None]
+"""Called with what the job does, or why it does not, and whether it does."""
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 1 << 16
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """The number of workers that the job shall have."""
+    """`what` is "resize" to a number, "remove" of a host, or "address" for how another host can join."""
 
-    workers: Integer
+    what: str
+    number: Integer = 0
+    host: str = ""
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -36,11 +41,11 @@ class ControlSocket:
 
     Args:
         path: of the socket.
-        resize: called with a number of workers; returns what is done, or raises LockstepError with why it is not.
+        ask: called with the request, and what to call with the answer, which may come later.
     """
 
-    def __init__(self, path: str, resize: Callable[[int], str]) -> None:
-        self._resize = resize
+    def __init__(self, path: str, ask: Callable[[str, int, str, Answer], None]) -> None:
+        self._ask = ask
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(path)
         self.listener.listen(8)
@@ -50,26 +55,28 @@ class ControlSocket:
         """Answer a request; called when the listener can be read."""
         with suppress(OSError):
             end, _ = self.listener.accept()
-            with end:
-                end.settimeout(1.0)
-                self._answer(end)
+            end.settimeout(1.0)
+            self._answer(end)
 
     def _answer(self, end: socket.socket) -> None:
+        def answer(text: str, accepted: bool) -> None:
+            with suppress(OSError), end:  # who asked may be gone
+                end.sendall(messages.encode(_Reply(text, accepted)).encode() + b"\n")
+
         try:
-            reply = _Reply(self._resize(messages.decode(_receive(end), _Request).workers), True)
+            request = messages.decode(_receive(end), _Request)
         except ValueError as error:
-            reply = _Reply(f"the request is damaged: {error}", False)
-        except LockstepError as error:
-            reply = _Reply(str(error), False)
-        end.sendall(messages.encode(reply).encode() + b"\n")
+            answer(f"the request is damaged: {error}", False)
+        else:
+            self._ask(request.what, request.number, request.host, answer)
 
     def close(self) -> None:
         """Close the socket."""
         self.listener.close()
 
 
-def request_workers(path: str, workers: int) -> str:
-    """Ask the launcher whose control socket is at `path` for a number of workers; returns what it does.
+def request(path: str, what: str, number: int = 0, host: str = "") -> str:
+    """Ask the launcher whose control socket is at `path`; returns what the job does.
 
     Raises:
         LockstepError: it does not, or it does not answer.
@@ -78,7 +85,7 @@ def request_workers(path: str, workers: int) -> str:
         with socket.socket(socket.AF_UNIX) as end:
             end.settimeout(_TIMEOUT_S)
             end.connect(path)
-            end.sendall(messages.encode(_Request(workers)).encode() + b"\n")
+            end.sendall(messages.encode(_Request(what, number, host)).encode() + b"\n")
             reply = messages.decode(_receive(end), _Reply)
     except (OSError, ValueError) as error:
         raise LockstepError(f"the job's launcher does not answer: {error}") from None

@@ -12,11 +12,13 @@ There is no clock and no time limit here: a worker counts until its process has 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from ..messages import Integer, List
 
@@ -39,6 +41,8 @@ __all__ = [
     "Events",
     "Get",
     "Hello",
+    "HostMemory",
+    "HostReport",
     "Leave",
     "Publish",
     "Ready",
@@ -75,10 +79,17 @@ class Ready(_Message, frozen=True):
 
 
 class Enter(_Message, frozen=True):
-    """A member has begun the training number `fit` of its program; from here on it survives the loss of others."""
+    """A member has begun a training; from here on it survives the loss of others.
+
+    Attributes:
+        fit: the number of the training in its program.
+        most: the largest number of workers that it can have.
+        folder: of the run; "" without one.
+    """
 
     fit: Integer
-    most: Integer  # the largest number of workers that it can have
+    most: Integer
+    folder: str = ""
 
 
 class Arrived(_Message, frozen=True):
@@ -113,16 +124,24 @@ class Done(_Message, frozen=True):
 
 
 class Events(_Message, frozen=True):
-    """Rank 0's callbacks have seen all up to this commit; with their states, if these have changed."""
+    """Rank 0's callbacks have seen all up to this commit; with their states, if these have changed.
+
+    A `request` of 0 or more is answered when all hosts have kept it.
+    """
 
     commit: Commit
     states: bytes | None = None
+    request: Integer = -1
 
 
 class Publish(_Message, frozen=True):
-    """A value that rank 0 has sent to all before the training, for workers that join later."""
+    """A value that rank 0 has sent to all before the training, for workers that join later.
+
+    A `request` of 0 or more is answered when all hosts have kept it.
+    """
 
     value: bytes
+    request: Integer = -1
 
 
 class Set(_Message, frozen=True):
@@ -197,6 +216,7 @@ class View(_Message, frozen=True):
         source: the member from which those behind get the state.
         events: the commit up to which rank 0's callbacks have seen all.
         states: the states of rank 0's callbacks then.
+        fit: the number of the training that they are in; -1 outside of one.
     """
 
     generation: Integer
@@ -206,6 +226,7 @@ class View(_Message, frozen=True):
     source: Integer
     events: Commit = ()
     states: bytes | None = None
+    fit: Integer = -1
 
 
 class Answer(_Message, frozen=True):
@@ -235,6 +256,126 @@ Up = Hello | Ready | Enter | Arrived | Broken | Boundary | Leave | Done | Events
 
 Down = Change | Wish | Turn | View | Answer | Publish | Stop | Bye
 """From the coordinator to a worker."""
+
+
+# --- What a host knows of its workers, for the next coordinator -------------------------------------------------------
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One worker: see `_Worker`.
+
+    Attributes:
+        completed: the last training that it knows to be complete everywhere.
+        published: how many of the values that rank 0 sent it has been given.
+    """
+
+    number: Integer
+    joins: bool
+    is_ready: bool = False
+    is_member: bool = False
+    is_over: bool = False
+    leaving: bool = False
+    fit: Integer = -1
+    completed: Integer = -1
+    published: Integer = 0
+
+
+class HostReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a host tells a new coordinator.
+
+    Attributes:
+        host: its number.
+        workers: its living workers.
+        view: the newest view that has been sent to one of them.
+        generation: the newest one that it has heard of.
+        most: the largest number of workers that the training can have.
+    """
+
+    host: Integer
+    workers: List[WorkerRecord]
+    view: View | None
+    generation: Integer
+    most: Integer
+
+
+@dataclass
+class HostMemory:
+    """Remembers what the messages from and to the workers of one host say of them; its methods are these messages."""
+
+    host: int
+    view: View | None = None
+    generation: int = 0
+    most: int = 1 << 30
+    _workers: dict[int, WorkerRecord] = field(default_factory=dict)
+    _unanswered: dict[int, Publish | Events] = field(default_factory=dict)
+
+    def started(self, number: int, joins: bool) -> None:
+        """A worker has been started."""
+        self._workers[number] = WorkerRecord(number, joins)
+
+    def ended(self, number: int) -> None:
+        """A worker's process has ended."""
+        self._workers.pop(number, None)
+        self._unanswered.pop(number, None)
+
+    @property
+    def unanswered(self) -> list[tuple[int, Publish | Events]]:
+        """What workers wait for all hosts to keep, which a new coordinator has to be asked again."""
+        return list(self._unanswered.items())
+
+    @property
+    def members_in_training(self) -> list[int]:
+        """The workers that are in a group and in a training."""
+        records = self._workers.values()
+        return [record.number for record in records if record.is_member and not record.is_over and record.fit >= 0]
+
+    def report(self) -> HostReport:
+        """Return what a new coordinator has to know."""
+        return HostReport(self.host, tuple(self._workers.values()), self.view, self.generation, self.most)
+
+    def note_up(self, number: int, message: Up) -> None:
+        """A worker has sent a message."""
+        match message:
+            case Hello():
+                self._change(number, published=0)
+            case Ready():
+                self._change(number, is_ready=True)
+            case Enter():
+                self.most = message.most
+                self._change(number, fit=message.fit)
+            case Arrived():
+                self._change(number, leaving=message.leaving)
+            case Leave():
+                self._change(number, leaving=True)
+            case Publish() | Events():
+                if message.request >= 0:
+                    self._unanswered[number] = message
+
+    def note_down(self, number: int, message: Down) -> None:
+        """A worker is sent a message."""
+        match message:
+            case Change() | Turn():
+                self.generation = max(self.generation, message.generation)
+            case View():
+                self.generation = max(self.generation, message.generation)
+                self.view = message
+                self._change(number, is_member=True, **({} if message.fit < 0 else {"fit": message.fit}))
+            case Publish():
+                if number in self._workers:
+                    self._change(number, published=self._workers[number].published + 1)
+            case Answer():
+                if number in self._unanswered and self._unanswered[number].request == message.request:
+                    del self._unanswered[number]
+            case Bye():
+                worker = self._workers.get(number)
+                if worker is not None and message.leaves:
+                    self._change(number, is_over=True)
+                elif worker is not None:
+                    self._change(number, completed=worker.fit, fit=-1)
+
+    def _change(self, number: int, **values: Any) -> None:
+        if number in self._workers:
+            self._workers[number] = structs.replace(self._workers[number], **values)
 
 
 # --- The coordinator --------------------------------------------------------------------------------------------------
@@ -280,6 +421,7 @@ class Coordinator:
         failure: why the workers cannot go on from what they have in memory; "" as long as they can.
         complete: whether all members have completed the training that they were in.
         most: the largest number of workers that the training can have.
+        to_keep: what all hosts have to keep, each with the number of the worker that has sent it.
     """
 
     expected: int
@@ -291,6 +433,7 @@ class Coordinator:
     failure: str = ""
     complete: bool = False
     most: int = 1 << 30
+    to_keep: deque[tuple[int, Publish | Events]] = field(default_factory=deque)
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _messages: deque[tuple[int, Down]] = field(default_factory=deque)
     _published: list[Publish] = field(default_factory=list)
@@ -381,9 +524,11 @@ class Coordinator:
             case Done():
                 self._done(worker, message.generation)
             case Events():
-                self._events = Events(message.commit, message.states or self._events.states)
+                self.keep(message)
+                self.to_keep.append((worker.number, message))
             case Publish():
-                self._publish(message)
+                self.keep(message)
+                self.to_keep.append((worker.number, message))
             case _:
                 self._use_keys(worker, message)
 
@@ -394,11 +539,20 @@ class Coordinator:
         if self._stop is not None:
             self._send(worker, self._stop)
 
-    def _publish(self, message: Publish) -> None:
+    def keep(self, message: Publish | Events) -> None:
+        """Keep what rank 0 has sent for others."""
+        if isinstance(message, Events):
+            self._events = Events(message.commit, message.states or self._events.states)
+            return
         self._published.append(message)
         for worker in self._workers.values():
             if worker.status is _Status.STARTED and worker.joins:
                 self._send(worker, message)
+
+    def answer_kept(self, number: int, request: int) -> None:
+        """All hosts have kept what a worker has sent with the number `request`."""
+        if number in self._workers and request >= 0:
+            self._send(self._workers[number], Answer(request))
 
     def _ready(self, worker: _Worker) -> None:
         if worker.status is not _Status.STARTED:
@@ -446,6 +600,49 @@ class Coordinator:
             for member in members:
                 member.fit, member.done = -1, False
                 self._send(member, Bye())
+
+    # --- another coordinator ------------------------------------------------------------------------------------------
+
+    def resume(self, reports: Iterable[HostReport]) -> None:
+        """Take over from another coordinator, with what the hosts that are left know of their workers.
+
+        The members of the newest view that are on none of these hosts are lost. All others regroup.
+        """
+        reports = list(reports)
+        views = [report.view for report in reports if report.view is not None]
+        newest = max(views, key=lambda view: view.generation, default=None)
+        self.generation = max([self.generation, *(report.generation for report in reports)])
+        self.most = min((report.most for report in reports), default=self.most)
+        for report in reports:
+            for record in report.workers:
+                worker = self._workers[record.number] = _restored(record, report.host, newest)
+                if worker.joins and worker.status is _Status.STARTED:
+                    for each in self._published[record.published :]:
+                        self._send(worker, each)
+        if newest is None:
+            if any(worker.joins for worker in self._workers.values()):
+                self.failure = "all workers that had the training's state were lost"
+            self._give_view()
+            return
+        self.formed, self.view = newest.generation, newest.members
+        self._seniority = len(newest.members)
+        self._end_completed(max((record.completed for report in reports for record in report.workers), default=-1))
+        lost = [number for number in newest.members if number not in self._workers]
+        if self._in_training():
+            self._open_next()
+        elif lost or not self.complete:  # a group that is being formed needs keys that are gone
+            self.failure = "a host was lost outside of the training"
+
+    def _end_completed(self, completed: int) -> None:
+        """Tell the members that the last coordinator could not tell that their training is complete, or to leave."""
+        for worker in self._workers.values():
+            if worker.status is _Status.MEMBER and 0 <= worker.fit <= completed:
+                worker.fit = -1
+                self._send(worker, Bye())
+            elif worker.status is _Status.OVER:
+                self._send(worker, Bye(leaves=True))
+        fits = [worker.fit for worker in self._workers.values() if worker.status is _Status.MEMBER]
+        self.complete = completed >= 0 and all(fit < 0 for fit in fits)
 
     # --- generations --------------------------------------------------------------------------------------------------
 
@@ -534,6 +731,7 @@ class Coordinator:
             source.number,
             self._events.commit,
             self._events.states,
+            new[0].fit,
         )
         for worker in new:
             self._send(worker, view)
@@ -551,6 +749,18 @@ class Coordinator:
         keys = self._keys.setdefault(message.generation, _Keys())
         for number, answer in keys.use(worker.number, message):
             self._messages.append((number, answer))
+
+
+def _restored(record: WorkerRecord, host: int, newest: View | None) -> _Worker:
+    """Return a worker as the last coordinator knew it; one that the newest view has not any more has left."""
+    worker = _Worker(record.number, host, joins=record.joins, fit=record.fit, leaving=record.leaving)
+    if newest is not None and record.is_member and not record.is_over and record.number in newest.members:
+        worker.status, worker.seniority = _Status.MEMBER, newest.members.index(record.number)
+    elif record.is_member:
+        worker.status = _Status.OVER
+    elif record.is_ready:
+        worker.status = _Status.READY
+    return worker
 
 
 _SIGTERM = 15

@@ -1,4 +1,4 @@
-"""The workers of one host in an elastic job: their processes and connections, and what the coordinator tells them."""
+"""The workers of one host in an elastic job: their processes, and the connections to them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 
 from .connection import Connection, from_worker
-from .membership import Coordinator, Down, Hello, Up
+from .membership import Down, Hello, Up
 
 __all__ = ["SOCKET", "Roster"]
 
 SOCKET = "membership"
-"""The name of the coordinator's socket in the job's private folder."""
+"""The name of the launcher's socket in the job's private folder."""
 
 
 @dataclass
@@ -30,63 +30,55 @@ class _Entry:
 
 
 class Roster:
-    """The living workers of this host. `wait` passes on what they send, and what the coordinator has to tell them.
+    """The living workers of this host.
 
     Args:
         folder: a private directory for the socket.
-        coordinator: of the job.
+        selector: of the launcher's loop; the data of each key is a function to call when it is ready.
+        on_message: called with the number of a worker and each message that it sends.
 
     Attributes:
         path: of the socket.
         exit_codes: of the workers whose processes have ended, until somebody takes them out; negative for a signal.
     """
 
-    def __init__(self, folder: Path, coordinator: Coordinator) -> None:
-        self.coordinator = coordinator
+    def __init__(self, folder: Path, selector: selectors.BaseSelector, on_message: Callable[[int, Up], None]) -> None:
         self.path = str(folder / SOCKET)
         self.exit_codes: dict[int, int] = {}
+        self._on_message = on_message
         self._workers: dict[int, _Entry] = {}
-        self._selector = selectors.DefaultSelector()
+        self._selector = selector
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen(128)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def watch(self, descriptor: socket.socket, on_ready: Callable[[], None]) -> None:
-        """Call `on_ready` in `wait` whenever `descriptor` can be read."""
-        self._selector.register(descriptor, selectors.EVENT_READ, on_ready)
-
     def add(self, number: int, process: BaseProcess) -> None:
         """Add a worker that was started."""
         self._workers[number] = _Entry(process)
-        self.coordinator.started(number)
-        self._selector.register(process.sentinel, selectors.EVENT_READ, number)
+        self._selector.register(process.sentinel, selectors.EVENT_READ, lambda: self._remove(number))
 
     def terminate(self, number: int) -> None:
         """Send SIGTERM to a worker, which then leaves after its step."""
         if number in self._workers:
             self._workers[number].process.terminate()
 
-    def wait(self, seconds: float) -> list[int]:
-        """Wait for messages and ends of processes, at most so long; returns the workers whose processes have ended."""
-        ended = []
-        for key, _ in self._selector.select(seconds):
-            if isinstance(key.data, int):
-                ended.append(key.data)
-            else:
-                key.data()
-        for number in ended:
-            self._remove(number)
-        self.send()
-        return ended
+    def kill(self, number: int) -> None:
+        """Send SIGKILL to a worker."""
+        if number in self._workers:
+            self._workers[number].process.kill()
 
-    def send(self) -> None:
-        """Send what the coordinator has to tell."""
-        for number, message in self.coordinator.take_messages():
-            entry = self._workers.get(number)
-            if entry is not None and entry.connection is not None:
-                self._send(entry.connection, message)
+    def join(self, seconds: float) -> None:
+        """Wait until all workers have ended, at most so long for each."""
+        for entry in self._workers.values():
+            entry.process.join(seconds)
+
+    def send(self, number: int, message: Down) -> None:
+        """Send a message to a worker; ignored if it is gone or not connected."""
+        entry = self._workers.get(number)
+        if entry is not None and entry.connection is not None:
+            self._send(entry.connection, message)
 
     def _send(self, connection: Connection[Up, Down], message: Down) -> None:
         with suppress(OSError):  # the worker is gone, which its process tells
@@ -105,23 +97,28 @@ class Roster:
             self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(connection))
 
     def _receive(self, connection: Connection[Up, Down]) -> None:
+        received, is_open = [], True
         try:
             if connection.has_unsent and connection.flush():
                 self._listen(connection, selectors.EVENT_READ)
             for message in connection.receive_available():
-                self._handle(connection, message)
+                received.append(message)
         except (EOFError, OSError, msgspec.DecodeError):
+            is_open = False
+        if not (all(self._handle(connection, message) for message in received) and is_open):
             self._close(connection)
 
-    def _handle(self, connection: Connection[Up, Down], message: Up) -> None:
+    def _handle(self, connection: Connection[Up, Down], message: Up) -> bool:
+        """Handle a message; returns whether it came from a worker."""
         if isinstance(message, Hello):
             entry = self._workers.get(message.worker)
             if entry is None or entry.connection is not None:
-                raise OSError("a connection that is not a worker's")
+                return False
             entry.connection = connection
         number = next((each for each, entry in self._workers.items() if entry.connection is connection), None)
         if number is not None:
-            self.coordinator.receive(number, message)
+            self._on_message(number, message)
+        return number is not None
 
     def _remove(self, number: int) -> None:
         entry = self._workers.pop(number)
@@ -138,7 +135,7 @@ class Roster:
         """Receive what a worker has sent before its end, such as the values that it has published."""
         with suppress(EOFError, OSError, msgspec.DecodeError):
             for message in connection.receive_available():
-                self.coordinator.receive(number, message)
+                self._on_message(number, message)
 
     def _close(self, connection: Connection[Up, Down]) -> None:
         with suppress(KeyError, ValueError):
@@ -148,9 +145,11 @@ class Roster:
     def close(self) -> None:
         """Close the socket and all connections."""
         for entry in self._workers.values():
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(entry.process.sentinel)
             if entry.connection is not None:
                 self._close(entry.connection)
-        self._selector.close()
+        self._selector.unregister(self._listener)
         self._listener.close()
         with suppress(OSError):
             os.unlink(self.path)  # noqa: PTH108

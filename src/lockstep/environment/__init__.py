@@ -35,6 +35,7 @@ __all__ = [
     "horovod_marks_cycles",
     "horovod_timeline",
     "is_launched",
+    "job_key",
     "note_checkpoint",
     "position_variables",
     "records_dir",
@@ -181,9 +182,13 @@ def note_checkpoint(path: str) -> None:
             draft.replace(file)
 
 
-def position_variables(rank: int, size: int) -> dict[str, str]:
-    """Return the variables that give a worker of a job on one host its position, as the agent's do."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+def position_variables(rank: int, size: int, local_rank: int) -> dict[str, str]:
+    """Return the variables that give a worker of an elastic job its position at its start, as the agent's do.
+
+    Its host counts as the only one until it is in a group. `local_rank`, which no other worker of its host has,
+    chooses its GPU.
+    """
+    names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": max(size, local_rank + 1)}
     return {name: str(value) for name, value in {**names, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}.items()}
 
 
@@ -206,6 +211,11 @@ def elastic_worker() -> ElasticWorker | None:
     number, _, rest = os.environ.get("LOCKSTEP_ELASTIC", "").partition(":")
     how, _, path = rest.partition(":")
     return ElasticWorker(int(number), path, how == "joins") if path else None
+
+
+def job_key() -> str:
+    """Return LOCKSTEP_JOB_KEY, the secret that all launchers of an elastic job on several hosts know; "" if unset."""
+    return os.environ.get("LOCKSTEP_JOB_KEY", "")
 
 
 def elastic_variable(worker: ElasticWorker) -> dict[str, str]:

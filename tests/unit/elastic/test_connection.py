@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from lockstep.elastic.connection import Connection, from_worker
-from lockstep.elastic.control import ControlSocket, request_workers
+from lockstep.elastic.control import Answer, ControlSocket, request
 from lockstep.elastic.membership import Arrived, Down, Get, Hello, Set, Up, View
 from lockstep.errors import LockstepError
 
@@ -95,17 +95,16 @@ def test_what_is_no_message_is_an_error(data: bytes, ends: tuple[Connection[Down
 # --- lockstep resize ----------------------------------------------------------------------------------------
 
 
-def refuse(workers: int) -> str:
-    raise LockstepError(f"not {workers}")
+def resize(what: str, number: int, host: str, answer: Answer) -> None:
+    answer(f"{what} to {number}{host}", number < 4)
 
 
 def test_a_request_gets_its_answer(tmp_path: Path) -> None:
     path = str(tmp_path / "control")
-    control = ControlSocket(path, lambda workers: f"{workers} workers")
+    control = ControlSocket(path, resize)
     try:
-        assert _ask(control, path, 3) == "3 workers"
-        control._resize = refuse
-        with pytest.raises(LockstepError, match="not 4"):
+        assert _ask(control, path, 3) == "resize to 3"
+        with pytest.raises(LockstepError, match="resize to 4"):
             _ask(control, path, 4)
     finally:
         control.close()
@@ -116,15 +115,15 @@ def _ask(control: ControlSocket, path: str, workers: int) -> str:
     answering = threading.Thread(target=control.answer)
     answering.start()
     try:
-        return request_workers(path, workers)
+        return request(path, "resize", workers)
     finally:
         answering.join()
 
 
-@pytest.mark.parametrize("data", [b"\n", b'{"workers": "x"}\n', b'{"workers": 1e99}\n', b"[" * 60000])
+@pytest.mark.parametrize("data", [b"\n", b'{"what": 3}\n', b'{"what": "", "number": 1e99}\n', b"[" * 60000])
 def test_a_damaged_request_is_refused(data: bytes, tmp_path: Path) -> None:
     path = str(tmp_path / "control")
-    control = ControlSocket(path, refuse)
+    control = ControlSocket(path, resize)
     try:
         with socket.socket(socket.AF_UNIX) as end:
             end.connect(path)
@@ -138,4 +137,4 @@ def test_a_damaged_request_is_refused(data: bytes, tmp_path: Path) -> None:
 
 def test_a_launcher_that_is_gone_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match="does not answer"):
-        request_workers(str(tmp_path / "none"), 2)
+        request(str(tmp_path / "none"), "resize", 2)

@@ -26,6 +26,7 @@ from lockstep.elastic.membership import (
     Enter,
     Get,
     Hello,
+    HostMemory,
     Leave,
     Publish,
     Ready,
@@ -63,6 +64,7 @@ class Node:
         self.wished, self.signal, self.view, self.bye = -1, 0, None, None
         self.group: Group | None = None
         self.leaving = self.is_dead = False
+        self.host = 0
 
     @property
     def steps(self) -> int:
@@ -212,11 +214,21 @@ class Node:
             self.outbox.append(Leave())
 
 
+class Host:
+    """The launcher of one host: it passes on what its workers send and are told, and remembers it."""
+
+    def __init__(self, number: int) -> None:
+        self.memory = HostMemory(number)
+        self.up, self.down = deque[tuple[int, Up]](), deque[tuple[int, Down]]()
+
+
 class World:
     """One job under a random schedule; afterwards no fault happens, and it has to end."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, hosts: int = 1) -> None:
         self.random = random.Random(seed)
+        self.hosts = {number: Host(number) for number in range(hosts)}
+        self.takeovers = 0
         self.steps, self.workers = self.random.randrange(3, 16), self.random.randrange(1, 6)
         self.faults = self.random.randrange(0, 13)
         self.calm = self.random.random() < 0.9  # until the training has begun everywhere
@@ -230,15 +242,23 @@ class World:
     def start(self) -> None:
         number = len(self.nodes)
         self.nodes[number] = Node(self, number)
-        self.coordinator.started(number)
+        host = self.random.choice(list(self.hosts))
+        self.nodes[number].host = host
+        self.hosts[host].memory.started(number, self.coordinator.formed >= 0)
+        self.coordinator.started(number, host)
 
     def living(self) -> list[Node]:
         return [node for node in self.nodes.values() if not node.is_dead and node.doing != "over"]
 
     def disturb(self) -> None:
         self.faults -= 1
-        kind = self.random.choice(["kill", "kill", "kill", "leave", "join", "stop" if self.faults == 0 else "kill"])
-        if kind == "join" or not self.living():
+        kinds = ["kill", "kill", "kill", "leave", "join", "stop" if self.faults == 0 else "kill"]
+        kind = self.random.choice([*kinds, *(["host", "take over"] if len(self.hosts) > 1 else [])])
+        if kind == "host":
+            self.lose_host()
+        elif kind == "take over":
+            self.take_over(set())
+        elif kind == "join" or not self.living():
             self.start()
         elif kind == "stop":
             self.coordinator.stop(15)
@@ -252,27 +272,75 @@ class World:
             if self.random.random() < 0.5:
                 self.start()
 
+    def lose_host(self) -> None:
+        """A host ends with its workers; another one coordinates if it did. What is in flight to and from it is lost."""
+        lost = self.random.choice(list(self.hosts))
+        del self.hosts[lost]
+        gone = {node.number for node in self.nodes.values() if node.host == lost and node.doing != "over"}
+        for number in gone:
+            self.nodes[number].is_dead = True
+            self.nodes[number].inbox.clear()
+        if self.random.random() < 0.5:
+            self.take_over(gone)
+        else:
+            for number in gone:
+                self.coordinator.lost(number)
+
+    def take_over(self, gone: set[int]) -> None:
+        """Another host coordinates, with what the hosts remember."""
+        self.takeovers += 1
+        stop = self.coordinator._stop
+        for host in self.hosts.values():
+            host.up.clear()
+            host.down.clear()
+        self.coordinator = Coordinator(self.workers)
+        self.coordinator.resume(host.memory.report() for host in self.hosts.values())
+        if stop is not None:
+            self.coordinator.stop(stop.signal)
+
     def lose(self) -> None:
         number = self.unseen.popleft()
         node = self.nodes[number]
-        while node.outbox:  # what it has sent arrives before its end is seen, or never
+        host = self.hosts.get(node.host)
+        while node.outbox and host is not None:  # what it has sent arrives before its end is seen, or never
             message = node.outbox.popleft()
             if self.random.random() < 0.5:
-                self.coordinator.receive(number, message)
+                self.send_up(node, message)
+        if host is not None:
+            host.memory.ended(number)
+            while host.up:
+                self.coordinator.receive(*host.up.popleft())
         self.coordinator.lost(number)
 
+    def send_up(self, node: Node, message: Up) -> None:
+        host = self.hosts[node.host]
+        host.memory.note_up(node.number, message)
+        host.up.append((node.number, message))
+
     def deliver(self, node: Node) -> None:
-        self.coordinator.receive(node.number, node.outbox.popleft())
+        self.send_up(node, node.outbox.popleft())
+
+    def send_down(self, host: Host) -> None:
+        number, message = host.down.popleft()
+        host.memory.note_down(number, message)
+        if number >= 0 and not self.nodes[number].is_dead:
+            self.nodes[number].inbox.append(message)
 
     def run(self) -> None:
         for _ in range(4000):
             for number, message in self.coordinator.take_messages():
-                if not self.nodes[number].is_dead:
-                    self.nodes[number].inbox.append(message)
+                if self.nodes[number].host in self.hosts:
+                    self.hosts[self.nodes[number].host].down.append((number, message))
+                if isinstance(message, View):  # of which all hosts are told
+                    for host in self.hosts.values():
+                        host.down.append((-1, message))
             if self.coordinator.failure:
                 self.check_failure()
                 return
             events: list[Callable[[], object]] = [self.lose] if self.unseen else []
+            for host in self.hosts.values():
+                events += [lambda host=host: self.coordinator.receive(*host.up.popleft())] if host.up else []
+                events += [lambda host=host: self.send_down(host)] if host.down else []
             for node in self.living():
                 events += [node.take] if node.inbox else []
                 events += [lambda node=node: self.deliver(node)] if node.outbox else []
@@ -297,11 +365,11 @@ class World:
         assert not (alive and begun) or "outside" in self.coordinator.failure, self.coordinator.failure
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_every_schedule_ends_with_all_steps_made_once(block: int) -> None:
-    for seed in range(block * 2500, block * 2500 + 2500):
+@pytest.mark.parametrize("hosts", [1, 1, 2, 3])
+def test_every_schedule_ends_with_all_steps_made_once(hosts: int) -> None:
+    for seed in range(hosts * 2500, hosts * 2500 + 2500):
         try:
-            World(seed).run()
+            World(seed, hosts).run()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
 

@@ -1,0 +1,432 @@
+"""Connections between the launchers of an elastic job on several hosts: each one has a connection to each other.
+
+A new host *knocks* at any host that it knows. Both sides prove that they know the job's key. The host with the greater
+number dials; when a connection ends, the other side looks whether the launcher still listens, so that an end that is
+certain can be told from a host that does not answer.
+"""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+
+from ..errors import LockstepError
+from ..messages import Integer, List
+from ..system.heartbeat import keep_alive
+from .connection import Connection
+from .succession import Link
+
+__all__ = ["HostEntry", "Knock", "Mesh", "Refused", "Welcome", "knock"]
+
+
+class HostEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A host of the job.
+
+    Attributes:
+        number: of the host; no other host of the job has had it.
+        name: its name.
+        address, port: where its launcher listens.
+        slots: the most workers to run on it.
+    """
+
+    number: Integer
+    name: str
+    address: str
+    port: Integer
+    slots: Integer
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Knock(_Message, frozen=True):
+    """The first message of who dials: its half of the key, and who it is; `host.number` is -1 for a new host."""
+
+    key: str
+    host: HostEntry
+    about: str = ""  # a new host's description, as JSON
+
+
+class Welcome(_Message, frozen=True):
+    """The answer: the other half of the key; for a new host its number, who leads, all hosts, and what to run."""
+
+    key: str
+    number: Integer = -1
+    leader: Integer = -1
+    hosts: List[HostEntry] = ()
+    about: str = ""
+
+
+class Refused(_Message, frozen=True):
+    """The answer to a new host that cannot join, and why, or which other host to ask."""
+
+    reason: str
+    ask: HostEntry | None = None
+
+
+class Ping(_Message, frozen=True):
+    """Sent from time to time, so that the other side knows that this launcher runs."""
+
+
+Wire = Knock | Welcome | Refused | Ping
+"""The messages of the mesh itself."""
+
+_PING_S = 0.5
+_RECENT_S = 2.0  # a launcher that was heard of so recently has ended, if it does not listen any more
+_LAST_ACK = 56  # where struct tcp_info of Linux (include/uapi/linux/tcp.h) has tcpi_last_ack_recv, in milliseconds
+_DIAL_S = 3.0
+_REDIAL_S = 1.0
+_MOST = 1 << 30  # bytes of a message
+_MOST_OF_STRANGERS = 1 << 16
+_MOST_STRANGERS = 64  # connections that have not knocked yet
+_KNOCK_S = 10.0  # in which who has connected must knock
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A connection. Attributes: host, its number, -1 until it is known; heard, when something came last."""
+
+    connection: Connection[Any, Any]
+    host: int = -1
+    heard: float = field(default_factory=time.monotonic)
+    is_dialled: bool = False
+
+
+def _seconds_unanswered(peer: _Peer) -> float:
+    """Return how long the other side's kernel has acknowledged nothing, though it is sent pings; 0 if not known.
+
+    TCP's own time limit does not end a connection whose packets do not even leave this host, as when the network device
+    is down.
+    """
+    try:
+        info = peer.connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
+    except (OSError, AttributeError):  # not Linux
+        return 0.0
+    return int.from_bytes(info[_LAST_ACK : _LAST_ACK + 4], sys.byteorder) / 1000
+
+
+def _halves(key: str) -> tuple[str, str]:
+    """Return what who dials shows of the key, and what who answers shows."""
+    return tuple(hmac.new(key.encode(), side, "sha256").hexdigest() for side in (b"dials", b"answers"))  # type: ignore[return-value]
+
+
+class Mesh:
+    """This launcher's connections to those of the other hosts.
+
+    Nothing blocks here: dialling is done in threads, and everything else when the selector says so.
+
+    Args:
+        own: this host; the number is -1 until it is known.
+        key: the job's secret.
+        listener: the socket at which this launcher listens.
+        selector: of the launcher's loop; the data of each key is a function to call when it is ready.
+        kind: the type of all messages between launchers.
+        limit_s: seconds within which the kernel of another host must answer.
+
+    Attributes:
+        own: this host.
+        hosts: the hosts that there are or have been, by number.
+        on_message: called with the number of a host and each message from it.
+        on_link: called when what is known of a host has changed.
+        on_knock: called for a new host; returns the answer, with which its connection becomes that of a new number.
+    """
+
+    def __init__(
+        self,
+        own: HostEntry,
+        key: str,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        kind: object,
+        limit_s: float,
+    ) -> None:
+        self.own = own
+        self.hosts: dict[int, HostEntry] = {}
+        self.on_message: Callable[[int, Any], None] = lambda host, message: None
+        self.on_link: Callable[[int, Link], None] = lambda host, link: None
+        self.on_knock: Callable[[Knock], Welcome | Refused] = lambda knock: Refused("this host is no job's")
+        self._key, self._dials, self._answers = key, *_halves(key)
+        self._listener, self._selector, self._kind, self._limit_s = listener, selector, kind, limit_s
+        self._peers: dict[int, _Peer] = {}
+        self._strangers: list[_Peer] = []
+        self._dialling: dict[int, float] = {}  # hosts that are dialled, or will be at this time
+        self._results: SimpleQueue[tuple[int, socket.socket | None, bool, bool]] = SimpleQueue()
+        self._wake, self._waker = socket.socketpair()
+        self._refused: set[int] = set()
+        self._next_ping = self._pings_since = 0.0
+        listener.setblocking(False)
+        self._wake.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, self._accept)
+        selector.register(self._wake, selectors.EVENT_READ, self._take_results)
+
+    # --- use ----------------------------------------------------------------------------------------------------------
+
+    def send(self, host: int, message: object) -> None:
+        """Send a message to another host; ignored if it is not connected."""
+        peer = self._peers.get(host)
+        if peer is not None:
+            self._send(peer, message)
+
+    def have_ended(self, hosts: Iterable[int]) -> bool:
+        """Return whether the launchers of hosts that did not answer do not listen any more."""
+        return self._refused.issuperset(hosts)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something is not sent yet."""
+        return any(peer.connection.has_unsent for peer in self._peers.values())
+
+    def add_hosts(self, hosts: list[HostEntry]) -> None:
+        """Get to know hosts, and dial those with smaller numbers."""
+        for host in hosts:
+            self.hosts[host.number] = host
+            if (host.address, host.port) == (self.own.address, self.own.port):
+                continue  # this launcher, before it joined again
+            if host.number < self.own.number and host.number not in self._peers:
+                self._dialling.setdefault(host.number, 0.0)
+
+    def forget(self, host: int) -> None:
+        """Do not try to reach a host any more, which has ended."""
+        self._dialling.pop(host, None)
+
+    def adopt(self, connection: Connection[Any, Any], host: int) -> None:
+        """Use a connection that `knock` has made."""
+        connection.socket.setblocking(False)
+        keep_alive(connection.socket, self._limit_s)
+        peer = _Peer(connection)
+        self._listen(peer)
+        self._connect(peer, host)
+
+    def tick(self) -> None:
+        """Ping and dial whom it is time for."""
+        now = time.monotonic()
+        if now >= self._next_ping:
+            if now > self._next_ping + _PING_S:
+                self._pings_since = now  # this process was busy
+            self._next_ping = now + _PING_S
+            for peer in list(self._peers.values()):
+                if now - self._pings_since > self._limit_s and _seconds_unanswered(peer) > self._limit_s:
+                    peer.heard = 0.0
+                    self._drop(peer)
+                else:
+                    self._send(peer, Ping())
+        for peer in [peer for peer in self._strangers if now - peer.heard > _KNOCK_S]:
+            self._drop(peer)
+        for host in [host for host, due in self._dialling.items() if now >= due]:
+            self._dialling[host] = now + _DIAL_S + _REDIAL_S
+            self._dial(host, probes=False)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for peer in [*self._peers.values(), *self._strangers]:
+            self._close(peer)
+        for end in (self._listener, self._wake):
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(end)
+            end.close()
+        self._waker.close()
+
+    # --- dialling -----------------------------------------------------------------------------------------------------
+
+    def _dial(self, host: int, probes: bool) -> None:
+        """Connect to a host in a thread; as a probe only to see whether it listens."""
+        entry = self.hosts[host]
+
+        def connect() -> None:
+            end, refused = None, False
+            try:
+                end = socket.create_connection((entry.address, entry.port), _DIAL_S)
+            except OSError as error:
+                refused = isinstance(error, ConnectionRefusedError)
+            self._results.put((host, end, refused, probes))
+            with suppress(OSError):
+                self._waker.send(b".")
+
+        threading.Thread(target=connect, name="lockstep dial", daemon=True).start()
+
+    def _take_results(self) -> None:
+        with suppress(BlockingIOError):
+            self._wake.recv(4096)
+        with suppress(Empty):
+            while True:
+                self._dialled(*self._results.get_nowait())
+
+    def _dialled(self, host: int, end: socket.socket | None, refused: bool, probes: bool) -> None:
+        if end is not None and (probes or host in self._peers or host not in self._dialling):
+            end.close()
+        elif end is not None:
+            peer = _Peer(self._connection(end), host, is_dialled=True)
+            self._strangers.append(peer)
+            self._listen(peer)
+            self._send(peer, Knock(self._dials, self.own))
+        if end is None and refused:
+            self._refused.add(host)
+        if probes and host not in self._peers:
+            self.on_link(host, Link.ENDED if refused else Link.SILENT)
+            if not refused and host < self.own.number:
+                self._dialling[host] = 0.0
+        elif end is None and host in self._dialling:
+            self._dialling[host] = time.monotonic() + _REDIAL_S
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _connection(self, end: socket.socket) -> Connection[Any, Any]:
+        end.setblocking(False)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(end, self._limit_s)
+        return Connection(end, self._kind)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            end, _ = self._listener.accept()
+            peer = _Peer(self._connection(end))
+            peer.connection.most = _MOST_OF_STRANGERS
+            self._strangers.append(peer)
+            self._listen(peer)
+            for dropped in self._strangers[:-_MOST_STRANGERS]:
+                self._drop(dropped)
+
+    def _listen(self, peer: _Peer) -> None:
+        self._selector.register(peer.connection.socket, selectors.EVENT_READ, lambda: self._receive(peer))
+
+    def _send(self, peer: _Peer, message: object) -> None:
+        try:
+            peer.connection.send(message)
+        except OSError:
+            self._drop(peer)
+            return
+        if peer.connection.has_unsent:
+            self._want(peer, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _want(self, peer: _Peer, events: int) -> None:
+        with suppress(KeyError, ValueError):
+            end = peer.connection.socket
+            self._selector.modify(end, events, self._selector.get_key(end).data)
+
+    def _receive(self, peer: _Peer) -> None:
+        peer.heard = time.monotonic()
+        try:
+            if peer.connection.has_unsent and peer.connection.flush():
+                self._want(peer, selectors.EVENT_READ)
+            for message in peer.connection.receive_available():
+                self._handle(peer, message)
+        except TimeoutError:
+            peer.heard = 0.0  # the other kernel did not answer: nothing is certain
+            self._drop(peer)
+        except (EOFError, OSError, msgspec.DecodeError):
+            self._drop(peer)
+
+    def _handle(self, peer: _Peer, message: object) -> None:
+        if isinstance(message, Knock):
+            self._answer(peer, message)
+        elif isinstance(message, Welcome) and peer.is_dialled and peer in self._strangers:
+            if not hmac.compare_digest(message.key, self._answers):
+                raise OSError("another program listens there")
+            self._strangers.remove(peer)
+            self._connect(peer, peer.host)
+        elif peer.host >= 0 and self._peers.get(peer.host) is peer and not isinstance(message, Wire):
+            self.on_message(peer.host, message)
+
+    def _answer(self, peer: _Peer, knock: Knock) -> None:
+        if peer not in self._strangers or peer.is_dialled or not hmac.compare_digest(knock.key, self._dials):
+            raise OSError("a stranger")
+        self._strangers.remove(peer)
+        if knock.host.number >= 0:
+            self._send(peer, Welcome(self._answers))
+            self.hosts.setdefault(knock.host.number, knock.host)
+            self._connect(peer, knock.host.number)
+            return
+        answer = self.on_knock(knock)
+        if isinstance(answer, Refused):
+            self._send(peer, answer)
+            self._close(peer)
+            return
+        self._send(peer, msgspec.structs.replace(answer, key=self._answers))
+        if answer.number >= 0:
+            self.hosts.setdefault(answer.number, msgspec.structs.replace(knock.host, number=answer.number))
+            self._connect(peer, answer.number)
+        else:
+            self._close(peer)
+
+    def _connect(self, peer: _Peer, host: int) -> None:
+        """Use a connection as that to a host, instead of an earlier one."""
+        before = self._peers.pop(host, None)
+        if before is not None:
+            self._close(before)
+        peer.host, self._peers[host] = host, peer
+        peer.connection.most = _MOST
+        self._dialling.pop(host, None)
+        self.on_link(host, Link.CONNECTED)
+
+    def _drop(self, peer: _Peer) -> None:
+        """A connection has ended: find out whether the other launcher has."""
+        is_stranger = peer in self._strangers
+        self._close(peer)
+        if is_stranger:
+            self._strangers.remove(peer)
+        elif self._peers.get(peer.host) is peer:
+            del self._peers[peer.host]
+            if time.monotonic() - peer.heard < _RECENT_S:
+                self._dial(peer.host, probes=True)
+            else:
+                self.on_link(peer.host, Link.SILENT)
+                if peer.host < self.own.number:
+                    self._dialling[peer.host] = 0.0
+
+    def _close(self, peer: _Peer) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(peer.connection.socket)
+        peer.connection.close()
+
+
+# --- A new host -------------------------------------------------------------------------------------------------------
+
+
+def knock(
+    address: str, port: int, key: str, own: HostEntry, about: str, kind: object, seconds: float
+) -> tuple[Connection[Any, Any], Welcome]:
+    """Ask the job at an address to let this host join; returns the connection, and the answer.
+
+    Args:
+        address, port: of any launcher of the job.
+        key: the job's secret.
+        own: this host, without a number.
+        about: its description.
+        kind: the type of all messages between launchers.
+        seconds: how long to wait for each answer.
+
+    Raises:
+        OSError: no launcher answers there.
+        LockstepError: the job refuses, or another program answers.
+    """
+    dials, answers = _halves(key)
+    for _ in range(8):  # launchers that lead to another one
+        end = socket.create_connection((address, port), seconds)
+        connection: Connection[Any, Any] = Connection(end, kind)
+        try:
+            connection.send(Knock(dials, own, about))
+            answer = connection.receive()
+        except (OSError, msgspec.DecodeError):
+            answer = None
+        if isinstance(answer, Welcome) and hmac.compare_digest(answer.key, answers):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection, answer
+        connection.close()
+        if answer is None:
+            raise LockstepError(f"{address}:{port} is no elastic job, or has another key")
+        if not isinstance(answer, Refused) or answer.ask is None:
+            raise LockstepError(answer.reason if isinstance(answer, Refused) else f"{address}:{port} has another key")
+        address, port = answer.ask.address, answer.ask.port
+    raise LockstepError("no launcher of the job leads at the moment; try again")

@@ -1,0 +1,251 @@
+"""The connections between the launchers of several hosts: who is let in, and what is known when one ends."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from lockstep.elastic import mesh as mesh_module
+from lockstep.elastic.connection import Connection
+from lockstep.elastic.mesh import HostEntry, Knock, Mesh, Refused, Welcome, Wire, knock
+from lockstep.elastic.succession import HostMessage, Link, Reject
+from lockstep.errors import LockstepError
+
+KIND = Wire | HostMessage
+DEADLINE = 20.0
+
+
+@dataclass
+class Host:
+    """A mesh, its loop, and what it has been told."""
+
+    mesh: Mesh
+    selector: selectors.BaseSelector
+    listener: socket.socket
+    entry: HostEntry
+    links: list[tuple[int, Link]] = field(default_factory=list)
+    messages: list[tuple[int, Any]] = field(default_factory=list)
+
+    def turn(self) -> None:
+        """Handle what there is to handle."""
+        for key, _ in self.selector.select(0.005):
+            if key.fd in self.selector.get_map():
+                key.data()
+        self.mesh.tick()
+
+    def end(self) -> None:
+        """End as a process that is killed does."""
+        self.mesh.close()
+        self.listener.close()
+
+
+def own_entry(number: int, listener: socket.socket) -> HostEntry:
+    return HostEntry(number, f"host{number}", "127.0.0.1", int(listener.getsockname()[1]), 2)
+
+
+@contextmanager
+def a_host(number: int, key: str = "secret") -> Iterator[Host]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with selectors.DefaultSelector() as selector, listener:
+        entry = own_entry(number, listener)
+        found = Host(Mesh(entry, key, listener.dup(), selector, KIND, 3.0), selector, listener, entry)
+        found.mesh.on_link = lambda host, link: found.links.append((host, link))
+        found.mesh.on_message = lambda host, message: found.messages.append((host, message))
+        try:
+            yield found
+        finally:
+            found.mesh.close()
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
+    """Hosts 0 and 1, connected."""
+    monkeypatch.setattr(mesh_module, "_REDIAL_S", 0.05)
+    with a_host(0) as first, a_host(1) as second:
+        first.mesh.add_hosts([second.entry])
+        second.mesh.add_hosts([first.entry])
+        turn_until(lambda: (1, Link.CONNECTED) in first.links and (0, Link.CONNECTED) in second.links, first, second)
+        yield first, second
+
+
+def turn_until(is_done: Callable[[], object], *hosts: Host) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not is_done():
+        assert time.monotonic() < deadline, [(host.links, host.messages) for host in hosts]
+        for host in hosts:
+            host.turn()
+
+
+def test_messages_reach_the_host_that_they_are_sent_to(two: tuple[Host, Host]) -> None:
+    first, second = two
+    first.mesh.send(1, Reject(3))
+    second.mesh.send(0, Reject(4))
+    second.mesh.send(7, Reject(5))  # there is none
+    turn_until(lambda: first.messages and second.messages, *two)
+    assert (first.messages, second.messages) == ([(1, Reject(4))], [(0, Reject(3))])
+
+
+def test_a_launcher_that_has_ended_is_told_from_a_connection_that_has_broken(two: tuple[Host, Host]) -> None:
+    first, second = two
+    peer = second.mesh._peers[0]
+    peer.connection.socket.shutdown(socket.SHUT_RDWR)
+    turn_until(lambda: (1, Link.SILENT) in first.links, *two)
+    turn_until(lambda: first.links[-1] == (1, Link.CONNECTED), *two)  # the host with the greater number dials again
+    second.end()
+    turn_until(lambda: first.links[-1] == (1, Link.ENDED), first)
+
+
+def test_a_host_that_has_not_been_heard_of_is_silent_even_if_nobody_listens(two: tuple[Host, Host]) -> None:
+    first, second = two
+    turn_until(lambda: not first.mesh.has_unsent, first)
+    second.end()
+    first.mesh._peers[1].heard = -100.0
+    first.mesh._drop(first.mesh._peers[1])
+    assert first.links[-1] == (1, Link.SILENT)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xff\xff\xff", b"\0\0\0\2\xc1\xc1", struct.pack("!I", 4) + b"\x92\xa3xyz", b"\0\0\0\1\xc0"],
+    ids=["too long", "no message", "half a message", "nil"],
+)
+def test_damaged_messages_end_the_connection_and_nothing_else(data: bytes, two: tuple[Host, Host]) -> None:
+    first, second = two
+    second.mesh._peers[0].connection.socket.send(data)
+    turn_until(lambda: (1, Link.SILENT) in first.links, *two)
+    turn_until(lambda: first.links[-1] == (1, Link.CONNECTED), *two)
+    assert not first.messages
+    with stranger(first) as end:
+        end.sendall(data)
+        turn_until(lambda: is_closed(end), first)
+    assert first.links[-1] == (1, Link.CONNECTED)
+
+
+@contextmanager
+def stranger(host: Host) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", host.entry.port)) as end:
+        end.setblocking(False)
+        yield end
+
+
+def is_closed(end: socket.socket) -> bool:
+    with suppress(BlockingIOError):
+        try:
+            return end.recv(4096) == b""
+        except ConnectionResetError:
+            return True
+    return False
+
+
+def test_who_does_not_know_the_key_is_not_heard() -> None:
+    with a_host(0) as first, a_host(1, key="another") as second:
+        second.mesh.add_hosts([first.entry])
+        first.mesh.add_hosts([second.entry])
+        deadline = time.monotonic() + 0.3
+        turn_until(lambda: time.monotonic() > deadline, first, second)
+        assert not first.links and not second.links
+
+
+def test_who_listens_must_know_the_key_as_well() -> None:
+    with a_host(1) as host, socket.create_server(("127.0.0.1", 0)) as listener:
+        host.mesh.add_hosts([own_entry(0, listener)])
+        listener.settimeout(DEADLINE)
+        accepted: list[socket.socket] = []
+        thread = threading.Thread(target=lambda: accepted.append(listener.accept()[0]))
+        thread.start()
+        turn_until(lambda: accepted, host)
+        thread.join()
+        with accepted[0] as end:
+            end.setblocking(False)
+            Connection[Any, Any](end, KIND).send(Welcome("wrong"))
+            turn_until(lambda: _ends(end), host)
+        assert not host.links
+
+
+def _ends(end: socket.socket) -> bool:
+    with suppress(BlockingIOError):
+        while data := end.recv(4096):
+            assert data
+        return True
+    return False
+
+
+def test_a_stranger_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "_KNOCK_S", 0.05)
+    with a_host(0) as host, stranger(host) as end:
+        turn_until(lambda: is_closed(end), host)
+
+
+def test_a_launcher_that_has_joined_again_does_not_dial_itself(two: tuple[Host, Host]) -> None:
+    first, _ = two
+    again = HostEntry(-1, first.entry.name, first.entry.address, first.entry.port, 2)
+    first.mesh.own = HostEntry(2, again.name, again.address, again.port, 2)
+    first.mesh.add_hosts([HostEntry(0, again.name, again.address, again.port, 2)])
+    assert not first.mesh._dialling
+
+
+# --- A new host -------------------------------------------------------------------------------------------------------
+
+
+def knock_at(host: Host, *others: Host, key: str = "secret") -> Any:
+    """The answer to a new host, or the error."""
+    answers: list[Any] = []
+
+    def run() -> None:
+        try:
+            entry = HostEntry(-1, "new", "127.0.0.1", 1, 2)
+            connection, welcome = knock("127.0.0.1", host.entry.port, key, entry, "about", KIND, DEADLINE)
+            connection.close()
+            answers.append(welcome)
+        except (OSError, LockstepError) as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    turn_until(lambda: answers, host, *others)
+    thread.join()
+    return answers[0]
+
+
+def test_a_new_host_is_let_in_with_a_number() -> None:
+    with a_host(0) as host:
+        seen: list[Knock] = []
+
+        def answer(request: Knock) -> Welcome:
+            seen.append(request)
+            return Welcome("", 3, 0, (host.entry,), "what to run")
+
+        host.mesh.on_knock = answer
+        welcome = knock_at(host)
+        assert (welcome.number, welcome.leader, welcome.hosts, welcome.about) == (3, 0, (host.entry,), "what to run")
+        assert seen[0].about == "about"
+        turn_until(lambda: len(host.links) == 2, host)  # it has ended, and nobody listens at its address
+        assert host.links == [(3, Link.CONNECTED), (3, Link.ENDED)]
+
+
+def test_a_new_host_is_refused_or_sent_to_the_host_that_leads() -> None:
+    with a_host(0) as leader, a_host(1) as other:
+        leader.mesh.on_knock = lambda request: Refused("another version")
+        other.mesh.on_knock = lambda request: Refused("ask host 0", leader.entry)
+        assert "another version" in str(knock_at(other, leader))
+        leader.mesh.on_knock = lambda request: Welcome("", 2, 0)
+        assert knock_at(other, leader).number == 2
+        leader.mesh.on_knock = lambda request: Refused("ask host 1", other.entry)
+        assert "no launcher of the job leads" in str(knock_at(other, leader))
+        assert not other.links
+
+
+def test_a_new_host_with_another_key_is_told_so() -> None:
+    with a_host(0) as host:
+        host.mesh.on_knock = lambda request: pytest.fail("a stranger has been let in")
+        assert "is no elastic job, or has another key" in str(knock_at(host, key="another"))
+        assert not host.links

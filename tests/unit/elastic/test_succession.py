@@ -1,0 +1,201 @@
+"""Which host leads, under random schedules of lost hosts, cut networks and joins; and its answers one by one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from lockstep.elastic.succession import HostMessage, HostView, Link, Succession
+
+# --- random schedules ---------------------------------------------------------------------------------------
+
+
+class Wire:
+    """The connection of two hosts. What is in flight arrives in order, or is lost with the connection."""
+
+    def __init__(self) -> None:
+        self.flying: dict[int, deque[HostMessage]] = {}
+        self.broken_for: set[int] = set()  # the hosts that have noticed that it has ended
+
+
+class Net:
+    """Hosts, the wires between them, and everything that can happen to both."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.claims = "/shared" if self.random.random() < 0.5 else ""
+        size = self.random.randrange(1, 6)
+        first = HostView(0, 0, 0, tuple(range(size)), self.claims)
+        self.hosts = {number: Succession(number, first, 0) for number in range(size)}
+        self.dead: dict[int, str] = {}
+        self.cut: set[frozenset[int]] = set()
+        self.wires: dict[frozenset[int], Wire] = {}
+        self.claimed: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        self.agreed, self.known = [first], dict[tuple[int, int, int], set[tuple[int, int, int]]]()
+        self.faults = self.random.randrange(0, 12)
+        for number in self.hosts:
+            self.connect_all(number)
+
+    def connect_all(self, number: int) -> None:
+        for other in self.hosts:
+            if other != number and other not in self.dead:
+                self.connect(frozenset((number, other)))
+
+    def connect(self, pair: frozenset[int]) -> None:
+        if pair not in self.cut:
+            one, other = sorted(pair)
+            self.wires[pair] = Wire()
+            self.wires[pair].flying = {one: deque(), other: deque()}
+            self.do(one, lambda host: host.set_link(other, Link.CONNECTED))
+            self.do(other, lambda host: host.set_link(one, Link.CONNECTED))
+
+    def do(self, number: int, event: Callable[[Succession], None]) -> None:
+        """Let an event happen on a host; check what it has agreed on, and send what it has to say."""
+        host = self.hosts[number]
+        before = host.agreed
+        event(host)
+        if host.agreed is not before and host.agreed is not None and host.agreed.leader == number:
+            self.note_agreed(host.agreed, host)
+        for to, message in host.take_messages():
+            wire = self.wires.get(frozenset((number, to)))
+            if wire is not None and number not in wire.broken_for:
+                wire.flying[to].append(message)
+        while (claim := host.take_claim()) is not None:
+            view, mine = claim
+            winner = self.claimed.setdefault(view.key, mine)
+            self.do(number, lambda host, view=view, winner=winner: host.claimed(view, winner))
+
+    def note_agreed(self, view: HostView, host: Succession) -> None:
+        known = {each.key for accept in host._accepts.values() for each in (accept.agreed, *accept.pending) if each}
+        self.agreed.append(view)
+        self.known[view.key] = known
+
+    def check_history(self) -> None:
+        """Each view that was agreed on knew of the one before: nobody has gone on beside another."""
+        views = sorted(self.agreed, key=lambda view: view.key)
+        for before, view in itertools.pairwise(views):
+            assert before.key in self.known[view.key], f"{view} was agreed on by hosts that do not know {before}"
+
+    # --- what may happen
+
+    def alive(self) -> list[int]:
+        return [number for number in self.hosts if number not in self.dead]
+
+    def notice(self, pair: frozenset[int], number: int) -> None:
+        """A host notices that its connection to another has ended, and tries to connect again."""
+        (other,) = pair - {number}
+        certain = self.dead.get(other) == "process" and pair not in self.cut and not self.wires[pair].broken_for
+        self.wires[pair].broken_for.add(number)
+        self.wires[pair].flying[number].clear()
+        self.do(number, lambda host: host.set_link(other, Link.ENDED if certain else Link.SILENT))
+
+    def events(self) -> list[Callable[[], object]]:
+        found: list[Callable[[], object]] = []
+        for pair, wire in self.wires.items():
+            for number in pair - self.dead.keys():
+                (other,) = pair - {number}
+                is_gone = other in self.dead or pair in self.cut or other in wire.broken_for
+                if wire.flying[number] and number not in wire.broken_for and pair not in self.cut:
+                    found.append(lambda wire=wire, n=number, o=other: self.deliver(wire, n, o))
+                elif is_gone and number not in wire.broken_for:
+                    found.append(lambda pair=pair, n=number: self.notice(pair, n))
+            if wire.broken_for == pair and pair not in self.cut and not pair & self.dead.keys():
+                found.append(lambda pair=pair: self.connect(pair))
+        return found
+
+    def deliver(self, wire: Wire, number: int, other: int) -> None:
+        message = wire.flying[number].popleft()
+        self.do(number, lambda host: host.receive(other, message))
+
+    def disturb(self) -> None:
+        self.faults -= 1
+        kind = self.random.choice(["process", "process", "power", "cut", "cut", "split", "heal", "join", "tick"])
+        alive = self.alive()
+        if kind in ("process", "power") and len(alive) > 1:
+            self.dead[self.random.choice(alive)] = kind
+        elif kind == "cut" and len(alive) > 1:
+            self.cut.add(frozenset(self.random.sample(alive, 2)))
+        elif kind == "split":
+            side = {number for number in self.hosts if self.random.random() < 0.5}
+            self.cut |= {frozenset((a, b)) for a in side for b in self.hosts.keys() - side}
+        elif kind == "heal":
+            self.cut.clear()
+        elif kind == "join":
+            leaders = [number for number in alive if self.hosts[number].is_acting]
+            if leaders:
+                self.join(self.random.choice(leaders))
+        else:
+            number = self.random.choice(alive)
+            self.do(number, Succession.tick)
+
+    def join(self, leader: int) -> None:
+        number = len(self.hosts)
+        self.hosts[number] = Succession(number, None, -1)
+        self.do(leader, lambda host: host._links.__setitem__(number, Link.CONNECTED))
+        pair = frozenset((leader, number))
+        self.wires[pair] = Wire()
+        self.wires[pair].flying = {leader: deque(), number: deque()}
+        self.hosts[number]._links[leader] = Link.CONNECTED
+        self.do(leader, lambda host: host.add(number))
+        for other in self.alive():
+            if other not in pair:
+                self.connect(frozenset((number, other)))
+
+    def run(self) -> None:
+        for _ in range(600):
+            found = self.events()
+            if self.faults and (not found or self.random.random() < 0.15):
+                self.disturb()
+            elif found:
+                self.random.choice(found)()
+            else:
+                break
+        self.faults = 0
+        self.cut.clear()
+        for _ in range(30):
+            for _ in range(3000):
+                found = self.events()
+                if not found:
+                    break
+                self.random.choice(found)()
+            for number in self.alive():
+                self.do(number, Succession.tick)
+        self.check_history()
+        self.check_progress()
+
+    def check_progress(self) -> None:
+        """When nothing fails any more, one host leads all that are not outside, unless a dead one may have done so."""
+        inside = [number for number in self.alive() if not self.hosts[number].is_outside]
+        inside = [number for number in inside if self.hosts[number].agreed is not None]
+        leaders = [number for number in inside if self.hosts[number].is_acting]
+        assert len(leaders) <= 1, f"{leaders} lead"
+        if leaders:
+            followers = [number for number in inside if self.hosts[number].leader == leaders[0]]
+            assert followers == inside, f"{leaders[0]} leads {followers} of {inside}"
+        elif inside:
+            hosts = [self.hosts[number] for number in inside]
+            may_have_led = [host.unanswered or host.is_superseded for host in hosts]
+            assert any(may_have_led), f"nobody leads {inside}"
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_of_all_sides_of_a_cut_network_one_goes_on_at_most(block: int) -> None:
+    for seed in range(block * 1500, block * 1500 + 1500):
+        try:
+            Net(seed).run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_the_views_of_random_schedules_change_often() -> None:
+    """So that the test above is one."""
+    nets = [Net(seed) for seed in range(200)]
+    for net in nets:
+        net.run()
+    changes = [len(net.agreed) for net in nets]
+    assert sum(changes) > 400 and sum(net.claimed != {} for net in nets) > 10, sum(changes)
+    assert len({view.leader for view in itertools.chain.from_iterable(net.agreed for net in nets)}) > 3
