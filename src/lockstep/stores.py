@@ -24,6 +24,7 @@ __all__ = [
     "exchange_available",
     "from_ranges",
     "get_available",
+    "listen",
     "loopback_variables",
     "read_message",
     "serve_store",
@@ -66,7 +67,7 @@ def serve_store(
     Raises:
         OSError: the port is in use (EADDRINUSE), or this user may not bind it.
     """
-    listener = _listen(address, port, several_hosts)
+    listener = listen(address, port, several_hosts)
     flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
     host, number = socket.getnameinfo(listener.getsockname(), flags)
     host = LOOPBACK if ipaddress.ip_address(host.partition("%")[0]).is_unspecified else host
@@ -80,7 +81,12 @@ def loopback_variables() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
 
-def _listen(address: str, port: int, several_hosts: bool) -> socket.socket:
+def listen(address: str, port: int, several_hosts: bool) -> socket.socket:
+    """Listen at an address of this host only, as far as that is possible; for the arguments see `serve_store`.
+
+    Raises:
+        OSError: the port is in use (EADDRINUSE), or this user may not bind it.
+    """
     for family, sockaddr in _resolve(address, port):
         if several_hosts and sockaddr[0] != address and ipaddress.ip_address(sockaddr[0]).is_loopback:
             continue  # a name, which may resolve to another address elsewhere

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from typing_extensions import Self
 
-__all__ = ["WarmProcess", "load", "popen", "run", "unload"]
+__all__ = ["Server", "WarmProcess", "load", "popen", "run", "unload"]
 
 # What it forks leaves the loop, and runs at the top of the script, as the main program.
 _SERVER = """
@@ -31,6 +31,8 @@ import gc, json, os, select, socket, sys, types
 import torch, torch.distributed, torch.nn.parallel, numpy
 import lockstep.cli, lockstep.compat.horovod.torch, lockstep.launcher.local, lockstep.launcher.node
 import lockstep.launcher.ssh, lockstep.training, lockstep.transports.creation, lockstep.watchdog.report_text
+for name in sys.argv[2:]:
+    __import__(name)
 torch.set_num_threads(1)
 gc.freeze()  # the last collection of a fork would otherwise copy every page of what is imported
 requests = socket.socket(fileno=int(sys.argv[1]))
@@ -107,13 +109,13 @@ else:
 """
 
 
-class _Server:
-    """The process with PyTorch loaded."""
+class Server:
+    """A process with PyTorch loaded, and with `modules`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         self._requests, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
-            command = [sys.executable, "-c", _SERVER, str(far.fileno())]
+            command = [sys.executable, "-c", _SERVER, str(far.fileno()), *modules]
             variables = {**os.environ, "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
                 command, env=variables, pass_fds=[far.fileno()], start_new_session=True, stdin=subprocess.DEVNULL
@@ -153,13 +155,13 @@ class _Server:
         self._process.wait()
 
 
-_servers: list[_Server] = []  # one at most
+_servers: list[Server] = []  # one at most
 
 
 def load() -> None:
     """Start the process that the tests of this process share; it loads PyTorch while they go on."""
     if not _servers:
-        _servers.append(_Server())
+        _servers.append(Server())
 
 
 def unload() -> None:

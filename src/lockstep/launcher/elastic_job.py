@@ -1,51 +1,52 @@
-"""`lockstep run --elastic`: workers that are lost are replaced, and their number changes, while the others go on."""
+"""The decisions of an elastic job, which the launcher that leads makes: which workers run where, and when the job ends.
+
+What it decides goes as messages to the launchers of all hosts, its own included (`elastic_host`).
+"""
 
 from __future__ import annotations
 
 import math
-import multiprocessing
 import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
+import msgspec
 from msgspec import structs
 
-from .. import environment
-from ..elastic.control import ControlSocket
-from ..elastic.membership import NO_STATE, Coordinator
-from ..elastic.roster import Roster
-from ..environment import ElasticWorker
+from ..elastic.membership import NO_STATE, Commit, Coordinator, Down, Enter, Events, HostReport, Publish, Up, View
+from ..elastic.mesh import HostEntry
 from ..errors import LockstepError
-from ..interruption import collect_signals
-from ..stores import loopback_variables
-from ..system.processes import TERM_GRACE_S, end_orphans
-from ..watchdog.report import Report
-from . import worker
-from .fork_server import hidden_main
-from .log_multiplexer import LogMultiplexer, OutputLine, PipedOutput, open_pipes
-from .run_config import WorkerOptions
-from .script import Script
-from .supervisor import WatchdogFiles, WorkerSupervisor
-from .worker_status import (
-    StatusFolder,
-    WorkerReport,
-    WorkerResults,
-    newest_checkpoint,
-    raise_failure,
-    time_request_file,
-)
+from ..messages import Integer, List
+from .worker_status import WorkerReport
 
-__all__ = ["Limits", "run_elastic"]
+__all__ = [
+    "Ask",
+    "ElasticJob",
+    "Ended",
+    "FromWorker",
+    "HostMessages",
+    "Hosts",
+    "JobState",
+    "Keep",
+    "Kept",
+    "Kill",
+    "Limits",
+    "Look",
+    "Looked",
+    "Over",
+    "Replied",
+    "Saved",
+    "Start",
+    "Tell",
+    "ToWorker",
+    "describe_workers",
+]
 
-_POLL_S = 0.1
 _MOST_FAILED_STARTS = 3  # workers, one after the other, that have ended before they became members
 _SAME_ERROR_S = 1.0  # in which all workers raise the same error, if the input is bad
 _MOST_RESTARTS = 3  # of all workers, one after the other, without any progress
+_WAITING_S = 2.0  # after which it is said that the members wait for others
 
 
 @dataclass(frozen=True)
@@ -56,288 +57,593 @@ class Limits:
     maximum: int
 
 
-def run_elastic(script: Script, options: WorkerOptions, limits: Limits, multiplexer: LogMultiplexer) -> None:
-    """Run `script` in workers that may be lost, leave and join.
+# --- Messages between the launcher that leads and those of all hosts --------------------------------------------------
 
-    Args:
-        script: the program.
-        options: of the workers; their number at the start is kept by replacing those that are lost.
-        limits: of that number.
-        multiplexer: prints the workers' lines.
 
-    Raises:
-        as `local.run_workers`.
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class JobState(_Message, frozen=True):
+    """What a launcher that takes over has to know; the one that leads sends each change to all.
+
+    Attributes:
+        target: the number of workers that the job shall have.
+        first: the number of the first worker since all were started.
+        started: how many workers have been started.
+        restarts: how often all workers have been started again.
+        fruitless: how often in succession without progress.
+        progress: the greatest commit before the last start of all workers.
+        resume: the checkpoint from which all workers were started again; "" without one.
+        checkpoint: the newest one.
+        stops: the signals with which the job was asked to end.
+        is_ending: whether the job ends.
+        leaving: the hosts that leave.
     """
-    resume: str | None = None
-    restarts, progress = 0, NO_STATE
-    signals: list[int] = []
-    try:
-        with collect_signals(signals):
-            while True:
-                with TemporaryDirectory(prefix="lockstep-") as folder:
-                    job = _Job(Path(folder), script, options, limits, multiplexer, signals, resume)
-                    job.run()
-                    resume = newest_checkpoint(Path(folder)) or resume
-                if not job.restart_reason:
-                    return
-                restarts = 0 if job.coordinator.progress > progress else restarts + 1
-                progress = max(progress, job.coordinator.progress)
-                if restarts > _MOST_RESTARTS:
-                    times = f"the workers were started again {_MOST_RESTARTS} times without any progress"
-                    raise LockstepError(f"{times}, and then {job.restart_reason}")
-                where = f"from the checkpoint {resume}" if resume else "from the beginning"
-                multiplexer.write_message(f"lockstep: {job.restart_reason}; all workers are started again, {where}")
-    finally:
-        multiplexer.close()
+
+    target: Integer
+    first: Integer = 0
+    started: Integer = 0
+    restarts: Integer = 0
+    fruitless: Integer = 0
+    progress: Commit = NO_STATE
+    resume: str = ""
+    checkpoint: str = ""
+    stops: List[Integer] = ()
+    is_ending: bool = False
+    leaving: List[Integer] = ()
+
+
+class Start(_Message, frozen=True):
+    """Start a worker, which is `rank` of `size` until it is a member; `joins`: the training runs already."""
+
+    number: Integer
+    rank: Integer
+    size: Integer
+    joins: bool
+    attempt: Integer
+    resume: str
+
+
+class Kill(_Message, frozen=True):
+    """Kill workers, or let them leave after their step."""
+
+    numbers: List[Integer]
+    gently: bool = False
+
+
+class ToWorker(_Message, frozen=True):
+    """Pass this on to a worker; -1 for none, but remember it."""
+
+    number: Integer
+    message: Down
+
+
+class Keep(_Message, frozen=True):
+    """Keep what a worker has sent for others, and say so."""
+
+    worker: Integer
+    message: Publish | Events
+
+
+class Hosts(_Message, frozen=True):
+    """These hosts take part as well."""
+
+    hosts: List[HostEntry]
+
+
+class Tell(_Message, frozen=True):
+    """Note what has happened, for `lockstep top`."""
+
+    text: str
+
+
+class Look(_Message, frozen=True):
+    """Look whether there is a file."""
+
+    path: str
+
+
+class Over(_Message, frozen=True):
+    """The job is over: with an error, if there is a message, and because of a signal, if it has a number."""
+
+    message: str = ""
+    signal: Integer = 0
+
+
+class Replied(_Message, frozen=True):
+    """The answer to `Ask`."""
+
+    request: Integer
+    text: str
+    accepted: bool
+
+
+class FromWorker(_Message, frozen=True):
+    """A worker of this host has sent a message."""
+
+    number: Integer
+    message: Up
+
+
+class Ended(_Message, frozen=True):
+    """A worker's process has ended; `code` is 0, too, if it was killed from here."""
+
+    number: Integer
+    code: Integer
+    is_finished: bool
+    report: WorkerReport | None
+
+
+class Kept(_Message, frozen=True):
+    """This host has kept what a worker has sent with the number `request`."""
+
+    worker: Integer
+    request: Integer
+
+
+class Saved(_Message, frozen=True):
+    """A worker of this host has saved a checkpoint."""
+
+    path: str
+
+
+class Looked(_Message, frozen=True):
+    """Whether this host sees a file."""
+
+    path: str
+    found: bool
+
+
+class Ask(_Message, frozen=True):
+    """A request of a user: `what` is "resize" to a number, "remove" or "leave" of a host, or "stop" by a signal."""
+
+    request: Integer
+    what: str
+    number: Integer = 0
+    host: str = ""
+
+
+HostMessages = (
+    JobState | Start | Kill | ToWorker | Keep | Hosts | Tell | Look | Over | Replied  # to a host
+    | FromWorker | Ended | Kept | Saved | Looked | Ask  # from a host
+)  # fmt: skip
+
+
+# --- Decisions --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Job:
-    """All workers of an elastic job, until it ends or they all have to be started again.
+class ElasticJob:
+    """Decides on the workers of the job. Its methods are the events; `supervise` does what is due.
+
+    Args:
+        limits: of the number of workers.
+        state: what the launcher that led before knew.
+        hosts: that take part.
+        send: sends a message to the launcher of a host.
+        log: prints a message of the job.
 
     Attributes:
-        restart_reason: why all workers have to be started again; "" if they need not.
         coordinator: of the membership.
+        is_over: whether the last worker has ended, and no more are to be started.
+        reports, codes: of the workers that ended because of an error, by rank.
+        places: the names of their hosts, if there are several.
+        restart_failure: why the job does not start all workers again; "" as long as it does.
+        folder: of the run; "" as long as it is not known, or if there is none.
     """
 
-    folder: Path
-    script: Script
-    options: WorkerOptions
     limits: Limits
-    multiplexer: LogMultiplexer
-    signals: list[int]
-    resume: str | None
-    restart_reason: str = ""
-    _started: int = 0
-    _failed_starts: int = 0
-    _is_ending: bool = False
-    _is_stopping: bool = False
-    _kill_at: float = math.inf
-    _living: list[int] = field(default_factory=list)
-    _reports: dict[int, WorkerReport] = field(default_factory=dict)
-    _codes: dict[int, int] = field(default_factory=dict)
-    _view: tuple[int, ...] = ()
+    state: JobState
+    hosts: dict[int, HostEntry]
+    send: Callable[[int, HostMessages], None]
+    log: Callable[[str], None]
+    coordinator: Coordinator = field(init=False)
+    is_over: bool = False
+    reports: dict[int, WorkerReport] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)
+    restart_failure: str = ""
+    folder: str = ""
+    _living: dict[int, int] = field(default_factory=dict)  # workers, with their hosts
     _dismissed: set[int] = field(default_factory=set)
-    _watchdog_report: Report | None = None
-    _newest_checkpoint: str | None = None
+    _killed: set[int] = field(default_factory=set)
+    _failed_starts: int = 0
+    _kill_at: float = math.inf
+    _view: tuple[int, ...] = ()
+    _restart_reason: str = ""
+    _waits_since: float = math.inf
+    _published: set[tuple[int, int]] = field(default_factory=set)  # values, by worker and request
+    _keeping: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    _plan: list[int] = field(default_factory=list)  # hosts for the first workers
+    _ranks: dict[int, int] = field(default_factory=dict)  # in the newest view that has the worker
+    _losses: list[str] = field(default_factory=list)  # since the last view
 
     def __post_init__(self) -> None:
-        self.coordinator = Coordinator(self.options.workers, self.limits.minimum)
-        self._target = self.options.workers
-        self._log = self.multiplexer.write_message
-        self._roster = Roster(self.folder, self.coordinator)
-        control = str(self.folder / "control")
-        self._control = ControlSocket(control, self._resize)
-        self._roster.watch(self._control.listener, self._control.answer)
-        self._watchdog = WatchdogFiles(self.folder.name, self.options.watch, None, self._log, control=control)
-        self._status = StatusFolder(self.folder).for_attempt(0)
-        self._status.path.mkdir(mode=0o700)
-        self._run_id = environment.run_id() or self.folder.name
-        self._supervisor = WorkerSupervisor(
-            self._status, self._living, self.signals, self.options.exit_grace, self.options.grace
-        )
+        self.coordinator = Coordinator(self.state.target, self.limits.minimum)
 
-    def run(self) -> None:
-        """Start the workers, and supervise them until the last one has ended.
+    def resume(self, reports: Iterable[HostReport], kept: Iterable[tuple[int, Publish]], events: Events | None) -> None:
+        """Go on with what the hosts know of their workers; the workers of all other hosts are lost.
 
-        Raises:
-            the error of the job.
+        Args:
+            reports: of the hosts.
+            kept: the values that all hosts keep, each with the worker that has sent it.
+            events: what rank 0's callbacks have seen.
         """
-        with ExitStack() as stack:
-            stack.callback(self._watchdog.close)
-            stack.callback(self._roster.close)
-            stack.callback(self._control.close)
-            stack.callback(self._end_orphans)
-            self._add_output = stack.enter_context(open_pipes(self.folder, self._write))
-            stack.callback(self._supervisor.kill, self._living)
-            self._watchdog.start_attempt(0, 0, self.options.workers)
-            for _ in range(self._target):
-                self._start_worker()
-            while self._living:
-                for number in self._roster.wait(_POLL_S):
-                    self._ended(number)
-                self._supervise()
-                self._roster.send()
-        if not self.restart_reason:
-            self._raise_failure()
+        reports = list(reports)
+        before = self.coordinator
+        self.coordinator = Coordinator(self.state.target, self.limits.minimum, generation=before.generation)
+        for number, message in kept:
+            self._published.add((number, message.request))
+            self.coordinator.keep(message)
+        if events is not None:
+            self.coordinator.keep(events)
+        self.coordinator.resume(reports)
+        self._living = {record.number: report.host for report in reports for record in report.workers}
+        self._keeping.clear()
+        self._view = self.coordinator.view
+        for number in self.state.stops[:1]:
+            self.coordinator.stop(number)
+        self._change_state()
 
-    def _end_orphans(self) -> None:
-        left = end_orphans(self._run_id, True, term_grace_s=0.0 if len(self.signals) > 1 else TERM_GRACE_S)
-        if left:
-            self._log(f"lockstep: ended processes that the workers left running: {left}")
+    # --- events -------------------------------------------------------------------------------------------------------
 
-    def _write(self, number: int, stream: int, line: OutputLine) -> None:
-        self.multiplexer.write(self._rank(number), stream, line)
+    def host_added(self, host: HostEntry) -> None:
+        """A host has joined."""
+        self.hosts[host.number] = host
+        free = sum(self._free_slots(each) for each in self.hosts)
+        wanted = min(self.limits.maximum, max(self.state.target, len(self._living) + host.slots))
+        self._change_state(target=min(wanted, len(self._living) + free))
+        self.tell(f"{host.name} joined the job")
 
-    def _rank(self, number: int) -> int:
-        """Return the rank of a worker in the newest view, or its number if it is not in it."""
-        view = self.coordinator.view
-        return view.index(number) if number in view else number
+    def host_lost(self, number: int) -> None:
+        """A host has ended, or does not answer; what it ran is told to the coordinator by `resume`."""
+        host = self.hosts.pop(number, None)
+        lost = {worker for worker, at in self._living.items() if at == number}
+        if host is not None and number not in self.state.leaving:
+            text = f"{host.name} was lost with {describe_workers(len(lost), '', '')}"
+            self._losses.append(text)
+            left = [worker for worker in self.coordinator.members if worker not in lost]
+            self.tell(f"{text}; {describe_workers(len(left))} on")
+        self._living = {worker: at for worker, at in self._living.items() if worker not in lost}
+        for key, hosts in list(self._keeping.items()):
+            hosts.discard(number)
+            self._answer_if_kept(key)
+        self._change_state(leaving=tuple(each for each in self.state.leaving if each != number))
 
-    # --- starts -------------------------------------------------------------------------------------------------------
+    def workers_on(self, host: int) -> int:
+        """Return the number of workers on a host."""
+        return sum(at == host for at in self._living.values())
 
-    def _start_worker(self) -> None:
-        number, self._started = self._started, self._started + 1
-        joins = self.coordinator.formed >= 0
-        rank = len(self.coordinator.view) if joins else number % self.options.workers  # until it is a member
-        own = environment.variables_for_workers(
-            self._run_id, self.options.threads, time_request_file(self.folder), None
-        )
-        elastic = environment.elastic_variable(ElasticWorker(number, self._roster.path, joins))
-        variables = {**loopback_variables(), **environment.variables(), **own, **self._watchdog.variables(), **elastic}
-        variables |= environment.position_variables(rank, rank + 1 if joins else self.options.workers)
-        if self.resume:
-            variables["LOCKSTEP_RESUME"] = self.resume
-        self._add_output(number)
-        output, folder = PipedOutput(self.folder), StatusFolder(self.folder)
-        setup = worker.WorkerSetup(folder, 0, self.options.threads, output, self._run_id, Path(self.script.name).name)
-        context: Any = multiprocessing.get_context(self.options.start_method)
-        process = context.Process(target=_run_worker, args=(self.script.run, setup, number, variables))
-        with hidden_main():
-            process.start()
-        self._living.append(number)
-        self._roster.add(number, process)
+    def receive(self, number: int, message: Up) -> None:
+        """A worker has sent a message."""
+        if isinstance(message, Enter):
+            self.folder = message.folder
+        if isinstance(message, Publish) and (number, message.request) in self._published:
+            self.coordinator.to_keep.append((number, message))  # asked again, as the launcher that led is gone
+            return
+        self.coordinator.receive(number, message)
 
-    # --- ends ---------------------------------------------------------------------------------------------------------
-
-    def _ended(self, number: int) -> None:
+    def ended(self, host: int, end: Ended) -> None:
         """Decide what the end of a worker's process means."""
-        self._living.remove(number)
-        code, report = self._roster.exit_codes.pop(number), self._status.read_report(number)
-        coordinator, rank = self.coordinator, self._rank(number)
+        number, code, report = end.number, end.code, end.report
+        if self._living.pop(number, None) is None:
+            return
+        coordinator, rank = self.coordinator, self.rank_of(number)
         was_member, was_candidate = number in coordinator.members, number in coordinator.candidates
         is_error = was_member and report is not None and not report.stopped and not coordinator.failure
-        if self._is_ending or self._is_stopping or is_error:
-            self._note_end(number, code, report)
-            if is_error and not self._is_stopping:
+        if self.state.is_ending or self.state.stops or is_error:
+            self._note_end(host, end)
+            if is_error and not self.state.stops:
                 self._end_with_error()
                 return  # and the others do not go on
-        if code == 0 and self._status.is_finished(number):
+        if code == 0 and end.is_finished:
             coordinator.left(number)
             self._note_good_end(number, rank, was_member, was_candidate)
             return
         coordinator.lost(number)
-        if self._is_ending or self._is_stopping or coordinator.failure or number in self._dismissed:
+        if self.state.is_ending or self.state.stops or coordinator.failure or number in self._dismissed:
             return
         if was_candidate:
-            self._note_failed_start(number, code, report)
+            self._note_failed_start(host, end)
         elif was_member:
-            self._log(f"lockstep: rank {rank} was lost ({_how(code)}); {_workers(len(coordinator.members))} on")
+            lost = f"rank {rank}{self._on_host(host)} was lost ({_how(code)})"
+            self._losses.append(lost)
+            self.tell(f"{lost}; {describe_workers(len(coordinator.members))} on")
+
+    def saved(self, path: str) -> None:
+        """A checkpoint was saved."""
+        if path != self.state.checkpoint:
+            self._change_state(checkpoint=path)
+
+    def kept(self, host: int, worker: int, request: int) -> None:
+        """A host has kept what a worker has sent."""
+        self._keeping.get((worker, request), set()).discard(host)
+        self._answer_if_kept((worker, request))
+
+    def ask(self, host: int, request: Ask) -> str:
+        """Do what a user asks for, and return what is done.
+
+        Raises:
+            LockstepError: it cannot be done.
+        """
+        match request.what:
+            case "resize":
+                return self._resize(request.number)
+            case "remove" | "leave":
+                return self._remove_host(host if request.what == "leave" else request.host)
+            case "stop":
+                self._change_state(stops=(*self.state.stops, request.number))
+                self.coordinator.stop(self.state.stops[0])
+                return "the job saves and ends"
+        raise LockstepError(f"unknown request {request.what!r}")
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    def supervise(self) -> None:
+        """Do what is due: start and end workers."""
+        coordinator, state = self.coordinator, self.state
+        self._announce_view()
+        self._announce_waiting()
+        self._keep()
+        if coordinator.failure and not (state.is_ending or state.stops or self._restart_reason):
+            self._restart_reason = coordinator.failure
+            self._kill(self._living)
+        if self._restart_reason:
+            if not self._living:
+                self._start_again()
+            return
+        if state.is_ending or state.stops:
+            self._dismiss_candidates()
+            if time.monotonic() >= self._kill_at:
+                self._kill(self._living)
+            self.is_over = not self._living
+        elif not coordinator.complete:
+            for _ in range(state.target - len(self._living.keys() - self._dismissed)):
+                if not self._start_worker():
+                    break
+
+    def messages(self) -> None:
+        """Send what the coordinator has to tell."""
+        for number, message in self.coordinator.take_messages():
+            host = self._living.get(number)
+            if host is not None:
+                self.send(host, ToWorker(number, message))
+            if isinstance(message, View):
+                for other in self.hosts:
+                    if other != host and other not in message.hosts:
+                        self.send(other, ToWorker(-1, message))
+
+    def tell(self, text: str) -> None:
+        """Print what has happened, and let all hosts know."""
+        self.log(f"lockstep: {text}")
+        for host in self.hosts:
+            self.send(host, Tell(text))
+
+    def rank_of(self, number: int) -> int:
+        """Return the rank of a worker in the newest view that has it; its number if none has."""
+        view = self.coordinator.view
+        self._ranks |= {member: rank for rank, member in enumerate(view)}
+        return self._ranks.get(number, number)
+
+    def _on_host(self, number: int) -> str:
+        return f" on {self.hosts[number].name}" if len(self.hosts) > 1 and number in self.hosts else ""
+
+    def _change_state(self, **values: object) -> None:
+        self.state = structs.replace(self.state, **values)
+        for host in self.hosts:
+            self.send(host, self.state)
+
+    # --- starts and ends ----------------------------------------------------------------------------------------------
+
+    def _free_slots(self, host: int) -> int:
+        if host in self.state.leaving:
+            return 0
+        used = sum(1 for worker, at in self._living.items() if at == host and worker not in self._dismissed)
+        return max(0, self.hosts[host].slots - used)
+
+    def _start_worker(self) -> bool:
+        """Start a worker on a host that has a slot for it; returns whether there is one."""
+        state, coordinator = self.state, self.coordinator
+        if state.started == state.first:
+            self._plan = self._places(state.target)
+        host = self._plan.pop(0) if self._plan else next(iter(self._places(1)), None)
+        if host is None:
+            return False
+        number, joins = state.started, coordinator.formed >= 0
+        last = min(len(coordinator.members), coordinator.most - 1)  # the view may have a lost worker still
+        rank = last if joins else (number - state.first) % state.target
+        size = rank + 1 if joins else state.target
+        self._living[number] = host
+        self._change_state(started=number + 1)
+        coordinator.started(number, host)
+        self.send(host, Start(number, rank, size, joins, state.restarts, state.resume))
+        return True
+
+    def _places(self, count: int) -> list[int]:
+        """Return hosts for so many workers, in order: each time the one with the most free slots."""
+        free = {number: self._free_slots(number) for number in sorted(self.hosts)}
+        places = []
+        for _ in range(min(count, sum(free.values()))):
+            host = max(free, key=lambda number: free[number])
+            free[host] -= 1
+            places.append(host)
+        return sorted(places)
+
+    def _kill(self, numbers: Iterable[int], gently: bool = False) -> None:
+        by_host: dict[int, list[int]] = {}
+        for number in numbers:
+            if gently or number not in self._killed:
+                by_host.setdefault(self._living.get(number, -1), []).append(number)
+        if not gently:
+            self._killed.update(number for some in by_host.values() for number in some)
+        for host, some in by_host.items():
+            self.send(host, Kill(tuple(some), gently))
 
     def _end_with_error(self) -> None:
         """End the job because of an error of the program, which other workers may be about to report as well."""
-        self._is_ending = True
+        self._change_state(is_ending=True)
         self._kill_at = min(self._kill_at, time.monotonic() + _SAME_ERROR_S)
 
     def _note_good_end(self, number: int, rank: int, was_member: bool, was_candidate: bool) -> None:
         """Note that a worker's program has ended, or that the worker has left."""
         if was_member or (was_candidate and self.coordinator.formed < 0):
-            self._is_ending = True
+            self._change_state(is_ending=True)
         elif not was_candidate:
             if number not in self._dismissed:
-                self._target = max(self.limits.minimum, self._target - 1)
-            self._log(f"lockstep: rank {rank} has left; {_workers(len(self.coordinator.members))} on")
+                self._change_state(target=max(self.limits.minimum, self.state.target - 1))
+            self.tell(f"rank {rank} has left; {describe_workers(len(self.coordinator.members))} on")
 
-    def _note_end(self, number: int, code: int, report: WorkerReport | None) -> None:
-        rank = self._rank(number)
-        if code and number not in self._supervisor.killed_ranks:
-            self._codes[rank] = code
-        if report is not None:
-            self._reports[rank] = structs.replace(report, rank=rank)
+    def _note_end(self, host: int, end: Ended) -> None:
+        rank = self.rank_of(end.number)
+        if end.code and end.number not in self._killed:
+            self.codes[rank] = end.code
+        if end.report is not None:
+            self.reports[rank] = structs.replace(end.report, rank=rank)
+        if len(self.hosts) > 1 and host in self.hosts:
+            self.places[rank] = self.hosts[host].name
 
-    def _note_failed_start(self, number: int, code: int, report: WorkerReport | None) -> None:
+    def _note_failed_start(self, host: int, end: Ended) -> None:
         self._failed_starts += 1
-        why = f"{report.kind}: {report.reason}" if report is not None else _how(code)
+        report = end.report
+        why = f"{report.kind}: {report.reason}" if report is not None else _how(end.code)
         members = len(self.coordinator.members)
         if members < self.limits.minimum:  # which would wait for others for ever
             if (report is not None and not members) or self._failed_starts > _MOST_FAILED_STARTS:
-                self._note_end(number, code, report)
+                self._note_end(host, end)
                 self._end_with_error()
         elif self._failed_starts == _MOST_FAILED_STARTS:
-            self._target = members
-            self._log(f"lockstep: no more workers are started, as {self._failed_starts} could not join ({why})")
-
-    def _raise_failure(self) -> None:
-        reports = sorted(self._reports.values(), key=lambda report: report.time)
-        workers = len(self.coordinator.view) or self.options.workers
-        report = self._watchdog_report
-        results = WorkerResults(
-            reports, (), self._codes, list(self.signals), self._supervisor.killed, workers, watchdog_report=report
-        )
-        try:
-            raise_failure(results)
-        except LockstepError as error:
-            error.checkpoint = error.checkpoint or self._newest_checkpoint
-            raise
-
-    # --- supervision --------------------------------------------------------------------------------------------------
-
-    def _supervise(self) -> None:
-        coordinator = self.coordinator
-        self._watchdog.relay_messages()
-        self._announce_view()
-        if self.signals and not self._is_stopping:
-            self._is_stopping = True
-            coordinator.stop(self.signals[0])
-        if coordinator.failure and not (self._is_ending or self._is_stopping):
-            self.restart_reason = coordinator.failure
-            self._is_ending = True
-            self._supervisor.kill(self._living)
-        if self._is_ending or self._is_stopping:
-            self._watchdog_report = self._watchdog.report()
-            self._newest_checkpoint = newest_checkpoint(self.folder)
-            self._roster.send()
-            self._dismiss_candidates()
-            self._supervisor.check()
-            if time.monotonic() >= self._kill_at:
-                self._supervisor.kill(self._living)
-        elif not coordinator.complete:
-            for _ in range(self._target - len(set(self._living) - self._dismissed)):
-                self._start_worker()
+            self._change_state(target=members)
+            self.tell(f"no more workers are started, as {self._failed_starts} could not join ({why})")
 
     def _dismiss_candidates(self) -> None:
         """End the workers that would join a job that is ending, and would wait for its members for ever."""
         if self.coordinator.formed >= 0:
             candidates = self.coordinator.candidates
             self._dismissed.update(candidates)
-            self._supervisor.kill(candidates)
+            self._kill(candidates)
+
+    def _start_again(self) -> None:
+        """Start all workers again from the newest checkpoint, unless that has been in vain."""
+        state, progress = self.state, self.coordinator.progress
+        reason, self._restart_reason = self._restart_reason, ""
+        fruitless = 0 if progress > state.progress else state.fruitless + 1
+        if fruitless > _MOST_RESTARTS:
+            times = f"the workers were started again {_MOST_RESTARTS} times without any progress"
+            self.restart_failure = f"{times}, and then {reason}"
+            self._change_state(is_ending=True)
+            self.is_over = True
+            return
+        resume = state.checkpoint or state.resume
+        where = f"from the checkpoint {resume}" if resume else "from the beginning"
+        self.tell(f"{reason}; all workers are started again, {where}")
+        self.coordinator = Coordinator(state.target, self.limits.minimum)
+        self._view, self._failed_starts = (), 0
+        self._keeping.clear()
+        self._change_state(
+            restarts=state.restarts + 1,
+            fruitless=fruitless,
+            progress=max(progress, state.progress),
+            first=state.started,
+            resume=resume,
+        )
+
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def _resize(self, workers: int) -> str:
-        """Change the number of workers, on request of `lockstep resize`; returns what is done."""
         coordinator, (least, most) = self.coordinator, (self.limits.minimum, self.limits.maximum)
         if not least <= workers <= most:
             raise LockstepError(f"expected {least} to {most} workers, as the job was started with, got {workers}")
         if workers > coordinator.most:
             why = "each worker needs a virtual worker, or a sample of each global batch"
             raise LockstepError(f"expected at most {coordinator.most} workers, got {workers}: {why}")
-        if self._is_ending or self._is_stopping or coordinator.complete:
+        slots = sum(host.slots for number, host in self.hosts.items() if number not in self.state.leaving)
+        if workers > slots:
+            raise LockstepError(f"expected at most {slots} workers, the slots of the hosts, got {workers}")
+        if self.state.is_ending or self.state.stops or coordinator.complete:
             raise LockstepError("the job is ending")
-        before, self._target, self._failed_starts = self._target, workers, 0
+        before, self._failed_starts = self.state.target, 0
+        self._change_state(target=workers)
         staying = [number for number in coordinator.members if number not in self._dismissed]
-        for number in [*coordinator.candidates, *reversed(staying)][: max(0, before - workers)]:
-            self._dismissed.add(number)
-            self._roster.terminate(number)
+        self._let_leave([*coordinator.candidates, *reversed(staying)][: max(0, before - workers)])
         return f"{before} workers before, {workers} after the step in progress"
+
+    def _remove_host(self, which: str | int) -> str:
+        """Let all workers of a host leave, and then its launcher."""
+        found = [number for number, host in self.hosts.items() if which in (number, host.name, host.address)]
+        if not found:
+            names = ", ".join(host.name for host in self.hosts.values())
+            raise LockstepError(f"expected one of the job's hosts, {names}, got {which}")
+        (number,) = found[:1]
+        others = self.hosts.keys() - {number, *self.state.leaving}
+        if not others:
+            raise LockstepError(f"{self.hosts[number].name} is the job's last host")
+        there = [worker for worker, at in self._living.items() if at == number and worker not in self._dismissed]
+        left = len(self._living.keys() - self._dismissed) - len(there)
+        free = sum(self._free_slots(other) for other in others)
+        if left + free < self.limits.minimum and isinstance(which, str):
+            raise LockstepError(f"expected at least {self.limits.minimum} workers, without {which} there are {left}")
+        if number not in self.state.leaving:
+            target = max(self.limits.minimum, min(self.state.target, left + free))
+            self._change_state(leaving=(*self.state.leaving, number), target=target)
+            self._let_leave(there)
+        return (
+            f"{self.hosts[number].name} leaves after the step in progress, with {describe_workers(len(there), '', '')}"
+        )
+
+    def _let_leave(self, numbers: list[int]) -> None:
+        self._dismissed.update(numbers)
+        self._kill(numbers, gently=True)
+
+    # --- announcements ------------------------------------------------------------------------------------------------
 
     def _announce_view(self) -> None:
         view = self.coordinator.view
         joined = [str(view.index(number)) for number in view if self._view and number not in self._view]
         if joined:
             self._failed_starts = 0
-            ranks = f"rank{'s'[: len(joined) != 1]} {', '.join(joined)}"
-            self._log(f"lockstep: {ranks} joined; {_workers(len(view))} on")
+            self.tell(f"rank{'s'[: len(joined) != 1]} {', '.join(joined)} joined; {describe_workers(len(view))} on")
+        if view != self._view:
+            self._losses.clear()
+            self._ranks |= {member: rank for rank, member in enumerate(view)}
         self._view = view
 
+    def _announce_waiting(self) -> None:
+        """Say once that the members wait because they are too few."""
+        if not self.coordinator.waiting:
+            self._waits_since = math.inf
+            return
+        now = time.monotonic()
+        if self._waits_since == math.inf:
+            self._waits_since = now
+        if _WAITING_S <= now - self._waits_since < math.inf:
+            self._waits_since = -math.inf
+            members = len(self.coordinator.members)
+            since = f" ({'; '.join(self._losses)} at {time.strftime('%H:%M:%S')})" if self._losses else ""
+            self.tell(f"{describe_workers(members, 'waits', 'wait')} for {self.limits.minimum - members} more{since}")
 
-def _workers(count: int) -> str:
-    return f"{count} workers go" if count != 1 else "1 worker goes"
+    # --- what all hosts keep ------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while self.coordinator.to_keep:
+            number, message = self.coordinator.to_keep.popleft()
+            key = number, message.request
+            if message.request >= 0:
+                self._keeping[key] = set(self.hosts)
+            for host in self.hosts:
+                self.send(host, Keep(number, message))
+
+    def _answer_if_kept(self, key: tuple[int, int]) -> None:
+        if key in self._keeping and not self._keeping[key]:
+            del self._keeping[key]
+            self.coordinator.answer_kept(*key)
+
+
+def describe_workers(count: int, one: str = "goes", several: str = "go") -> str:
+    """Return ``1 worker goes`` or ``3 workers go``."""
+    verb = one if count == 1 else several
+    return f"{count} worker{'s'[: count != 1]} {verb}".rstrip()
 
 
 def _how(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _run_worker(task: Callable[[], object], setup: worker.WorkerSetup, number: int, variables: dict[str, str]) -> None:
-    """Run `task` in a process of its own; the environment is set first."""
-    environment.set_variables(variables)
-    worker.main(task, setup, str(number))

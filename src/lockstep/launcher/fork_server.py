@@ -26,6 +26,7 @@ __all__ = [
     "prepare_workers",
     "start_fork_server",
     "threads_per_worker",
+    "wait_until_loaded",
 ]
 
 # held while the main module is hidden
@@ -121,3 +122,12 @@ def prepare_workers(config: RunConfig, workers: int) -> None:
     if config.start_method == "forkserver":
         # what torch imports for the first optimizer, 1.6 s of a core, would delay each worker that joins
         start_fork_server((*config.preload, "torch._dynamo") if config.elastic else config.preload)
+
+
+def wait_until_loaded(config: RunConfig) -> None:
+    """Wait until the fork server has loaded PyTorch, so that a launcher that joins a job does not wait later."""
+    if config.start_method == "forkserver":
+        process = multiprocessing.get_context("forkserver").Process(target=int)
+        with hidden_main():
+            process.start()
+        process.join()

@@ -24,6 +24,8 @@ from ..interruption import collect_signals
 from ..stores import loopback_variables
 from ..system.processes import TERM_GRACE_S, end_orphans
 from . import agent, worker
+from .elastic_job import Limits
+from .elastic_workers import HostSetup
 from .fork_server import threads_per_worker
 from .host_protocol import HostFailure
 from .log_multiplexer import FileOutput, LogMultiplexer, OutputTarget, RankLogFiles, inherit_output, pipe_output
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HostJob",
     "OutputSettings",
+    "elastic_setup",
     "run_host_share",
     "run_program",
     "run_workers",
@@ -350,16 +353,15 @@ def run_host_share(
     run_program(script, options, OutputSettings(multiplexer, folder, alone, config.tee, config.quiet), rendezvous)
 
 
-def run_elastic_share(script: Script, config: RunConfig, workers: int, multiplexer: LogMultiplexer) -> None:
-    """Run the workers of an elastic job on this host."""
-    from . import elastic_job
-
+def elastic_setup(script: Script, config: RunConfig, workers: int, multiplexer: LogMultiplexer) -> HostSetup:
+    """Return how to run the workers of an elastic job on this host."""
     threads, watch = threads_per_worker(config, workers), _watchdog_options(config)
     if not config.quiet:
         multiplexer.write_message(_startup_message(workers, threads, config))
     options = WorkerOptions(workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch)
     assert config.elastic is not None
-    elastic_job.run_elastic(script, options, elastic_job.Limits(*config.elastic), multiplexer)
+    several = config.nnodes > 1 or config.as_host or config.master_addr is not None
+    return HostSetup(script, options, Limits(*config.elastic), multiplexer, {} if several else loopback_variables())
 
 
 def _watchdog_options(config: RunConfig) -> WatchdogOptions:

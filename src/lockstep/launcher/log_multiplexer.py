@@ -11,6 +11,7 @@ import os
 import selectors
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ __all__ = [
     "OutputLine",
     "OutputTarget",
     "PipedOutput",
+    "Pipes",
     "RankLogFiles",
     "inherit_output",
     "open_pipes",
@@ -303,35 +305,47 @@ def pipe_output(folder: Path, local_ranks: Sequence[int], write: WriteLine) -> I
         local_ranks: the local ranks that write to them.
         write: called in that thread with the local rank, 0 or 1 for the stream, and the line.
     """
-    with open_pipes(folder, write) as add:
+    with open_pipes(folder, write) as pipes:
         for local_rank in local_ranks:
-            add(local_rank)
+            pipes.add(local_rank)
         yield PipedOutput(folder)
 
 
 @contextmanager
-def open_pipes(folder: Path, write: WriteLine) -> Iterator[Callable[[int], None]]:
-    """As `pipe_output`, for workers that are started later: the value opens the pipes of a local rank."""
-    streams = PipedOutput(folder)
+def open_pipes(folder: Path, write: WriteLine) -> Iterator[Pipes]:
+    """As `pipe_output`, for workers that are started later."""
     reader = _PipeReader(write)
-    with ExitStack() as stack:
+    thread = threading.Thread(target=reader.run, name="lockstep output", daemon=True)
+    thread.start()
+    try:
+        yield Pipes(PipedOutput(folder), reader)
+    finally:
+        reader.stop()
+        thread.join()
+        reader.close()
 
-        def add(local_rank: int) -> None:
-            for stream in (0, 1):
-                path = streams.path(local_rank, stream)
-                os.mkfifo(path, 0o600)
-                # opened for writing too: otherwise the pipe is at its end whenever no other process has it open
-                descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-                stack.callback(os.close, descriptor)
-                reader.add(descriptor, local_rank, stream)
 
-        thread = threading.Thread(target=reader.run, name="lockstep output", daemon=True)
-        thread.start()
-        try:
-            yield add
-        finally:
-            reader.stop()
-            thread.join()
+class Pipes:
+    """The pipes of workers that are started and end while others run."""
+
+    def __init__(self, output: PipedOutput, reader: _PipeReader) -> None:
+        self._output, self._reader = output, reader
+
+    def add(self, local_rank: int) -> None:
+        """Open the pipes of a worker that is about to be started."""
+        for stream in (0, 1):
+            path = self._output.path(local_rank, stream)
+            os.mkfifo(path, 0o600)
+            # opened for writing too: otherwise the pipe is at its end whenever no other process has it open
+            self._reader.add(os.open(path, os.O_RDWR | os.O_NONBLOCK), local_rank, stream)
+
+    def release(self, local_rank: int) -> None:
+        """Let the pipes of a worker that has ended close when no process that it has left behind has them open."""
+        for stream in (0, 1):
+            path = self._output.path(local_rank, stream)
+            # this one is open for reading only
+            self._reader.replace(os.open(path, os.O_RDONLY | os.O_NONBLOCK), local_rank, stream)
+            path.unlink()
 
 
 class _PipeReader:
@@ -341,6 +355,7 @@ class _PipeReader:
         self._write_line = write
         self._selector = selectors.DefaultSelector()
         self._lines: dict[int, tuple[int, int, LineSplitter]] = {}
+        self._replaced: deque[tuple[int, int, int]] = deque()
         self._wake_from, self._wake_to = os.pipe()
         self._selector.register(self._wake_from, selectors.EVENT_READ)
 
@@ -348,13 +363,19 @@ class _PipeReader:
         self._lines[descriptor] = (local_rank, stream, LineSplitter())
         self._selector.register(descriptor, selectors.EVENT_READ)
 
+    def replace(self, descriptor: int, local_rank: int, stream: int) -> None:
+        """Read a stream through another descriptor from now on."""
+        self._replaced.append((descriptor, local_rank, stream))
+        os.write(self._wake_to, b"+")  # the thread does it, which may be reading the one before
+
     def run(self) -> None:
         stopping = False
         while not stopping:
             for key, _ in self._selector.select():  # `add` may register more meanwhile, from another thread
                 if key.fd == self._wake_from:
-                    stopping = True
-                else:
+                    stopping = b"." in os.read(self._wake_from, _READ_BYTES)
+                    self._replace()
+                elif key.fd in self._lines:
                     self._read(key.fd)
         self._finish()
 
@@ -362,25 +383,41 @@ class _PipeReader:
         """Read the remaining data and stop. The writers must have ended."""
         os.write(self._wake_to, b".")
 
+    def _replace(self) -> None:
+        while self._replaced:
+            descriptor, *stream = self._replaced.popleft()
+            before = next(each for each, (*own, _) in self._lines.items() if own == stream)
+            self._lines[descriptor] = self._lines.pop(before)
+            self._selector.unregister(before)
+            os.close(before)
+            self._selector.register(descriptor, selectors.EVENT_READ)
+
     def _read(self, descriptor: int) -> bool:
         try:
             data = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
             return False
         local_rank, stream, lines = self._lines[descriptor]
-        for line in lines.feed(data):
+        for line in lines.feed(data) if data else lines.end():
             self._write_line(local_rank, stream, line)
-        return True
+        if not data:
+            self._selector.unregister(descriptor)
+            del self._lines[descriptor]
+            os.close(descriptor)
+        return bool(data)
 
     def _finish(self) -> None:
-        for descriptor, (local_rank, stream, lines) in self._lines.items():
+        for descriptor, (local_rank, stream, lines) in list(self._lines.items()):
             while self._read(descriptor):
                 pass
-            for line in lines.end():
+            for line in lines.end() if descriptor in self._lines else ():
                 self._write_line(local_rank, stream, line)
+
+    def close(self) -> None:
+        """Close all that is open; the thread has ended."""
         self._selector.close()
-        os.close(self._wake_from)
-        os.close(self._wake_to)
+        for descriptor in (*self._lines, *(replaced[0] for replaced in self._replaced), self._wake_from, self._wake_to):
+            os.close(descriptor)
 
 
 # --- Log files of ranks -----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from .script import Script
 if TYPE_CHECKING:
     from .rendezvous import HostRendezvous
 
-__all__ = ["run_as_node"]
+__all__ = ["failure_of", "next_command", "run_as_node", "send_to_parent"]
 
 
 def run_as_node(script: Script, config: RunConfig, workers: int, problem: str) -> None:
@@ -58,13 +58,13 @@ def run_as_node(script: Script, config: RunConfig, workers: int, problem: str) -
 def _run_for_parent(script: Script, config: RunConfig, workers: int, problem: str) -> None:
     """Execute the commands of the parent launcher, and report to it."""
     connection = environment.variables().get("SSH_CONNECTION", "")
-    _send_to_parent(ParentMessage(ready=describe_host(workers, problem, connection)))
-    command, arguments = _next_command()
+    send_to_parent(ParentMessage(ready=describe_host(workers, problem, connection)))
+    command, arguments = next_command()
     store = None
     if command == "serve":  # only now is it known by which address the other hosts reach this one
         store = serve_job_store(arguments[0], 0, config)
-        _send_to_parent(ParentMessage(port=store.port))
-        command, arguments = _next_command()
+        send_to_parent(ParentMessage(port=store.port))
+        command, arguments = next_command()
     if command != "go":
         return
     now, (address, port, sent_at) = time.time_ns(), arguments
@@ -75,11 +75,11 @@ def _run_for_parent(script: Script, config: RunConfig, workers: int, problem: st
         rendezvous.clock_offset_ns = now - int(sent_at)
         _run(script, replace(config, quiet=True), workers, multiplexer, rendezvous)
     except (LockstepError, KeyboardInterrupt) as error:
-        _send_to_parent(ParentMessage(error=str(error)))
+        send_to_parent(ParentMessage(error=str(error)))
         raise
 
 
-def _next_command() -> tuple[str, list[str]]:
+def next_command() -> tuple[str, list[str]]:
     """Return the parent's next command and its arguments; "" after the end of the connection."""
     command, *arguments = sys.stdin.readline().split() or [""]
     return command, arguments
@@ -97,9 +97,9 @@ def _run(
             raise
         except LockstepError as raised:
             _check_interruption(raised, rendezvous)
-            own, error = _failure(raised, rendezvous), raised
+            own, error = failure_of(raised, rendezvous.clock_offset_ns), raised
         if own is not None and config.as_host:
-            _send_to_parent(ParentMessage(failure=own))
+            send_to_parent(ParentMessage(failure=own))
         first = rendezvous.first_failure(own, FAILURE_GRACE + 2)
     if first is not None:
         if own is None or own.rank != first.rank:  # one host shows the traceback
@@ -125,12 +125,12 @@ def _check_interruption(error: LockstepError, rendezvous: HostRendezvous) -> Non
         raise InterruptedRunError(f"stopped by {name} on {host}: its workers have exited", number)
 
 
-def _failure(error: LockstepError, rendezvous: HostRendezvous) -> HostFailure | None:
+def failure_of(error: LockstepError, clock_offset_ns: int = 0) -> HostFailure | None:
     """Return the failure of a worker; an error that all of this host's workers share counts as the first worker's."""
     cause = error if isinstance(error, WorkerError) else error.__cause__
     if not isinstance(cause, WorkerError):
         return None
-    return HostFailure.from_error(cause, socket.gethostname(), rendezvous.clock_offset_ns)
+    return HostFailure.from_error(cause, socket.gethostname(), clock_offset_ns)
 
 
 def _choose_interface(config: RunConfig, rendezvous: HostRendezvous) -> None:
@@ -153,6 +153,7 @@ def _forward_parent_signals() -> None:
         os.kill(os.getpid(), number)
 
 
-def _send_to_parent(message: ParentMessage) -> None:
+def send_to_parent(message: ParentMessage) -> None:
+    """Report to the parent launcher."""
     with suppress(OSError):  # the parent is gone
         os.write(2, (CONTROL_PREFIX + messages.encode(message) + "\n").encode())

@@ -39,7 +39,12 @@ _NOT_FORWARDED = ("LOCKSTEP_RUN_ID", "LOCKSTEP_ASK_FOR_TIME", "LOCKSTEP_LAUNCHED
 
 
 def assign_workers(config: RunConfig) -> list[Host]:
-    """Return the hosts that take part, each with its number of workers as slots: a host is filled before the next."""
+    """Return the hosts that take part, each with its number of workers as slots: a host is filled before the next.
+
+    In an elastic job all take part, with all their slots.
+    """
+    if config.elastic is not None:
+        return list(config.hosts)
     left = config.workers or sum(host.slots for host in config.hosts)
     assigned = []
     for host in config.hosts:
@@ -82,6 +87,10 @@ def _launcher_command(config: RunConfig, nodes: int, node: int, workers: int) ->
         "-np",
         str(workers),
     ]
+    if config.elastic is not None:
+        start = config.workers or sum(host.slots for host in config.hosts)
+        words += ["--elastic", f"{config.elastic[0]}:{config.elastic[1]}"]
+        words += ["--elastic-start", str(min(start, config.elastic[1]))]
     for option in OPTIONS:
         words += option.words(getattr(config, option.name)) if option.to_hosts else []
     words += ["-m"] if config.module else []

@@ -330,6 +330,7 @@ class RunConfig:
         help="seconds to wait for the other hosts (default: 60)",
     )
     as_host: bool = _option(False, "--as-host")  # set by the launcher of another host
+    elastic_start: int | None = _option(None, "--elastic-start", parse=_integer(1, 120))  # by it, too
     # --- watchdog
     stall_timeout: float | None = _option(
         None, "--stall-timeout", group=WATCHDOG, metavar="S", parse=_positive_seconds, to_hosts=True,
@@ -421,14 +422,15 @@ class RunConfig:
     def _check_elastic(self, least: int, most: int) -> None:
         """Raise ConfigError for options that an elastic job cannot have."""
         given = {
-            "hosts": self.hosts, "nnodes": self.nnodes > 1, "no_watchdog": self.no_watchdog,
+            "no_watchdog": self.no_watchdog,
             "debug_rank": self.debug_rank is not None, "output_dir": self.output_dir is not None,
-            "as_horovod": self.as_horovod, "restarts": self.restarts,
+            "restarts": self.restarts,
         }
         for name, is_given in given.items():
             if is_given:
                 raise ConfigError(name, "not to be given with --elastic", found="both")
-        if self.workers is not None and not least <= self.workers <= most:
+        several = self.nnodes > 1 or self.as_host  # where it is the number on each host
+        if self.workers is not None and not several and not least <= self.workers <= most:
             raise ConfigError("workers", f"a number from {least} to {most}, as --elastic {least}:{most}", self.workers)
 
 

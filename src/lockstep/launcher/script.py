@@ -15,7 +15,10 @@ from .. import watchdog
 from ..errors import ConfigError
 from ..registry import import_object
 
-__all__ = ["Script"]
+__all__ = ["HOROVOD_SETUP", "Script"]
+
+HOROVOD_SETUP = "lockstep.compat.horovod.as_horovod:enter"
+"""What prepares a worker for a Horovod program; in a higher layer, and so imported by the worker on demand."""
 
 
 @dataclass(frozen=True)

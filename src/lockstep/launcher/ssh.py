@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import secrets
 import shlex
 import signal
 import subprocess
@@ -132,11 +133,14 @@ class _RemoteRun:
         variables: Mapping[str, str],
     ) -> None:
         self._config, self._hosts, self._commands, self._variables = config, hosts, commands, variables
+        if config.elastic is not None:
+            self._variables = {"LOCKSTEP_JOB_KEY": secrets.token_hex(16), **variables}
         self._multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=False)
         self._events: queue.Queue[None] = queue.Queue()
         self._launchers: list[_HostLauncher] = []
         self._signals: list[int] = []
         self._disconnected: list[_HostLauncher] = []
+        self._last: _HostLauncher  # of those that ran at the last look
 
     def run(self) -> None:
         """Run to completion; raises the error of the run."""
@@ -230,7 +234,8 @@ class _RemoteRun:
     def _supervise(self) -> None:
         """Forward signals until all launchers have ended."""
         forwarded, deadline = 0, float("inf")
-        while any(launcher.process.poll() is None for launcher in self._launchers):
+        while running := [launcher for launcher in self._launchers if launcher.process.poll() is None]:
+            self._last = running[-1]
             self._wait()
             while forwarded < len(self._signals):
                 for launcher in self._launchers:
@@ -239,7 +244,8 @@ class _RemoteRun:
                 if forwarded > 1:
                     deadline = time.monotonic() + EXIT_GRACE
             self._disconnected = self._disconnected or [each for each in self._launchers if each.is_disconnected]
-            if deadline == float("inf") and any(launcher.has_crashed for launcher in self._launchers):
+            goes_on = self._config.elastic is not None
+            if not goes_on and deadline == float("inf") and any(launcher.has_crashed for launcher in self._launchers):
                 self._disconnect()  # the others may be waiting for its ranks
                 deadline = time.monotonic() + FAILURE_GRACE + EXIT_GRACE
             if time.monotonic() > deadline:
@@ -252,6 +258,7 @@ class _RemoteRun:
     def _disconnect(self) -> None:
         """Close the standard input of all launchers; each then ends its workers."""
         for launcher in self._launchers:
+            launcher.send("end")  # for launchers of elastic jobs, which go on if this one is lost
             with suppress(OSError):
                 assert launcher.process.stdin is not None
                 launcher.process.stdin.close()
@@ -272,6 +279,8 @@ class _RemoteRun:
         """Raise the error of the run, if it failed."""
         first = HostFailure.earliest([each.failure for each in self._launchers if each.failure is not None])
         failed = next((each for each in self._launchers if each.process.returncode and not each.failure), None)
+        if self._config.elastic is not None and self._last.process.returncode == 0 and not self._signals:
+            return
         if self._disconnected and not self._signals:
             names = ", ".join(launcher.host.name for launcher in self._disconnected)
             text = " ".join(" ".join(launcher.last_lines[-3:]) for launcher in self._disconnected).strip()

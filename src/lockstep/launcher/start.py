@@ -15,7 +15,7 @@ from .fork_server import default_workers, prepare_workers
 from .log_multiplexer import LogMultiplexer
 from .remote_command import requested_variables
 from .run_config import RunConfig, check_debug_rank
-from .script import Script
+from .script import HOROVOD_SETUP, Script
 
 __all__ = ["config_for_slurm_task", "start"]
 
@@ -58,8 +58,6 @@ def config_for_slurm_task(config: RunConfig, world: World, variables: Mapping[st
 
 # --- Starting a run ---------------------------------------------------------------------------------------------------
 
-_HOROVOD_SETUP = "lockstep.compat.horovod.as_horovod:enter"  # in a higher layer: imported by the worker on demand
-
 
 def start(config: RunConfig) -> None:
     """Run the program of `config` to completion.
@@ -75,13 +73,13 @@ def start(config: RunConfig) -> None:
         environment.set_defaults({"LOCKSTEP_DISPLAY": str(shutil.get_terminal_size().columns)})
     if not config.hosts:
         environment.set_variables(requested_variables(config, environment.variables()))
-    setup = _HOROVOD_SETUP if config.as_horovod else ""
+    setup = HOROVOD_SETUP if config.as_horovod else ""
     script = Script(config.program[0], config.program[1:], config.module, setup)
     if config.hosts:
         from . import ssh
 
         ssh.run_on_hosts(config)
-    elif config.nnodes > 1 or config.as_host:
+    elif config.nnodes > 1 or config.as_host or (config.elastic is not None and config.master_addr is not None):
         _run_on_several_hosts(script, config)
     else:
         script.check()
@@ -108,11 +106,11 @@ def _run_on_this_host(script: Script, config: RunConfig) -> None:
         workers = config.workers or (config.elastic[0] if config.elastic else default_workers())
         check_debug_rank(config, workers)
         prepare_workers(config, workers)
-        from . import local, rendezvous
+        from . import elastic_host, local, rendezvous
 
     multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
     if config.elastic is not None:
-        local.run_elastic_share(script, config, workers, multiplexer)
+        elastic_host.run_on_one_host(local.elastic_setup(script, config, workers, multiplexer))
         return
     local.run_host_share(script, config, workers, multiplexer, rendezvous.single_host_rendezvous())
 
@@ -122,9 +120,10 @@ def _run_on_several_hosts(script: Script, config: RunConfig) -> None:
     with _loading_pytorch(config):
         workers = config.workers or default_workers()
         problem = _prepare_host(script, config, workers)
-        from . import node
+        from . import elastic_node, node
 
-    node.run_as_node(script, config, workers, problem)
+    module = node if config.elastic is None else elastic_node
+    module.run_as_node(script, config, workers, problem)
 
 
 def _prepare_host(script: Script, config: RunConfig, workers: int) -> str:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +19,14 @@ from ..flight_recorder import layout, open_job
 from ..system.processes import TERM_GRACE_S, is_stopped
 from ..watchdog import jobs
 from ..watchdog import report as reports
+from ..watchdog.diagnosis import ObservationClock
 from ..watchdog.jobs import MessageReader
 from .host_protocol import HostFailure
 from .remote_command import redact_variables
 from .run_config import FAILURE_GRACE, WatchdogOptions
 from .worker_status import StatusFolder, WorkerReport
 
-__all__ = ["WatchdogFiles", "WorkerSupervisor", "program_name"]
+__all__ = ["StoppedWorkers", "WatchdogFiles", "WorkerSupervisor", "program_name"]
 
 
 def program_name(argv: Sequence[str]) -> str:
@@ -50,6 +51,7 @@ class WorkerSupervisor:
         killed_ranks: the ranks that were killed from here, whose exit codes are therefore meaningless.
         checked_at: time of the check before that one, in nanoseconds since the epoch: they were alive then.
         killed: whether the grace period ran out and the remaining workers were killed.
+        informed: the ranks that get no signal from here, because they are told in another way.
     """
 
     folder: StatusFolder
@@ -60,6 +62,7 @@ class WorkerSupervisor:
     dead_ranks: list[int] = field(default_factory=list)
     killed: bool = False
     killed_ranks: set[int] = field(default_factory=set)
+    informed: set[int] = field(default_factory=set)
     checked_at: int = field(default_factory=time.time_ns)
     _signalled: set[int] = field(default_factory=set)
     _deadline: float = float("inf")
@@ -131,7 +134,7 @@ class WorkerSupervisor:
 
     def _forward_signals(self, present: dict[int, int]) -> None:
         if self.signals:
-            for rank in present.keys() - self._signalled:
+            for rank in present.keys() - self._signalled - self.informed:
                 with suppress(ProcessLookupError):
                     os.kill(present[rank], self.signals[0])
                 self._signalled.add(rank)
@@ -142,6 +145,40 @@ class WorkerSupervisor:
             self._deadline = now
         elif self._deadline == float("inf") and (failed or self._stop_requested):
             self._deadline = now + (self.exit_grace if self._stop_requested else FAILURE_GRACE)
+
+
+_STOPPED_POLL_S = 0.25  # less than the clock's longest tick, so that all time counts in which this process runs
+
+
+class StoppedWorkers:
+    """Finds the workers of an elastic job that have been stopped by a signal for as long as a stall may last.
+
+    Only time in which this process has run and another worker was not stopped counts: a whole job may be stopped for a
+    night and continue.
+
+    Args:
+        limit_s: seconds after which a stall is an error.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._clock, self._next = ObservationClock(), 0.0
+
+    def overdue(self, pids: Mapping[int, int], others_run: bool = False) -> list[int]:
+        """Return those of the workers (number → process) that have been stopped for so long.
+
+        Args:
+            pids: the processes of this host's workers.
+            others_run: whether there are workers on other hosts.
+        """
+        if time.monotonic() < self._next:
+            return []
+        self._next = time.monotonic() + _STOPPED_POLL_S
+        self._clock.tick()
+        stopped = [number for number, pid in pids.items() if is_stopped(pid)]
+        if len(stopped) == len(pids) and not others_run:
+            return []
+        return [number for number in stopped if self._clock.observed_s(number) >= self.limit_s]
 
 
 # --- The watchdog's files and messages --------------------------------------------------------------------------------
@@ -212,6 +249,9 @@ class WatchdogFiles:
                 jobs.remove(self.folder.parent)
             self.folder, self._has_folder = None, False
         if before is not None:  # the records of the failed attempt are no longer needed
+            if self.folder is not None:
+                with suppress(OSError):  # it has no events
+                    (before / jobs.EVENTS).rename(self.folder / jobs.EVENTS)
             shutil.rmtree(before, ignore_errors=True)
 
     def _create_folder(self, folder: Path, first_rank: int, workers: int) -> None:
@@ -228,6 +268,12 @@ class WatchdogFiles:
         """Print the watchdog's messages since the last call."""
         for text in self._notes.read() if self._notes is not None else ():
             self.log(f"lockstep: {text}")
+
+    def note(self, text: str) -> None:
+        """Note what has happened in an elastic job, for `lockstep top`."""
+        if self.folder is not None:
+            with suppress(OSError), (self.folder / jobs.EVENTS).open("a") as file:
+                file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def any_recorded(self, ranks: Iterable[int]) -> bool:
         """Return whether any of the global `ranks` has a flight record."""

@@ -9,13 +9,16 @@ import pytest
 
 from support import warm_python
 
-CHAOS = Path(__file__).parents[2] / "support" / "elastic_chaos.py"
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
-@pytest.mark.parametrize(("backend", "count"), [("shm", 36), ("gloo", 24)])
-def test_faults_change_no_bit(backend: str, count: int, tmp_path: Path, warm: None) -> None:
-    words = [CHAOS, count, "--first", 100, "--backend", backend]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHAOS.parents[1])}
+@pytest.mark.parametrize(
+    ("program", "backend", "count"),
+    [("elastic_chaos.py", "shm", 18), ("elastic_chaos.py", "gloo", 12), ("own_loop_chaos.py", "shm", 16)],
+)
+def test_faults_change_no_bit(program: str, backend: str, count: int, tmp_path: Path, warm: None) -> None:
+    words = [SUPPORT / program, count, "--first", 100, "--backend", backend]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT.parent)}
     done = warm_python.run(words, tmp_path, variables, timeout=110.0)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
     assert f"{count} jobs" in done.stdout and " 0 wrong" in done.stdout

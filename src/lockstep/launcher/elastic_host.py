@@ -1,0 +1,718 @@
+"""One host of an elastic job: its launcher runs workers, and takes part in the decision which launcher leads."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from .. import environment, messages
+from ..elastic.control import ControlSocket
+from ..elastic.membership import Change, Events, HostMemory, HostReport, Publish, Up
+from ..elastic.mesh import HostEntry, Knock, Mesh, Refused, Welcome, Wire
+from ..elastic.succession import HostMessage, HostView, Key, Link, Succession
+from ..errors import ConfigError, InterruptedRunError, LockstepError, TransportError, WorkerError
+from ..interruption import collect_signals
+from .elastic_job import (
+    Ask,
+    ElasticJob,
+    Ended,
+    FromWorker,
+    HostMessages,
+    Hosts,
+    JobState,
+    Keep,
+    Kept,
+    Kill,
+    Look,
+    Looked,
+    Over,
+    Replied,
+    Saved,
+    Start,
+    Tell,
+    ToWorker,
+)
+from .elastic_workers import HostSetup, HostWorkers
+from .host_protocol import HostDescription, check_compatible, describe_host
+from .worker_status import WorkerResults, raise_failure
+
+__all__ = ["About", "ElasticHost", "OutsideError", "WireMessage", "run_on_one_host"]
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a host says of itself when it knocks: `node` is the number that it wants; -1 for any."""
+
+    description: HostDescription
+    node: int = -1
+
+
+WireMessage = Wire | HostMessage | HostMessages
+"""All messages between the launchers of two hosts."""
+
+_POLL_S = 0.1
+_TICK_S = 1.0
+_FLUSH_S = 2.0
+
+
+def run_on_one_host(setup: HostSetup) -> None:
+    """Run an elastic job on this host alone, which no other one can join.
+
+    Raises:
+        as `local.run_workers`.
+    """
+    entry = HostEntry(0, socket.gethostname(), "", 0, setup.limits.maximum)
+    try:
+        with ElasticHost.opened(setup, entry) as host:
+            host.found([entry], setup.options.workers)
+            host.run()
+    finally:
+        setup.multiplexer.close()
+
+
+class OutsideError(LockstepError):
+    """The other hosts of an elastic job have gone on without this one, which may join again."""
+
+
+class ElasticHost:
+    """This host, from its start to the end of the job.
+
+    Args:
+        setup: how to run workers.
+        entry: this host.
+        folder: a private directory.
+        selector: of this launcher's loop.
+        mesh: the connections to the other hosts; None for a job on one host.
+
+    Attributes:
+        signals: to this launcher: the first lets this host leave, or ends the job if it is alone.
+        job_signals: to the whole job, which another thread may add to.
+    """
+
+    def __init__(
+        self,
+        setup: HostSetup,
+        entry: HostEntry,
+        folder: Path,
+        selector: selectors.BaseSelector,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self._setup, self._folder, self._selector, self._mesh = setup, folder, selector, mesh
+        self._me, self._name = entry.number, entry.name
+        self._log = setup.multiplexer.write_message
+        self._hosts: dict[int, HostEntry] = {entry.number: entry}
+        self._memory = HostMemory(entry.number)
+        self._kept: list[tuple[int, Publish]] = []  # with the worker that has sent it
+        self._events: Events | None = None
+        self._state = JobState(0)
+        self._job: ElasticJob | None = None
+        self._workers = HostWorkers(setup, folder, selector, self._from_worker)
+        self._control = ControlSocket(str(folder / "control"), self._ask_from_user)
+        selector.register(self._control.listener, selectors.EVENT_READ, self._control.answer)
+        self._replies: dict[int, Callable[[str, bool], None]] = {}
+        self._asked = 0
+        self._own: deque[tuple[int, HostMessages]] = deque()  # messages to this host
+        self._queued: dict[int, deque[HostMessages]] = {}  # by host, while it is open which one leads
+        self._marks: dict[int, int] = {}  # how many of them are in a host's report
+        self._succession = Succession(entry.number, None, -1)
+        self._agreed: HostView | None = None
+        self._broken: set[int] = set()  # hosts whose connection has ended since the last view
+        self._are_stopped = self._wants_to_leave = False
+        self._next_tick = self._next_poll = 0.0
+        self._over: Over | None = None
+        self._checkpoint = ""
+        self._claims: deque[tuple[HostView, Key]] = deque()  # results of claims
+        self._probe = ""
+        self._looked: set[int] = set()
+        self._said = ""
+        self.signals: list[int] = []
+        self.job_signals: list[int] = []
+        self._passed_on = [0, 0]
+        self._to_add: set[int] = set()  # hosts that join
+        self._founding: set[int] = set()  # hosts with which the job begins
+        self._spec = ""
+        if mesh is not None:
+            mesh.on_message, mesh.on_link = self._from_host, self._link_changed
+
+    @classmethod
+    @contextmanager
+    def opened(
+        cls, setup: HostSetup, entry: HostEntry, open_mesh: Callable[[selectors.BaseSelector], Mesh] | None = None
+    ) -> Iterator[ElasticHost]:
+        """A host with its own folder, selector and mesh; all are closed at the end."""
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="lockstep-")))
+            selector = stack.enter_context(selectors.DefaultSelector())
+            mesh = None if open_mesh is None else open_mesh(selector)
+            if mesh is not None:
+                stack.callback(mesh.close)
+            host = cls(setup, entry, folder, selector, mesh)
+            stack.enter_context(collect_signals(host.signals))
+            stack.callback(host._control.close)
+            stack.enter_context(host._workers)
+            yield host
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """The connections to the other hosts."""
+        assert self._mesh is not None
+        return self._mesh
+
+    @property
+    def other_hosts(self) -> list[HostEntry]:
+        """The other hosts that there are or have been."""
+        return [host for number, host in self._hosts.items() if number != self._me]
+
+    def found(self, hosts: Sequence[HostEntry], workers: int, spec: str = "") -> None:
+        """Lead a new job on these hosts, which are all connected.
+
+        Args:
+            hosts: this one and the others.
+            workers: that the job shall have.
+            spec: what other hosts have to run, for those that join later.
+        """
+        self._add_entries(hosts)
+        view = HostView(0, 0, self._me, (self._me,))
+        self._succession = Succession(self._me, view, self._me)
+        self._state = JobState(workers)
+        self._founding = set(self._hosts)
+        self._spec = spec
+        if self._mesh is not None:
+            self._mesh.on_knock = self._let_in
+        for host in hosts:
+            if host.number != self._me:
+                self._send(host.number, Hosts(tuple(self._hosts.values())))
+                self._to_add.add(host.number)
+                self._link_changed(host.number, Link.CONNECTED)
+        self._tick_succession()
+
+    def join(self, connection: Any, welcome: Welcome) -> None:
+        """Take part in a job that has let this host in, by a connection to the host that leads it."""
+        self._spec = welcome.about
+        self._succession = Succession(self._me, None, -1)
+        self._add_entries(welcome.hosts)
+        self.mesh.on_knock = self._let_in
+        self.mesh.adopt(connection, welcome.leader)
+
+    def _add_entries(self, hosts: Iterable[HostEntry]) -> None:
+        self._hosts |= {host.number: host for host in hosts}
+        if self._mesh is not None:
+            self._mesh.add_hosts([host for host in hosts if host.number != self._me])
+
+    def _let_in(self, knock: Knock) -> Welcome | Refused:
+        """Answer a host that wants to join, or only asks what the job is."""
+        leader = self._hosts.get(self._succession.leader)
+        if not self._leads:
+            is_known = leader is not None and leader.number != self._me and self._succession.has_leader
+            return Refused("no launcher of the job leads at the moment; try again", leader if is_known else None)
+        if knock.host.number < -1:
+            return Welcome("", knock.host.number, about=self._spec)
+        problem = self._problem_of(knock)
+        if problem:
+            return Refused(problem)
+        entry = msgspec.structs.replace(knock.host, number=max(self._hosts) + 1)
+        self._add_entries([entry])
+        self._to_add.add(entry.number)
+        for host in self._hosts_in_view():
+            if host != self._me:
+                self._send(host, Hosts((entry,)))
+        return Welcome("", entry.number, self._me, tuple(self._hosts.values()), self._spec)
+
+    def _problem_of(self, knock: Knock) -> str:
+        """Return why a host cannot join; "" if it can."""
+        try:
+            about = messages.decode(knock.about, About)
+            check_compatible([describe_host(0), about.description])
+        except (ConfigError, ValueError) as error:
+            return str(error)
+        return "the job is ending" if self._state.is_ending or self._state.stops else ""
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Take part in the job until it is over.
+
+        Raises:
+            the error of the job.
+        """
+        while self._over is None:
+            self.wait()
+            self._note_ended_workers()
+            self._take_signals()
+            self._tick()
+            self._pump()
+        self._flush()
+        self._workers.end()
+        if self._job is not None:
+            self._end_job(self._job)
+        elif self._over.message:
+            self._raise_over(self._over)
+
+    def wait(self) -> None:
+        """Wait for messages, for a moment at most, and take them."""
+        for key, _ in self._selector.select(_POLL_S):
+            if key.fd in self._selector.get_map():  # it may have been closed by an earlier one
+                key.data()
+        if self._mesh is not None:
+            self._mesh.tick()
+
+    def _flush(self) -> None:
+        """Let the last messages reach the others."""
+        deadline = time.monotonic() + _FLUSH_S
+        while self._mesh is not None and self._mesh.has_unsent and time.monotonic() < deadline:
+            self.wait()
+
+    def _pump(self) -> None:
+        """Handle what there is to handle, until nothing is left."""
+        for _ in range(1000):
+            self._tick_succession()
+            if self._job is not None and self._leads:
+                self._handle_queued()
+                self._job.supervise()
+                self._job.messages()
+                if self._job.is_over and self._over is None:
+                    self._finish(self._job)
+            if not self._own:
+                return
+            while self._own:
+                self._handle(*self._own.popleft())
+
+    @property
+    def _leads(self) -> bool:
+        return self._succession.is_acting and self._succession.agreed == self._agreed
+
+    def _tick(self) -> None:
+        if time.monotonic() < self._next_poll and not (self._state.is_ending or self._state.stops):
+            return
+        self._next_poll = time.monotonic() + _POLL_S / 2
+        self._workers.supervise(self._state, self._memory.members_in_training)
+        checkpoint = self._workers.newest_checkpoint()
+        if checkpoint != self._checkpoint:
+            self._checkpoint = checkpoint
+            self._to_leader(Saved(checkpoint))
+        if self._mesh is not None and time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + _TICK_S
+            self._say_what_it_waits_for()
+            self._succession.tick()
+        if self._workers.is_empty and self._me in self._state.leaving and self._over is None:
+            self._log(f"lockstep: {self._name} has left the job")
+            self._over = Over()
+            self._job = None
+        if self._succession.is_outside and self._over is None:
+            self._workers.end()
+            raise OutsideError(f"the others went on without {self._name}, which joins them again")
+
+    def _note_ended_workers(self) -> None:
+        for end in self._workers.take_ended():
+            self._memory.ended(end.number)
+            self._to_leader(end)
+
+    def _take_signals(self) -> None:
+        for kind, numbers in enumerate((self.signals, self.job_signals)):
+            for number in numbers[self._passed_on[kind] :]:
+                alone = len(self._hosts_in_view()) < 2
+                stops = kind == 1 or alone or number == signal.SIGINT or self._state.stops
+                self._passed_on[kind] += 1
+                if not self._succession.has_leader:
+                    name = signal.Signals(number).name
+                    self._over = Over(f"stopped by {name} while the training was paused; nothing was saved", number)
+                    self._job = None
+                    return
+                self._wants_to_leave = self._wants_to_leave or not stops
+                self._ask("stop" if stops else "leave", number, "", lambda text, accepted: None)
+
+    def _hosts_in_view(self) -> tuple[int, ...]:
+        return self._succession.agreed.hosts if self._succession.agreed is not None else ()
+
+    def _say_what_it_waits_for(self) -> None:
+        """Say once that this side of a cut network does not go on."""
+        names = ", ".join(self._hosts[host].name for host in self._succession.unanswered if host in self._hosts)
+        is_paused = not self._succession.has_leader and names
+        text = f"lockstep: the training is paused on {self._name}, because {names} may go on" if is_paused else ""
+        if text and text != self._said:
+            self._log(text)
+        self._said = text
+        if self._succession.is_superseded and self.mesh.have_ended(self._succession.unanswered):
+            hint = "; `lockstep run --resume` goes on from the newest checkpoint"
+            self._over, self._job = Over(f"the other hosts went on without {self._name}, and have ended{hint}"), None
+
+    # --- who leads ----------------------------------------------------------------------------------------------------
+
+    def _tick_succession(self) -> None:
+        """Send what the succession has to tell, and follow what it has decided."""
+        succession = self._succession
+        if self._mesh is None and self._agreed is not None:
+            return
+        succession.report = _encode_report(self._memory.report())
+        for host, message in succession.take_messages():
+            self.mesh.send(host, message)
+        while (claim := succession.take_claim()) is not None:
+            self._claim(*claim)
+        while self._claims:
+            succession.claimed(*self._claims.popleft())
+        if succession.agreed is not self._agreed and succession.agreed is not None:
+            self._follow_view(succession.agreed)
+        if self._broken - set(self._state.leaving) and not succession.has_leader:
+            self._stop_members()
+
+    def _stop_members(self) -> None:
+        """Let the members on this host leave their group at once: nobody leads, or it is open which hosts go on."""
+        if self._are_stopped:
+            return
+        self._are_stopped = True
+        generation = self._memory.generation + 1
+        for number in self._memory.members_in_training:
+            self._deliver(number, Change(generation))
+
+    def _follow_view(self, view: HostView) -> None:
+        """A view of the hosts is agreed on: lead the job, or follow who does."""
+        before, self._agreed = self._agreed, view
+        were_stopped, self._are_stopped = self._are_stopped, False
+        if view.leader != self._me:
+            self._broken.clear()
+            self._job = None
+            self._queued.clear()
+            self._repeat_requests()
+            return
+        earlier = before.hosts if before is not None else ()
+        new = [host for host in view.hosts if host not in earlier]
+        lost = [host for host in earlier if host not in view.hosts]
+        if self._founding:
+            if self._founding <= set(view.hosts):
+                self._begin(view)
+            return
+        takes_over = self._job is None
+        job = self._job = self._job or self._new_job(view)
+        if takes_over:
+            gone = [
+                f"{self._hosts[host].name} {'has left' if host in self._state.leaving else 'was lost'}; "
+                for host in lost
+            ]
+            job.tell(f"{''.join(gone)}{self._name} coordinates the job now")
+        left = [host for host in lost if host in self._state.leaving and not job.workers_on(host)]
+        for host in lost:
+            job.host_lost(host)
+        is_new_term = before is not None and view.term != before.term
+        if takes_over or were_stopped or self._broken - set(left) or is_new_term:
+            self._resume_job(job)
+        for host in new if not takes_over else ():
+            self._tell_new_host(host)
+            job.host_added(self._hosts[host])
+        self._broken.clear()
+        self._look()
+
+    def _new_job(self, view: HostView) -> ElasticJob:
+        hosts = {host: self._hosts[host] for host in view.hosts if host in self._hosts}
+        return ElasticJob(self._setup.limits, self._state, hosts, self._send, self._log)
+
+    def _begin(self, view: HostView) -> None:
+        """All hosts with which the job begins are there."""
+        self._founding.clear()
+        self._broken.clear()
+        self._job = self._new_job(view)
+
+    def _tell_new_host(self, host: int) -> None:
+        """Send a host that has joined what the others keep."""
+        for number, message in self._kept:
+            self._send(host, Keep(number, message))
+        if self._events is not None:
+            self._send(host, Keep(-1, self._events))
+        if self._memory.view is not None:
+            self._send(host, ToWorker(-1, self._memory.view))
+
+    def _repeat_requests(self) -> None:
+        """Ask who leads now for what has not been answered."""
+        for number, message in self._memory.unanswered:
+            self._to_leader(FromWorker(number, message))
+        if self._wants_to_leave:
+            self._ask("leave", 0, "", lambda text, accepted: None)
+
+    def _resume_job(self, job: ElasticJob) -> None:
+        """Let the coordinator go on with what the hosts of the view have reported."""
+        reports = [_decode_report(text) for host, text in self._succession.reports.items() if host != self._me]
+        while self._own and isinstance(self._own[0][1], FromWorker | Ended):
+            host, message = self._own.popleft()
+            self._queued.setdefault(host, deque()).append(message)
+        for host, marked in {**self._marks, self._me: len(self._queued.get(self._me, ()))}.items():
+            self._drop_reported(job, host, marked)
+        job.resume([self._memory.report(), *reports], self._kept, self._events)
+        self._repeat_requests()
+
+    def _drop_reported(self, job: ElasticJob, host: int, marked: int) -> None:
+        """Drop what a host has sent before its report, which says it already."""
+        queue = self._queued.get(host, deque())
+        reported = [queue.popleft() for _ in range(min(marked, len(queue)))]
+        for message in reversed(reported):
+            if not isinstance(message, FromWorker | Ended):
+                queue.appendleft(message)
+        for message in reported:
+            if isinstance(message, Ended):
+                job.ended(host, message)
+
+    def _claim(self, view: HostView, proposal: Key) -> None:
+        """Claim the succession of a view on the shared storage, in a thread: a server may not answer."""
+
+        def claim() -> None:
+            with suppress(OSError, ValueError):
+                self._claims.append((view, claim_succession(Path(view.claims), view, proposal)))
+
+        threading.Thread(target=claim, name="lockstep claim", daemon=True).start()
+
+    def _link_changed(self, host: int, link: Link) -> None:
+        if link is not Link.CONNECTED and host in self._hosts_in_view():
+            self._broken.add(host)
+        self._succession.report = _encode_report(self._memory.report())
+        self._succession.set_link(host, link)
+        if link is Link.CONNECTED and host in self._to_add:
+            self._to_add.discard(host)
+            self._succession.add(host)
+        if link is Link.ENDED and self._mesh is not None:
+            self._mesh.forget(host)
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _send(self, host: int, message: HostMessages) -> None:
+        if host == self._me:
+            self._own.append((host, message))
+        elif self._mesh is not None:
+            self._mesh.send(host, message)
+
+    def _to_leader(self, message: HostMessages) -> None:
+        self._send(self._succession.leader, message)
+
+    def _from_worker(self, number: int, message: Up) -> None:
+        self._memory.note_up(number, message)
+        self._to_leader(FromWorker(number, message))
+
+    def _from_host(self, host: int, message: HostMessage | HostMessages) -> None:
+        self._own.append((host, message))  # type: ignore[arg-type]
+
+    def _handle(self, host: int, message: Any) -> None:
+        if isinstance(message, HostMessage):
+            self._succession.report = _encode_report(self._memory.report())
+            if type(message).__name__ == "Accept":
+                self._marks[host] = len(self._queued.get(host, ()))
+            self._succession.receive(host, message)
+        elif isinstance(message, FromWorker | Ended | Kept | Saved | Looked | Ask):
+            self._queued.setdefault(host, deque()).append(message)
+        elif host == self._succession.leader or isinstance(message, Over | Hosts):
+            self._obey(message)
+
+    def _handle_queued(self) -> None:
+        """As the leader, handle what the hosts have sent."""
+        job = self._job
+        assert job is not None
+        self._marks.clear()
+        for host, queue in self._queued.items():
+            while queue:
+                message = queue.popleft()
+                match message:
+                    case FromWorker(number, inner):
+                        job.receive(number, inner)
+                    case Ended():
+                        report = message.report
+                        if report is not None and host != self._me:  # what another host has pickled is not read here
+                            report = msgspec.structs.replace(report, pickled="")
+                        job.ended(host, msgspec.structs.replace(message, report=report))
+                    case Kept(worker, request):
+                        job.kept(host, worker, request)
+                    case Saved(path):
+                        job.saved(path)
+                    case Looked(path, found):
+                        self._note_looked(host, path, found)
+                    case Ask():
+                        self._answer(job, host, message)
+        if job.folder and not self._probe:
+            self._look()
+
+    def _answer(self, job: ElasticJob, host: int, request: Ask) -> None:
+        try:
+            reply = Replied(request.request, job.ask(host, request), True)
+        except LockstepError as error:
+            reply = Replied(request.request, str(error), False)
+        self._send(host, reply)
+
+    def _obey(self, message: HostMessages) -> None:
+        match message:
+            case JobState():
+                self._state = message
+            case Start():
+                self._memory.started(message.number, message.joins)
+                self._workers.start(message)
+            case Kill(numbers, gently):
+                self._workers.kill(numbers, gently)
+            case ToWorker(number, inner):
+                self._deliver(number, inner)
+            case Keep(number, kept):
+                self._keep(number, kept)
+            case Hosts(hosts):
+                self._add_entries(hosts)
+            case Tell(text):
+                self._workers.note(text)
+            case Look(path):
+                self._to_leader(Looked(path, Path(path).exists()))
+            case Over():
+                self._over = message
+            case Replied(request, text, accepted):
+                reply = self._replies.pop(request, None)
+                if reply is not None:
+                    reply(text, accepted)
+
+    def _deliver(self, number: int, message: Any) -> None:
+        self._memory.note_down(number, message)
+        if number >= 0:
+            self._workers.send(number, message)
+
+    def _keep(self, worker_number: int, message: Publish | Events) -> None:
+        if isinstance(message, Events):
+            states = message.states or (self._events.states if self._events is not None else None)
+            self._events = Events(message.commit, states)
+        elif (worker_number, message.request) not in [(number, kept.request) for number, kept in self._kept]:
+            self._kept.append((worker_number, message))
+        if message.request >= 0:
+            self._to_leader(Kept(worker_number, message.request))
+
+    # --- shared storage -----------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Find out whether all hosts see the folder of the run, so that the succession can be claimed there."""
+        job = self._job
+        if job is None or not job.folder or self._mesh is None:
+            return
+        self._looked.clear()
+        self._probe = self._probe or str(Path(job.folder) / ".hosts" / f"job-{os.getpid()}-{time.time_ns():x}")
+        with suppress(OSError):
+            Path(self._probe).mkdir(parents=True, exist_ok=True)
+        for host in job.hosts:
+            self._send(host, Look(self._probe))
+
+    def _note_looked(self, host: int, path: str, found: bool) -> None:
+        if path != self._probe or self._job is None:
+            return
+        if found:
+            self._looked.add(host)
+        elif self._succession.agreed is not None and self._succession.agreed.claims:
+            self._succession.set_claims("")
+        if self._looked >= self._job.hosts.keys() and len(self._job.hosts) > 1:
+            self._succession.set_claims(self._probe)
+
+    # --- requests of users --------------------------------------------------------------------------------------------
+
+    def _ask_from_user(self, what: str, number: int, name: str, reply: Callable[[str, bool], None]) -> None:
+        if what == "address":
+            reply(*self._address())
+        elif what in ("resize", "remove"):
+            self._ask(what, number, name, reply)
+        else:
+            reply(f"unknown request {what[:100]!r}", False)
+
+    def _address(self) -> tuple[str, bool]:
+        """Return how another machine joins the job, or why none can."""
+        if self._mesh is None:
+            return "expected a job that was started with -H, --nnodes or --master-addr: this one is on one host", False
+        own, key = self._mesh.own, environment.job_key()
+        return f"{f'LOCKSTEP_JOB_KEY={key} ' * bool(key)}lockstep join {own.address}:{own.port}", True
+
+    def _ask(self, what: str, number: int, name: str, reply: Callable[[str, bool], None]) -> None:
+        self._asked += 1
+        self._replies[self._asked] = reply
+        self._to_leader(Ask(self._asked, what, number, name))
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, job: ElasticJob) -> None:
+        """Tell all hosts that the job is over, and how."""
+        try:
+            self._raise_failure(job)
+            over = Over()
+        except (LockstepError, KeyboardInterrupt) as error:
+            number = error.signal_number if isinstance(error, InterruptedRunError) else 0
+            number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
+            over = Over(str(error) or type(error).__name__, number)
+        agreed = self._succession.agreed
+        for folder in {self._probe, agreed.claims if agreed is not None else ""} - {""}:
+            if self._succession.knows_all:  # a host that is cut off has to find that the others have gone on
+                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # there is that of another job
+                Path(folder).parent.rmdir()
+        for host in job.hosts:
+            self._send(host, over)
+
+    def _end_job(self, job: ElasticJob) -> None:
+        self._raise_failure(job)
+
+    def _raise_failure(self, job: ElasticJob) -> None:
+        if job.restart_failure:
+            raise LockstepError(job.restart_failure)
+        reports = sorted(job.reports.values(), key=lambda report: report.time)
+        workers = len(job.coordinator.view) or job.state.target
+        results = WorkerResults(
+            reports,
+            (),
+            job.codes,
+            list(job.state.stops),
+            self._workers.killed,
+            workers,
+            watchdog_report=self._workers.watchdog_report,
+        )
+        try:
+            raise_failure(results)
+        except LockstepError as error:
+            error.checkpoint = error.checkpoint or job.state.checkpoint or job.state.resume or None
+            failed = error if isinstance(error, WorkerError) else error.__cause__
+            if isinstance(failed, WorkerError):
+                failed.host = failed.host or job.places.get(failed.rank, "")
+            raise
+
+    def _raise_over(self, over: Over) -> None:
+        if over.signal == signal.SIGINT:
+            raise KeyboardInterrupt(over.message)
+        if over.signal:
+            raise InterruptedRunError(over.message, over.signal)
+        raise LockstepError(over.message)
+
+
+def claim_succession(folder: Path, view: HostView, proposal: Key) -> Key:
+    """Claim on shared storage that `proposal` succeeds `view`; returns the proposal that does.
+
+    Raises:
+        OSError: the storage does not answer.
+        ValueError: what is there is damaged.
+    """
+    path = folder / f"after-{'-'.join(map(str, view.key))}.json"
+    draft = folder / f"{path.name}.{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
+    draft.write_text(json.dumps(list(proposal)))
+    try:
+        os.link(draft, path)  # atomic, on NFS as well
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+    term, number, leader = messages.decode(path.read_text(), tuple[int, int, int])
+    return term, number, leader
+
+
+def _encode_report(report: HostReport) -> bytes:
+    return msgspec.msgpack.encode(report)
+
+
+def _decode_report(data: bytes) -> HostReport:
+    try:
+        return msgspec.msgpack.decode(data, type=HostReport)
+    except msgspec.DecodeError as error:
+        raise TransportError(f"another host has sent a damaged report: {error}") from None

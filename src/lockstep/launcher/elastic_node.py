@@ -1,0 +1,388 @@
+"""One host of an elastic job on several: it founds the job or joins it, again when the others go on without it.
+
+A job is found by the address of any of its launchers, and by its key: LOCKSTEP_JOB_KEY, which `lockstep run -H` chooses
+and sends to all hosts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .. import environment, messages
+from ..activity import Activity
+from ..elastic.connection import Connection
+from ..elastic.mesh import HostEntry, Knock, Mesh, Refused, Welcome, knock
+from ..errors import ConfigError, LockstepError
+from ..stores import listen
+from ..system.heartbeat import address_towards
+from .elastic_host import About, ElasticHost, OutsideError, WireMessage
+from .elastic_workers import HostSetup
+from .fork_server import default_workers, prepare_workers, wait_until_loaded
+from .host_protocol import ParentMessage, check_compatible, describe_host
+from .local import elastic_setup
+from .log_multiplexer import LogMultiplexer
+from .node import failure_of, next_command, send_to_parent
+from .rendezvous import interface_with_address
+from .run_config import OPTIONS, RunConfig
+from .script import HOROVOD_SETUP, Script
+
+__all__ = ["JobSpec", "join_job", "join_running_job", "run_as_node"]
+
+_KNOCK_S = 5.0
+_RETRY_S = 0.5
+_LIMIT_S = 3.0  # in which the kernel of another host must answer; a host that is dropped in vain joins again
+ASKS = -2
+"""The number with which a host only asks what the job is."""
+
+
+class JobSpec(msgspec.Struct, frozen=True):
+    """What a host that joins has to run, and where: the program's words, and options as texts."""
+
+    program: tuple[str, ...]
+    options: dict[str, str | bool]
+    folder: str
+    variables: dict[str, str]
+
+    @staticmethod
+    def of(config: RunConfig) -> JobSpec:
+        """Return what other hosts have to run for `config`."""
+        given: dict[str, str | bool] = {"module": config.module} if config.module else {}
+        for option in OPTIONS:
+            words = option.words(getattr(config, option.name)) if option.to_hosts else []
+            if words:
+                given[option.name] = words[1] if len(words) > 1 else True
+        if config.elastic is not None:
+            given["elastic"] = f"{config.elastic[0]}:{config.elastic[1]}"
+        variables = {name: value for name, value in environment.variables().items() if name == "PYTHONPATH"}
+        return JobSpec(config.program, given, str(Path.cwd()), variables)
+
+
+class Listener:
+    """Where this launcher listens for those of other hosts.
+
+    Args:
+        address: of this host, as the others reach it.
+        port: 0 for one that the system chooses.
+        name: of this host.
+
+    Raises:
+        ConfigError: the port is in use.
+    """
+
+    def __init__(self, address: str, port: int = 0, name: str = "") -> None:
+        try:
+            self.socket = listen(address, port, several_hosts=True)
+        except OSError as error:
+            raise ConfigError("master_port", "a port that is free on this host", port, f"{error.strerror}.") from None
+        self.address, self.port = address, int(self.socket.getsockname()[1])
+        self.name = name or socket.gethostname()
+        with suppress(OSError):  # a name of this host
+            found = interface_with_address(address_towards(address))
+            if found is not None:
+                environment.set_defaults({"GLOO_SOCKET_IFNAME": found, "NCCL_SOCKET_IFNAME": found})
+
+    def entry(self, number: int, slots: int) -> HostEntry:
+        """Return this host as the others know it."""
+        return HostEntry(number, self.name, self.address, self.port, slots)
+
+
+# --- `lockstep run` on one of several hosts ---------------------------------------------------------------------------
+
+
+def run_as_node(script: Script, config: RunConfig, workers: int, problem: str) -> None:
+    """Run this host's part of an elastic job, as `lockstep run` was told, or as its parent launcher tells it.
+
+    Args:
+        script: the program.
+        config: of the run.
+        workers: that this host may have.
+        problem: why it cannot run them, or "".
+
+    Raises:
+        LockstepError: this host cannot run them.
+        as `found_job` and `join_job`.
+    """
+    if not config.as_host:
+        if problem:
+            raise LockstepError(problem)
+        multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
+        address = str(config.master_addr)
+        listener = Listener(address, config.master_port) if config.node_rank == 0 else None
+        _run_part(script, config, workers, multiplexer, address, config.master_port, listener, _watch_nothing)
+        return
+    connection = environment.variables().get("SSH_CONNECTION", "")
+    send_to_parent(ParentMessage(ready=describe_host(workers, problem, connection)))
+    command, arguments = next_command()
+    listener = None
+    if command == "serve":  # only now is it known by which address the other hosts reach this one
+        listener = Listener(arguments[0])
+        send_to_parent(ParentMessage(port=listener.port))
+        command, arguments = next_command()
+    if command != "go":
+        return
+    multiplexer = LogMultiplexer((1, 2), colours=False, prefixes=not config.no_prefix, live=True)
+    config = replace(config, quiet=True)
+    try:
+        _run_part(script, config, workers, multiplexer, arguments[0], int(arguments[1]), listener, _watch_parent)
+    except (LockstepError, KeyboardInterrupt) as error:
+        own = failure_of(error) if isinstance(error, LockstepError) else None
+        send_to_parent(ParentMessage(failure=own) if own is not None else ParentMessage(error=str(error)))
+        raise
+
+
+def _run_part(
+    script: Script,
+    config: RunConfig,
+    workers: int,
+    multiplexer: LogMultiplexer,
+    address: str,
+    port: int,
+    listener: Listener | None,
+    watch: Callable[[ElasticHost], None],
+) -> None:
+    setup = elastic_setup(script, config, workers, multiplexer)
+    try:
+        if listener is not None:
+            found_job(config, setup, workers, listener, watch)
+        else:
+            join_job([(address, port)], config, setup, workers, watch, config.start_timeout)
+    finally:
+        multiplexer.close()
+
+
+def _watch_nothing(host: ElasticHost) -> None:
+    pass
+
+
+def _watch_parent(host: ElasticHost) -> None:
+    """Follow the parent launcher; if it or the connection to it is lost, the job goes on without it."""
+    threading.Thread(target=_follow_parent, args=(host,), name="lockstep parent", daemon=True).start()
+
+
+def _follow_parent(host: ElasticHost) -> None:
+    for line in sys.stdin:
+        command, _, number = line.partition(" ")
+        if command == "signal":
+            host.job_signals.append(int(number))
+        elif command.strip() == "end":
+            host.job_signals.extend((signal.SIGTERM, signal.SIGINT))  # the second ends the grace period
+            return
+    _write_to_file()
+
+
+def _write_to_file() -> None:
+    """Write all further output of this launcher into a file: nobody reads it any more."""
+    path = Path(f"lockstep-{socket.gethostname()}-{os.getpid()}.log").absolute()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    os.write(2, f"lockstep: the launcher that started this job is gone; the job goes on ({time.ctime()})\n".encode())
+
+
+# --- Founding a job ---------------------------------------------------------------------------------------------------
+
+
+def found_job(
+    config: RunConfig, setup: HostSetup, slots: int, listener: Listener, watch: Callable[[ElasticHost], None]
+) -> None:
+    """Wait until all hosts of `config` are there, and run the job.
+
+    Args:
+        config: of the run.
+        setup: how to run workers.
+        slots: of this host.
+        listener: where the others knock.
+        watch: called with this host before the job begins.
+
+    Raises:
+        ConfigError: not all hosts joined in time, or are incompatible.
+        as `ElasticHost.run`.
+    """
+    own = listener.entry(0, slots)
+    with _opened(setup, own, listener) as host:
+        watch(host)
+        porter = _Porter(host, config)
+        host.mesh.on_knock = porter.answer
+        others = porter.wait_for(config.nnodes - 1, config.start_timeout)
+        total = config.elastic_start or slots + sum(other.slots for other in others)
+        host.found([own, *others], min(total, setup.limits.maximum), porter.spec)
+        addresses = _take_part(host, setup)
+    if addresses:
+        join_job(addresses, config, setup, slots, watch, math.inf)
+
+
+def _opened(setup: HostSetup, own: HostEntry, listener: Listener) -> Any:
+    def open_mesh(selector: selectors.BaseSelector) -> Mesh:
+        limit_s = min(_LIMIT_S, environment.heartbeat_timeout())
+        return Mesh(own, environment.job_key(), listener.socket.dup(), selector, WireMessage, limit_s)
+
+    return ElasticHost.opened(setup, own, open_mesh)
+
+
+class _Porter:
+    """Lets the hosts in with which a job begins."""
+
+    def __init__(self, host: ElasticHost, config: RunConfig) -> None:
+        self._host, self._config, self._problem = host, config, ""
+        self._others: dict[int, HostEntry] = {}
+        self._own = describe_host(0)
+        self.spec = messages.encode(JobSpec.of(config))
+
+    def answer(self, knock: Knock) -> Welcome | Refused:
+        """Answer a host that wants to take part."""
+        if knock.host.number == ASKS:
+            return Refused("the job has not begun yet")
+        try:
+            about = messages.decode(knock.about, About)
+            check_compatible([self._own, about.description])
+        except ConfigError as error:
+            self._problem = str(error)
+            return Refused(str(error))
+        except ValueError as error:
+            return Refused(f"its description is damaged: {error}")
+        number = about.node if about.node > 0 else max([0, *self._others]) + 1
+        if number in self._others:
+            return Refused(f"expected a number that no other host has, got --node-rank {number}")
+        self._others[number] = msgspec.structs.replace(knock.host, number=number)
+        return Welcome("", number, 0, about=self.spec)
+
+    def wait_for(self, count: int, seconds: float) -> list[HostEntry]:
+        """Wait until so many hosts have joined."""
+        deadline = time.monotonic() + seconds
+        while len(self._others) < count:
+            self._host.wait()
+            if self._problem:
+                raise LockstepError(self._problem)
+            if self._host.signals:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                raise LockstepError(f"of {count + 1} hosts, only {len(self._others) + 1} joined within {seconds:g} s")
+        return list(self._others.values())
+
+
+# --- Joining a job ----------------------------------------------------------------------------------------------------
+
+
+def join_job(
+    addresses: list[tuple[str, int]],
+    config: RunConfig,
+    setup: HostSetup,
+    slots: int,
+    watch: Callable[[ElasticHost], None],
+    seconds: float,
+) -> None:
+    """Join the job of which a launcher listens at one of the addresses, and run this host's part of it.
+
+    When the others go on without this host, because the network between them was cut, it joins again.
+
+    Args:
+        addresses: of any of its launchers.
+        config: of this host; `node_rank` is the number that it wants at the beginning.
+        setup: how to run workers.
+        slots: of this host.
+        watch: called with this host before its part begins.
+        seconds: how long to try at first.
+
+    Raises:
+        ConfigError: nobody answers in time.
+        LockstepError: the job refuses.
+        as `ElasticHost.run`.
+    """
+    node = config.node_rank if config.nnodes > 1 else -1
+    listener = Listener(address_towards(addresses[0][0]))
+    while addresses:
+        about = messages.encode(About(describe_host(slots), node))
+        connection, welcome = _knock_until(addresses, listener.entry(-1, slots), about, seconds)
+        with _opened(setup, listener.entry(welcome.number, slots), listener) as host:
+            watch(host)
+            host.join(connection, welcome)
+            addresses = _take_part(host, setup)
+        node, seconds = -1, math.inf
+
+
+def _knock_until(
+    addresses: list[tuple[str, int]], own: HostEntry, about: str, seconds: float
+) -> tuple[Connection[Any, Any], Welcome]:
+    """Knock at one address after another until one lets this host in."""
+    deadline = time.monotonic() + seconds
+    while True:
+        for address, port in addresses:
+            try:
+                return knock(address, port, environment.job_key(), own, about, WireMessage, _KNOCK_S)
+            except OSError as error:
+                problem = f"{address}:{port}: {error}"
+        if time.monotonic() > deadline:
+            expected = f"a launcher of the job that answers within {seconds:g} s"
+            raise ConfigError("master_addr", expected, found=problem)
+        time.sleep(_RETRY_S)
+
+
+def _take_part(host: ElasticHost, setup: HostSetup) -> list[tuple[str, int]]:
+    """Run this host's part; returns where to join again, if the others have gone on without this host."""
+    try:
+        host.run()
+    except OutsideError as error:
+        setup.multiplexer.write_message(f"lockstep: {error}")
+        return [(each.address, each.port) for each in host.other_hosts]
+    return []
+
+
+def join_running_job(address: str, port: int, workers: int | None) -> None:
+    """Add this machine to a running job, and run its part until the job is over.
+
+    Args:
+        address, port: of any launcher of the job.
+        workers: the most to run here; None for one per GPU, or 1.
+
+    Raises:
+        ConfigError: nobody answers there, or this machine lacks what the job runs.
+        LockstepError: it is no job, has another key, or refuses this machine.
+        as `ElasticHost.run`.
+    """
+    try:
+        spec = _read_spec(address, port, _KNOCK_S)
+    except OSError as error:
+        found = f"{address}:{port}"
+        raise ConfigError("HOST:PORT", "a launcher of a running job", found=found, hint=f"{error}.") from None
+    if not Path(spec.folder).is_dir():
+        raise ConfigError("folder", "the folder of the program at the same path on this machine", found=spec.folder)
+    os.chdir(spec.folder)
+    environment.set_variables(spec.variables)
+    given = {**spec.options, "program": spec.program, "master_addr": address, "master_port": str(port)}
+    config = RunConfig.parse(given)
+    with Activity("lockstep join: loading PyTorch", shown=True):
+        count = workers or default_workers()
+        prepare_workers(config, count)
+        wait_until_loaded(config)
+    script = Script(config.program[0], config.program[1:], config.module, HOROVOD_SETUP * config.as_horovod)
+    script.check()
+    multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
+    _run_part(script, config, count, multiplexer, address, port, None, _watch_nothing)
+
+
+def _read_spec(address: str, port: int, seconds: float) -> JobSpec:
+    """Ask a job what its hosts run.
+
+    Raises:
+        OSError: no launcher answers there.
+        LockstepError: it is no job, or has another key.
+    """
+    asks = HostEntry(ASKS, socket.gethostname(), "", 0, 0)
+    connection, welcome = knock(address, port, environment.job_key(), asks, "", WireMessage, seconds)
+    connection.close()
+    return messages.decode(welcome.about, JobSpec)

@@ -1,0 +1,249 @@
+"""The decisions of an elastic job: events of workers, hosts and users in, messages to the hosts out."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from lockstep.elastic.membership import Arrived, Enter, Hello, Ready
+from lockstep.elastic.mesh import HostEntry
+from lockstep.errors import LockstepError
+from lockstep.launcher import elastic_job
+from lockstep.launcher.elastic_job import Ask, ElasticJob, Ended, JobState, Kill, Limits, Start
+from lockstep.launcher.worker_status import WorkerReport
+
+M = TypeVar("M")
+
+NAMES = ("alpha", "beta", "gamma")
+
+
+class World:
+    """A job on hosts that do at once what they are told, and what it has said."""
+
+    def __init__(self, slots: tuple[int, ...], target: int, minimum: int = 1, maximum: int = 8) -> None:
+        self.sent: list[tuple[int, Any]] = []
+        self.said: list[str] = []
+        hosts = {number: entry(number, count) for number, count in enumerate(slots)}
+        self.job = ElasticJob(Limits(minimum, maximum), JobState(target), hosts, self._send, self.said.append)
+        self.job.supervise()
+
+    def _send(self, host: int, message: object) -> None:
+        self.sent.append((host, message))
+
+    def of(self, kind: type[M]) -> list[tuple[int, M]]:
+        """The messages of a kind that have been sent, with their hosts."""
+        return [(host, message) for host, message in self.sent if isinstance(message, kind)]
+
+    def placed(self) -> dict[int, int]:
+        """The host of each worker that was started."""
+        return {start.number: host for host, start in self.of(Start)}
+
+    def train(self) -> None:
+        """Let all workers become members, and begin the training."""
+        for number in self.placed():
+            for message in (Hello(number), Ready()):
+                self.job.receive(number, message)
+        for number in self.job.coordinator.members:
+            self.job.receive(number, Enter(0, 8))
+        self.job.supervise()
+        self.sent.clear()
+
+    def end(self, number: int, host: int, code: int = -9, report: WorkerReport | None = None) -> None:
+        """A worker's process ends; with code 0 in good order."""
+        self.job.ended(host, Ended(number, code, code == 0, report))
+        self.job.supervise()
+
+    def arrive(self) -> None:
+        """All members arrive for the next view."""
+        for number in self.job.coordinator.members:
+            self.job.receive(number, Arrived(self.job.coordinator.generation, (0, 5, 0)))
+        self.job.supervise()
+
+
+def entry(number: int, slots: int) -> HostEntry:
+    return HostEntry(number, NAMES[number], f"10.0.0.{number}", 1000 + number, slots)
+
+
+def error(number: int) -> WorkerReport:
+    return WorkerReport(number, 1, "ValueError", "on purpose", "Traceback ...")
+
+
+@pytest.mark.parametrize(
+    ("slots", "target", "expected"),
+    [
+        ((2, 2, 2), 6, [0, 0, 1, 1, 2, 2]),
+        ((2, 2, 2), 3, [0, 1, 2]),
+        ((1, 4), 4, [0, 1, 1, 1]),
+        ((3, 1), 2, [0, 0]),
+        ((1, 1), 4, [0, 1]),
+    ],
+)
+def test_the_first_workers_are_on_the_hosts_with_most_free_slots(
+    slots: tuple[int, ...], target: int, expected: list[int]
+) -> None:
+    world = World(slots, target)
+    assert list(world.placed().values()) == expected
+    assert [(start.rank, start.joins) for _, start in world.of(Start)] == [(i, False) for i in range(len(expected))]
+
+
+def test_a_worker_that_was_lost_is_replaced_where_a_slot_is_free() -> None:
+    world = World((1, 1, 3), 3)
+    world.train()
+    world.end(1, host=1)
+    assert [(host, start.number, start.joins) for host, start in world.of(Start)] == [(2, 3, True)]
+    assert world.said == ["lockstep: rank 1 on beta was lost (killed by SIGKILL); 2 workers go on"]
+
+
+def test_a_host_that_was_lost_is_not_replaced_beyond_the_slots_of_the_others() -> None:
+    world = World((2, 2), 3)
+    world.train()
+    world.job.host_lost(1)
+    world.job.coordinator.lost(2)
+    world.job.supervise()
+    assert not world.of(Start)
+    assert world.said == ["lockstep: beta was lost with 1 worker; 2 workers go on"]
+
+
+def test_a_host_that_joins_gets_workers_up_to_its_slots_and_the_most() -> None:
+    world = World((2,), 2, maximum=3)
+    world.train()
+    world.job.host_added(entry(1, 4))
+    world.job.supervise()
+    assert [host for host, _ in world.of(Start)] == [1]
+    assert world.job.state.target == 3
+
+
+def test_a_host_that_is_removed_gets_no_workers_and_its_own_leave() -> None:
+    world = World((2, 2), 4)
+    world.train()
+    assert world.job.ask(0, Ask(1, "remove", host="beta")) == ("beta leaves after the step in progress, with 2 workers")
+    assert world.of(Kill) == [(1, Kill((2, 3), gently=True))]
+    assert (world.job.state.target, world.job.state.leaving) == (2, (1,))
+    world.end(2, host=1, code=0)
+    assert not world.of(Start)
+    with pytest.raises(LockstepError, match="alpha is the job's last host"):
+        world.job.ask(0, Ask(2, "remove", host="alpha"))
+
+
+def test_a_host_cannot_be_removed_below_the_minimum_but_may_leave() -> None:
+    world = World((1, 1), 2, minimum=2)
+    world.train()
+    with pytest.raises(LockstepError, match="expected at least 2 workers, without beta there are 1"):
+        world.job.ask(0, Ask(1, "remove", host="beta"))
+    with pytest.raises(LockstepError, match="expected one of the job's hosts, alpha, beta, got delta"):
+        world.job.ask(0, Ask(2, "remove", host="delta"))
+    assert not world.of(Kill)
+    world.job.ask(1, Ask(3, "leave"))
+    assert world.of(Kill) == [(1, Kill((1,), gently=True))]
+    assert world.job.state.target == 2  # for which it waits
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [(1, "expected 2 to 6 workers"), (7, "expected 2 to 6 workers"), (5, "at most 4 workers, the slots of the hosts")],
+)
+def test_limits_of_resize(workers: int, said: str) -> None:
+    world = World((2, 2), 3, minimum=2, maximum=6)
+    world.train()
+    with pytest.raises(LockstepError, match=said):
+        world.job.ask(0, Ask(1, "resize", workers))
+    assert not world.sent
+
+
+def test_resize_starts_workers_or_lets_the_newest_leave() -> None:
+    world = World((2, 2), 3)
+    world.train()
+    assert world.job.ask(0, Ask(1, "resize", 4)) == "3 workers before, 4 after the step in progress"
+    world.job.supervise()
+    assert [(host, start.number) for host, start in world.of(Start)] == [(1, 3)]
+    world.job.ask(0, Ask(2, "resize", 2))
+    assert sorted(number for _, kill in world.of(Kill) for number in kill.numbers) == [2, 3]
+    assert all(kill.gently for _, kill in world.of(Kill))
+
+
+def test_workers_that_cannot_join_are_not_started_for_ever() -> None:
+    world = World((1, 2), 3)
+    world.train()
+    world.end(2, host=1)
+    for number in (3, 4, 5):
+        assert world.of(Start)[-1][1].number == number
+        world.end(number, host=1, code=7)
+    assert len(world.of(Start)) == 3
+    assert world.said[-1] == "lockstep: no more workers are started, as 3 could not join (exit code 7)"
+    assert world.job.state.target == 2 and not world.job.state.is_ending
+
+
+def test_an_error_ends_the_job_once_with_the_name_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = fake_clock(monkeypatch)
+    world = World((1, 1), 2)
+    world.train()
+    world.end(1, host=1, code=1, report=error(1))
+    assert world.job.state.is_ending and not world.job.is_over and not world.of(Kill)
+    now[0] += 2.0  # time in which others could have raised the same
+    world.job.supervise()
+    world.job.supervise()
+    assert world.of(Kill) == [(0, Kill((0,)))]
+    world.end(0, host=0, code=0)
+    assert world.job.is_over and not world.of(Start)
+    assert list(world.job.reports) == [1] and world.job.places[1] == "beta"
+
+
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    clock: Callable[[], float] = lambda: now[0]  # noqa: E731
+    monkeypatch.setattr(elastic_job.time, "monotonic", clock)
+    return now
+
+
+def test_all_workers_are_started_again_from_the_checkpoint_until_it_is_in_vain() -> None:
+    world = World((1, 1), 2)
+    for attempt in range(1, 5):
+        world.sent.clear()
+        first = world.job.state.first
+        world.job.saved("/run/step-5")
+        for number in (first, first + 1):
+            for message in (Hello(number), Ready(), Enter(0, 8)):
+                world.job.receive(number, message)
+        world.end(first, host=0)
+        world.end(first + 1, host=1)
+        for number, host in world.placed().items():  # started in place of the first one, and killed
+            world.end(number, host, code=0)
+        world.job.supervise()
+        if attempt < 4:
+            starts = [start for _, start in world.of(Start) if start.attempt == attempt]
+            assert [(start.rank, start.joins, start.resume) for start in starts] == [
+                (0, False, "/run/step-5"),
+                (1, False, "/run/step-5"),
+            ]
+    assert world.job.is_over
+    assert world.job.restart_failure.startswith("the workers were started again 3 times without any progress, and then")
+
+
+def test_it_is_said_once_that_members_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = fake_clock(monkeypatch)
+    world = World((1, 1), 2, minimum=2)
+    world.train()
+    world.job.host_lost(1)
+    world.job.coordinator.lost(1)
+    world.arrive()
+    assert world.said == ["lockstep: beta was lost with 1 worker; 1 worker goes on"]
+    for _ in range(3):
+        now[0] += 2.0
+        world.job.supervise()
+    assert len(world.said) == 2
+    assert world.said[1].startswith("lockstep: 1 worker waits for 1 more (beta was lost with 1 worker at ")
+
+
+def test_a_signal_ends_the_job_and_nothing_is_started_any_more() -> None:
+    world = World((1, 1), 2)
+    world.train()
+    world.job.ask(0, Ask(1, "stop", signal.SIGTERM))
+    world.end(1, host=1)
+    assert not world.of(Start) and not world.job.is_over
+    world.end(0, host=0, code=0)
+    assert world.job.is_over
+    with pytest.raises(LockstepError, match="the job is ending"):
+        world.job.ask(0, Ask(2, "resize", 2))

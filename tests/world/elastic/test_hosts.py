@@ -1,0 +1,340 @@
+"""Elastic jobs on several hosts that are killed, cut off or told to leave: network namespaces with a real sshd."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support import warm_python
+from support.hosts import or_skip
+from support.remote_python import remote_python
+from support.sshd import Hosts, make_hosts
+
+DEADLINE = 90.0
+
+PROGRAM = """
+import os, socket, time, torch, lockstep
+from lockstep.callbacks import CSVLog, Callback, Checkpoints
+comm = lockstep.init("cpu")
+print("pid", os.getpid(), "on", socket.gethostname(), flush=True)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randint(0, 3, (48,)))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))
+class Tells(Callback):
+    every_rank = True
+    def on_train_step_end(self, trainer, result):
+        time.sleep(0.02)
+        print("step", result.step, "of", comm.size, flush=True)
+        if comm.rank == 1 and os.path.exists("raise"):
+            raise ValueError("of the program")
+    def on_row(self, trainer, row):
+        if os.path.exists("enough"):
+            trainer.stop("it is enough")
+shared = bool(RUN_DIR)
+trainer = lockstep.Trainer(
+    model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), 12, virtual_workers=3,
+    run_dir=RUN_DIR or None, callbacks=[Tells(), *([CSVLog(), Checkpoints()] if shared else [])],
+)
+trainer.fit(data, EPOCHS, validate=data)
+if comm.rank == 0:
+    print("fingerprint", len(trainer.history), lockstep.fingerprint(model, trainer.optimizer), flush=True)
+"""
+
+
+def write(folder: Path, epochs: int, shared: bool) -> Path:
+    program = folder / "program.py"
+    run_dir = str(folder / "run") if shared else ""
+    program.write_text(PROGRAM.replace("RUN_DIR", repr(run_dir)).replace("EPOCHS", str(epochs)))
+    return program
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory, warm: None) -> Iterator[Path]:
+    """The Python of the hosts."""
+    with remote_python(tmp_path_factory.mktemp("python")) as program:
+        yield program
+
+
+@pytest.fixture(scope="module")
+def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Alpha, beta and gamma."""
+    with or_skip(make_hosts(3, tmp_path_factory.mktemp("hosts"))) as found:
+        yield found
+
+
+@pytest.fixture
+def hosts(three_hosts: Hosts, python: Path) -> Iterator[Hosts]:
+    """The hosts, on which the test leaves no processes, and no folders but those of hosts that were killed."""
+    before = folders()
+    three_hosts.killed.clear()
+    yield three_hosts
+    try:
+        wait_until(
+            lambda: not left(three_hosts) and len(folders() - before) <= len(three_hosts.killed),
+            lambda: f"{left(three_hosts)} {folders() - before}",
+        )
+    finally:
+        for name in three_hosts.namespaces:
+            three_hosts.link(name, "up")
+            three_hosts.kill(name)
+
+
+def left(hosts: Hosts) -> list[str]:
+    return [f"{name}: {program}" for name in hosts.namespaces for program in hosts.programs(name)]
+
+
+def folders() -> set[str]:
+    """The names of jobs' private folders, with their sockets and what workers share."""
+    return {path.name for path in (*Path("/tmp").glob("lockstep-*"), *Path("/dev/shm").glob("lockstep*/*"))}
+
+
+def wait_until(is_done: object, describe: object) -> None:
+    assert callable(is_done) and callable(describe)
+    deadline = time.monotonic() + DEADLINE
+    while not is_done():
+        assert time.monotonic() < deadline, describe()
+        time.sleep(0.02)
+
+
+@dataclass
+class Job:
+    """A launcher that was typed in, and what it and those that go on without it have written."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    name: str
+
+    def out(self) -> str:
+        """Standard output, and the files of launchers that go on without the typed one."""
+        return self._read(f"out-{self.name}") + "".join(path.read_text() for path in self.folder.glob("lockstep-*.log"))
+
+    def err(self) -> str:
+        return self._read(f"err-{self.name}")
+
+    def _read(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def wait_for(self, pattern: str, since: int = 0) -> str:
+        """Wait until a line that it writes has `pattern`, after the first `since` characters."""
+        wait_until(lambda: re.search(pattern, self.out()[since:]), lambda: f"no {pattern!r}:\n{self}")
+        return self.out()
+
+    def wait_for_error(self, text: str) -> None:
+        """Wait until it has written `text` to standard error."""
+        wait_until(lambda: text in self.err(), lambda: f"no {text!r}:\n{self}")
+
+    def end(self) -> int:
+        """Wait for its end; returns the exit code."""
+        wait_until(lambda: self.process.poll() is not None, lambda: f"it does not end:\n{self}")
+        return self.process.returncode
+
+    def __str__(self) -> str:
+        return f"{self.out()[-3000:]}\n--- err\n{self.err()[-3000:]}"
+
+
+Start = Callable[..., AbstractContextManager[Job]]
+
+
+@pytest.fixture
+def start(hosts: Hosts, python: Path, tmp_path: Path) -> Start:
+    """Starts `lockstep run --elastic` with the given words, on the host `on` or on this one."""
+
+    @contextmanager
+    def started(*words: object, on: str = "") -> Iterator[Job]:
+        command = [*(hosts.inside(on) if on else ()), str(python), "-m", "lockstep", "run", "--elastic"]
+        command += map(str, (words[0], "--remote-python", python, *words[1:]))
+        variables = {**os.environ, "PATH": hosts.path, "OMP_NUM_THREADS": "1"}
+        name = on or "typed"
+        with (
+            (tmp_path / f"out-{name}").open("wb") as out,
+            (tmp_path / f"err-{name}").open("wb") as err,
+            subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=out, stderr=err) as process,
+        ):
+            try:
+                yield Job(process, tmp_path, name)
+            finally:
+                process.kill()
+
+    return started
+
+
+def assert_undisturbed(job: Job, shared: bool) -> None:
+    """The training has ended once, as one worker alone would have done it."""
+    found = re.findall(r"fingerprint (\d+) (\w+)", job.out())
+    assert len(found) == 1, job
+    epochs, fingerprint = found[0]
+    alone = job.folder / "alone"
+    alone.mkdir()
+    program = write(alone, int(epochs), shared)
+    done = warm_python.run([program], alone, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert f"fingerprint {epochs} {fingerprint}\n" in done.stdout, done.stdout + done.stderr
+    if shared:
+        assert rows(job.folder / "run") == rows(alone / "run")
+
+
+def rows(folder: Path) -> list[list[str]]:
+    """The lines of metrics.csv without what depends on the clock."""
+    lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
+    timed = [number for number, name in enumerate(lines[0]) if name in ("seconds", "samples_per_second")]
+    return [[value for number, value in enumerate(line) if number not in timed] for line in lines]
+
+
+def enough(folder: Path) -> None:
+    """Let the training end with the epoch in progress."""
+    (folder / "enough").touch()
+
+
+@contextmanager
+def by_hand(hosts: Hosts, start: Start, program: Path) -> Iterator[tuple[Job, Job]]:
+    """The launchers of a job with a worker each, typed in on alpha and on beta."""
+    words = ("1:2", "--nnodes", 2, "--master-addr", hosts.addresses["alpha"], "-np", 1)
+    with (
+        start(*words, "--node-rank", 1, program, on="beta") as other,
+        start(*words, "--node-rank", 0, program, on="alpha") as first,
+    ):
+        yield first, other
+
+
+def launcher(hosts: Hosts, name: str) -> psutil.Process:
+    """The launcher on a host."""
+    for program in hosts.programs(name):
+        words, parent = program.cmdline(), program.parent()
+        if "lockstep" in words and (parent is None or "lockstep" not in parent.cmdline()):
+            return program
+    raise AssertionError(left(hosts))
+
+
+def test_hosts_are_killed_one_after_another_the_first_with_the_typed_launcher(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    program = write(tmp_path, 1000, shared=True)
+    with start("1:3", "-H", "alpha,beta,gamma", "-np", 3, program, on="alpha") as job:
+        job.wait_for(r"step 4 of 3")
+        hosts.kill("alpha")
+        job.wait_for(r"step \d+ of 2")
+        hosts.kill("beta")
+        seen = job.wait_for(r"step \d+ of 1")
+        enough(tmp_path)
+        job.wait_for("fingerprint")
+        wait_until(lambda: not left(hosts), lambda: left(hosts))
+    assert_undisturbed(job, shared=True)
+    assert "alpha was lost" in seen and "beta was lost" in seen
+
+
+def test_the_majority_goes_on_without_a_host_that_is_cut_off_and_joins_again(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    program = write(tmp_path, 1000, shared=False)
+    with start("1:3", "-H", "alpha,beta,gamma", "-np", 3, program) as job:
+        job.wait_for(r"step 4 of 3")
+        hosts.link("gamma", "down")
+        job.wait_for(r"step \d+ of 2")
+        hosts.link("gamma", "up")
+        seen = job.wait_for(r"(?s) of 2.* of 3")
+        hosts.kill("alpha")
+        job.wait_for(r"step \d+ of 2", since=len(seen))
+        enough(tmp_path)
+        assert job.end() == 0, job
+    assert_undisturbed(job, shared=False)
+    assert "the others went on without gamma, which joins them again" in job.err()
+    assert "gamma joined the job" in job.err()
+
+
+def test_one_of_two_hosts_goes_on_by_a_claim_on_shared_storage(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+    program = write(tmp_path, 1000, shared=True)
+    with start("1:2", "-H", "alpha,beta", "-np", 2, program) as job:
+        job.wait_for(r"step 8 of 2")
+        seen = len(job.out())
+        hosts.link("beta", "down")
+        wait_until(lambda: len(set(claims(tmp_path))) == 1, lambda: f"no claim:\n{job}")
+        history = (tmp_path / "run" / "metrics.csv").read_text()
+        wait_until(lambda: (tmp_path / "run" / "metrics.csv").read_text() > history, lambda: f"no rows:\n{job}")
+        hosts.link("beta", "up")
+        job.wait_for(r"(?s)step \d+ of 1.* of 2", since=seen)
+        enough(tmp_path)
+        assert job.end() == 0, job
+    assert_undisturbed(job, shared=True)
+    assert re.search("the others went on without (alpha|beta), which joins them again", job.err())
+
+
+def claims(folder: Path) -> list[Path]:
+    """The claims to go on without the other hosts."""
+    return list((folder / "run" / ".hosts").glob("job-*/after-*.json"))
+
+
+def test_two_hosts_without_shared_storage_wait_for_each_other(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+    program = write(tmp_path, 1000, shared=False)
+    with by_hand(hosts, start, program) as (first, other):
+        first.wait_for(r"step 4 of 2")
+        hosts.link("beta", "down")
+        first.wait_for_error("the training is paused on alpha, because beta may go on")
+        other.wait_for_error("the training is paused on beta, because alpha may go on")
+        seen = len(first.out())
+        hosts.link("beta", "up")
+        first.wait_for(r"step \d+ of 2", since=seen)
+        enough(tmp_path)
+        assert (first.end(), other.end()) == (0, 0), f"{first}\n{other}"
+    assert_undisturbed(first, shared=False)
+    assert "of 1\n" not in first.out() + other.out()
+
+
+def test_a_host_is_told_to_leave_and_then_the_job_to_end(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+    program = write(tmp_path, 1000, shared=True)
+    with start("1:2", "-H", "alpha,beta", "-np", 2, program) as job:
+        job.wait_for(r"step 4 of 2")
+        launcher(hosts, "beta").terminate()
+        job.wait_for(r"step \d+ of 1")
+        wait_until(lambda: not hosts.programs("beta"), lambda: left(hosts))
+        seen = job.out()
+        job.wait_for(r"step \d+ of 1", since=len(seen))
+        job.process.terminate()
+        assert job.end() == 143, job
+    err = job.err()
+    assert "rank 1 has left; 1 worker goes on" in err
+    assert "lost" not in err and "Traceback" not in err
+    assert re.search("stopped by SIGTERM after step .* saved .*/run/checkpoints/step-", err.splitlines()[-1]), err
+
+
+def test_all_workers_start_again_and_then_an_error_of_the_program_ends_the_job(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    program = write(tmp_path, 1000, shared=True)
+    with start("1:2", "-H", "alpha,beta", "-np", 2, program) as job:
+        seen = job.wait_for(r"step 8 of 2")  # two epochs, and a checkpoint
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", seen)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none goes on without the other
+            for pid in pids:
+                os.kill(pid, number)
+        job.wait_for(r"step \d+ of 2", since=len(job.out()))
+        (tmp_path / "raise").touch()
+        assert job.end() == 1, job
+    err, out = job.err(), job.out()
+    assert err.count("all workers are started again, from the checkpoint") == 1, err
+    assert int(re.findall(r"step (\d+) of", out[len(seen) :])[-1]) > 3
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert re.findall("rank . on .*", err)[-1:] == ["rank 1 on beta: ValueError: of the program"], err
+    assert err.count("\nValueError: of the program\n") == 1, err
+
+
+def test_the_first_of_two_launchers_started_by_hand_leaves(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+    program = write(tmp_path, 1000, shared=True)
+    with by_hand(hosts, start, program) as (first, other):
+        first.wait_for(r"step 4 of 2")
+        first.process.terminate()
+        other.wait_for(r"step \d+ of 1")
+        assert first.end() == 0, first
+        enough(tmp_path)
+        assert other.end() == 0, other
+    assert_undisturbed(other, shared=True)
+    assert "lost" not in first.err() + other.err()
+    assert "alpha has left; beta coordinates the job now" in other.err()
