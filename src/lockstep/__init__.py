@@ -22,7 +22,7 @@ from .errors import (
 from .transports.backend import register
 
 if TYPE_CHECKING:
-    from . import callbacks, data, invariance, models, replicas
+    from . import callbacks, data, elastic, invariance, models, replicas
     from .communicator import Communicator, init, synchronize
     from .compilation import export
     from .data.loader import Loader
@@ -60,6 +60,7 @@ __all__ = [
     "callbacks",
     "compat",
     "data",
+    "elastic",
     "evaluate",
     "export",
     "fingerprint",
@@ -89,6 +90,7 @@ _LAZY = {
     "callbacks": "callbacks",
     "compat": "compat",
     "data": "data",
+    "elastic": "elastic",
     "evaluate": "training.evaluate:evaluate",
     "export": "compilation:export",
     "fingerprint": "invariance.fingerprints:fingerprint",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,19 +18,29 @@ from torch.distributed import distributed_c10d as c10d
 
 from .. import watchdog
 from ..elastic.client import GenerationStore, MembershipClient
-from ..elastic.membership import View
+from ..elastic.membership import Commit, View
 from ..environment import ElasticWorker
-from ..errors import ConfigError, MembershipChangedError, TransportError
+from ..errors import ConfigError, DesyncError, MembershipChangedError, RankLostError, StallError, TransportError
 from ..topology import World
+from ..watchdog.error_delivery import is_transport_error
 from .communicator import Communicator
 from .groups import world_among
 
-__all__ = ["ElasticCommunicator"]
+__all__ = ["ElasticCommunicator", "failure_reason"]
 
 T = TypeVar("T")
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined,misc,assignment"
+
+
+def failure_reason(error: RuntimeError) -> str:
+    """Return why a group has failed, or raise `error` if it is none that others can go on after."""
+    # "shm" raises a RankLostError without a report, which may come before the membership's message
+    is_report = isinstance(error, RankLostError) and bool(error.report_json)  # of the watchdog
+    if is_report or isinstance(error, DesyncError | StallError) or not is_transport_error(error):
+        raise error
+    return str(error)
 
 
 class ElasticCommunicator(Communicator):
@@ -41,10 +53,12 @@ class ElasticCommunicator(Communicator):
         client: this worker's side of the membership.
         is_joining: whether this worker has not been in a group yet.
         keeps_values: whether what rank 0 sends is kept for workers that join later.
+        trainings: the number of trainings that the program has begun.
     """
 
     client: MembershipClient
-    keeps_values: bool
+    keeps_values: bool = False  # as in communicators made from this one, which are no members of the job
+    trainings: int = 0
 
     @classmethod
     def join(cls, worker: ElasticWorker, world: World, device: torch.device, backend: str) -> ElasticCommunicator:
@@ -60,6 +74,7 @@ class ElasticCommunicator(Communicator):
         self._backend, self.is_joining, self.keeps_values = backend, worker.joins, True
         self._replayed = 0
         self._store: GenerationStore | None = None
+        self._hooks = sys.excepthook, sys.excepthook
         self.client = MembershipClient(worker.socket, worker.number, self._interrupt)
         if not worker.joins:
             view = self.client.join()
@@ -84,6 +99,29 @@ class ElasticCommunicator(Communicator):
         self.is_joining = False
         return view
 
+    def regroup_until(
+        self, commit: Callable[[], Commit], adapt: Callable[[View], None], reason: str = "", at_boundary: bool = False
+    ) -> None:
+        """Take part in the next view, again and again until its group is complete and `adapt` has returned.
+
+        Args:
+            commit: returns the position of this worker's last complete step.
+            adapt: gives all members the same state.
+            reason: why the group has failed, if it has.
+            at_boundary: whether all members have agreed to regroup here.
+
+        Raises:
+            WorkerLeft: this worker leaves the job, or the job ends.
+        """
+        joins = self.is_joining
+        while True:
+            view_of = partial(self.client.regroup, commit(), reason, at_boundary)
+            try:
+                adapt(self.regroup(self.client.join if joins else view_of))
+                return
+            except RuntimeError as error:
+                reason, at_boundary, joins = failure_reason(error), False, False
+
     def _form(self, view: View) -> None:
         rank = view.members.index(self.client.number)
         world = world_among(view.hosts, rank, "elastic")
@@ -97,10 +135,12 @@ class ElasticCommunicator(Communicator):
         c10d._world.group_count = 0
         self._store = GenerationStore(self.client, view.generation)
         gpu = self.device if self.device.type == "cuda" else None
+        before = sys.excepthook
         with _interruptible_gloo(self.client):
             dist.init_process_group(
                 self._backend, store=self._store, rank=rank, world_size=len(view.members), device_id=gpu
             )
+        self._hooks = before, sys.excepthook
         return cast(dist.ProcessGroup, dist.group.WORLD)
 
     def _interrupt(self) -> None:
@@ -119,6 +159,9 @@ class ElasticCommunicator(Communicator):
             dist.destroy_process_group()
         _drop_later(held)
         self._store = None
+        before, own = self._hooks
+        if sys.excepthook is own:  # else each group adds one of torch's to those that an exception passes through
+            sys.excepthook = before
 
     # --- what came before this worker ---------------------------------------------------------------------------------
 

@@ -101,22 +101,36 @@ def release(run_dir: Path) -> None:
         (run_dir / "checkpoints").rmdir()
 
 
+_RETRY_S = 0.05
+
+
 class RunLock:
     """A lock on a run directory while a process trains there; it ends with the process.
 
     Args:
         run_dir: the run directory, which exists.
+        patience_s: seconds after which the lock is taken from who holds it: in an elastic job the worker that wrote
+            before may be on a host that is cut off, and only one side of a cut network goes on.
 
     Raises:
         ConfigError: if another process holds it, naming its host and process.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, patience_s: float | None = None) -> None:
         self._path, self._run_dir = run_dir / ".lock", run_dir
         self._descriptor: int | None = None
+        deadline = time.monotonic() + (patience_s or 0.0)
         try:
-            while not self._acquire():
-                pass
+            while True:
+                try:
+                    if self._acquire():
+                        return
+                except ConfigError:
+                    if patience_s is None:
+                        raise
+                    if time.monotonic() > deadline:
+                        self._path.unlink(missing_ok=True)  # its holder keeps the lock of a file that has no name
+                    time.sleep(_RETRY_S)
         except OSError:  # a file system without locks; two runs at once are then the user's affair
             self.release()
 
@@ -147,7 +161,8 @@ class RunLock:
         """Release the lock, and remove its file."""
         if self._descriptor is not None:
             with suppress(OSError):
-                self._path.unlink()
+                if os.fstat(self._descriptor).st_ino == self._path.stat().st_ino:
+                    self._path.unlink()
             self._close()
 
     def _close(self) -> None:

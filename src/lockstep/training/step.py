@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Protocol
@@ -399,6 +399,7 @@ class TrainStep:
         self.precision = Precision(precision, self.comm.device)
         self._max_grad_norm, self._seed = max_grad_norm, seed
         self.steps_done = 0
+        self.replacement: Callable[[Batch], StepResult] | None = None  # of `run`, see `lockstep.elastic.steps`
         self.strategy.check(optimizer, precision)
         self._prepare()
         loss = LossSum(loss_fn, self.comm.device)
@@ -443,6 +444,10 @@ class TrainStep:
             ConfigError: if output, labels and loss do not fit, or a batch norm gets a single value; at the first step
                 also on every worker, before the update, if the loss is not a mean over samples.
         """
+        return self.run_once(batch, stop, regroup) if self.replacement is None else self.replacement(batch)
+
+    def run_once(self, batch: Batch, stop: bool = False, regroup: bool = False) -> StepResult:
+        """See `run`; in an elastic job, an attempt that the loss of a worker may end."""
         with self.strategy.deterministic():
             return self._run(batch, STOP * stop + REGROUP * regroup)
 

@@ -45,6 +45,8 @@ __all__ = ["StepOptions", "Trainer"]
 
 _log = logging.getLogger(__name__)
 
+_LOCK_PATIENCE_S = 3.0
+
 
 class Trainer:
     """Trains a model on all workers of the job. A trainer is one run, with any number of calls of `fit`.
@@ -126,7 +128,7 @@ class Trainer:
         self.checkpoint_manager = CheckpointManager(self.state, self.run_dir, keep_checkpoints, async_save)
         self.modes = TrainingModes(model)
         self.steps_in_flight = self._new_steps_in_flight()
-        self._begun, self._fits = False, 0
+        self._begun = False
         self._dataloaders_warned_of: set[tuple[str, int | None]] = set()  # (argument, batch size): once each
         self._run_lock: run_directory.RunLock | None = None  # on rank 0, while `fit` runs
         self.numbers_run_dir = True  # whether a run beside an earlier one gets a directory of its own
@@ -190,13 +192,13 @@ class Trainer:
             check_validate_every(validate_every, held_out is not None)
             results = None if held_out is None else self._evaluation.names
             self._callbacks.check(results, self._evaluation.may_be_several, self.run_dir is not None)
-            opened.callback(self._unlock_run_directory)
+            opened.callback(self.leave_run_directory)
             preparing = Activity("lockstep: preparing the run", shown=self._callbacks.shows_progress)
             with preparing, flight_recorder.in_method("Trainer.fit"):
                 self._begin(loader, epochs, max_steps, resume)
             opened.callback(self._release_run_directory)
             if self._elastic is not None and (rows := self._elastic.earlier_result()) is not None:
-                self._fits += 1
+                self._elastic.trainings += 1
                 return cast("list[Row]", rows)
             with StopSignals() as signals, self.step.strategy.deterministic():
                 self._loop = self._make_loop(signals)
@@ -212,13 +214,19 @@ class Trainer:
         if self._elastic is None or not isinstance(self._callbacks, ElasticCallbacks):
             return Loop(self, self._callbacks, signals)
         most = min(self.global_batch_size, self.step.strategy.virtual_workers or self.global_batch_size)
-        self._fits += 1
-        return ElasticLoop(self, self._callbacks, signals, self._elastic, self._fits - 1, most)
+        number, self._elastic.trainings = self._elastic.trainings, self._elastic.trainings + 1
+        return ElasticLoop(self, self._callbacks, signals, self._elastic, number, most)
 
     def hold_run_directory(self) -> None:
         """Lock the run directory on rank 0 of an elastic job, which may be another worker than before."""
         if self.run_dir is not None and self.comm.rank == 0 and self._run_lock is None:
-            self._run_lock = run_directory.RunLock(self.run_dir)
+            self._run_lock = run_directory.RunLock(self.run_dir, _LOCK_PATIENCE_S)
+
+    def leave_run_directory(self) -> None:
+        """Unlock the run directory: at the end, and before the workers of an elastic job regroup."""
+        if self._run_lock is not None:
+            self._run_lock.release()
+            self._run_lock = None
 
     def _requested_resume(self) -> str | None:
         """Return what LOCKSTEP_RESUME requests, if it is for this trainer's run directory."""
@@ -309,11 +317,6 @@ class Trainer:
     def _release_run_directory(self) -> None:
         if self.run_dir is not None and self.comm.rank == 0:
             run_directory.release(self.run_dir)
-
-    def _unlock_run_directory(self) -> None:
-        if self._run_lock is not None:
-            self._run_lock.release()
-            self._run_lock = None
 
     @property
     def done(self) -> bool:

@@ -9,8 +9,12 @@ import pytest
 
 from lockstep.compat.horovod.common.elastic import HostUpdateResult, ObjectState, run_fn
 from lockstep.compat.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from lockstep.compat.horovod.engine import regrouping
+from lockstep.compat.horovod.engine.regrouping import ElasticTraining, current_training
 from lockstep.compat.horovod.torch.elastic import sampler as sampler_module
 from lockstep.compat.horovod.torch.elastic.sampler import ElasticSampler
+from lockstep.elastic.membership import View
+from lockstep.errors import InterruptedRunError, LockstepError
 
 
 def state(**values: Any) -> ObjectState:
@@ -149,6 +153,137 @@ def test_where_the_job_cannot_be_made_anew_the_failure_is_raised() -> None:
 
     with pytest.raises(HorovodInternalError, match=r"first\. The job cannot continue .*: no way"):
         run([HorovodInternalError("first")], reset=reset)
+
+
+# --- in an elastic job --------------------------------------------------------------------------------------
+
+
+class Client:
+    """A membership that does what a test tells it."""
+
+    def __init__(self) -> None:
+        self.members: tuple[int, ...] = (0, 1)
+        self.wants_to_regroup = self.leaving = False
+        self.stop_signal = 0
+        self.completes = [True]
+        self.calls: list[Any] = []
+
+    def enter(self, fit: int, most: int) -> None:
+        self.calls.append(("enter", fit))
+
+    def complete(self) -> bool:
+        self.calls.append("complete")
+        return self.completes.pop(0)
+
+    def leave(self) -> None:
+        self.leaving = True
+
+
+class Job:
+    """Stands in for the communicator of an elastic job."""
+
+    def __init__(self, kept: Noted, views: list[View]) -> None:
+        self.client, self.trainings, self.kept, self.views = Client(), 0, kept, views
+        self.commits: list[Any] = []
+
+    def regroup_until(self, commit: Any, adapt: Any, reason: str = "", at_boundary: bool = False) -> None:
+        self.commits.append(commit())
+        self.kept.calls.append("boundary" if at_boundary else f"regroup after {reason}")
+        view = self.views.pop(0)
+        self.client.members, self.client.wants_to_regroup = tuple(view.members), False
+        adapt(view)
+
+
+def view(*members: int) -> View:
+    return View(1, members, (0,) * len(members), ((0, 1),) * len(members), members[0])
+
+
+def run_elastic(
+    errors: list[Exception | str], views: list[View], commit: bool = True, **client: Any
+) -> tuple[list[str], Job]:
+    """The calls of a training in an elastic job; see `run`. A text is what the job wants at the next commit."""
+    kept = Noted()
+    job: Any = Job(kept, views)
+    vars(job.client).update(client)
+
+    def train(kept: Noted) -> str:
+        kept.calls.append("train")
+        kept.step += 1
+        if commit:
+            kept.commit()
+        if errors:
+            error = errors.pop(0)
+            if isinstance(error, Exception):
+                raise error
+            setattr(job.client, error, 15)
+            kept.check_host_updates()
+        return "result"
+
+    def elastic() -> ElasticTraining:
+        return ElasticTraining(job, lambda: kept.calls.append("stop"), lambda: kept.calls.append("start"))
+
+    try:
+        assert run_fn(train, lambda: None, elastic)(kept) == "result"
+    finally:
+        assert current_training() is None
+    return kept.calls, job
+
+
+GONE = ["restore", "stop", "regroup after lost", "stop", "start", "reset", "callback", "sync", "train"]
+
+
+def test_in_an_elastic_job_the_ranks_that_are_left_regroup() -> None:
+    calls, job = run_elastic([HorovodInternalError("lost")], [view(1)])
+    assert calls == ["sync", "train", *GONE]
+    assert job.client.calls == [("enter", 0), "complete"]
+    assert job.commits == [(0, 1)]
+
+
+def test_losses_at_the_same_commit_are_no_error_that_repeats() -> None:
+    lost = [HorovodInternalError("lost") for _ in range(3)]
+    calls, _ = run_elastic([*lost], [view(1, 2, 3), view(1, 2), view(2)], commit=False)
+    assert calls == ["sync", "train", *GONE, *GONE, *GONE]
+    with pytest.raises(HorovodInternalError, match="lost"):
+        run_elastic([*lost], [view(0, 1), view(0, 1)], commit=False)
+
+
+def test_where_ranks_join_nothing_is_restored_and_the_state_is_sent() -> None:
+    calls, _ = run_elastic(["wants_to_regroup"], [view(0, 1, 2)])
+    again = ["stop", "boundary", "stop", "start", "reset", "callback", "sync", "train"]
+    assert calls == ["sync", "train", *again]
+
+
+def test_a_rank_that_has_returned_begins_again_if_one_is_lost_before_the_others_have() -> None:
+    calls, job = run_elastic([], [view(0)], completes=[False, True])
+    reason = "a rank was lost before all ranks had completed the training"
+    assert calls == ["sync", "train", *(each.replace("lost", reason) for each in GONE)]
+    assert job.client.calls.count("complete") == 2
+
+
+def test_a_signal_to_the_job_ends_the_training_at_a_commit() -> None:
+    with pytest.raises(InterruptedRunError, match="stopped by SIGTERM after commit 1"):
+        run_elastic(["stop_signal"], [])
+
+
+def test_a_rank_that_joins_has_no_state_before_the_first_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regrouping, "_has_state", True)
+    kept = Noted()
+    job: Any = Job(kept, [view(0, 2), view(0, 2)])
+    job.is_joining = True
+    regrouping.join_if_late(job)
+    assert (job.commits, job.trainings) == ([()], 0)
+    training = ElasticTraining(job, lambda: None, lambda: None)
+    training.regroup()
+    training.note_sync()
+    job.views = [view(2)]
+    training.regroup()
+    assert job.commits == [(), (), (0, 0)]
+
+
+def test_a_rank_without_the_state_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = ElasticTraining(Job(Noted(), [View(2, (2, 3), (0, 0), ((), (0, 1)), 3)]), lambda: None, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(LockstepError, match="were lost before it had the training's state"):
+        training.regroup()
 
 
 # --- the sampler --------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.flight_recorder import named
 
 from ..engine import job
 from .process_sets import (
@@ -59,7 +60,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
         return
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ConfigError("process_sets", 'a list of process sets, "dynamic" or None', process_sets)
-    job.start(job.create_communicator(comm))
+    with named("hvd.init"):  # in an elastic job, ranks get here from different places
+        job.start(job.create_communicator(comm))
     atexit.register(shutdown)
     try:
         start_timeline_from_environment()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import queue
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+from ..engine.regrouping import ElasticTraining, current_training
 from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = ["HostUpdateResult", "ObjectState", "State", "run_fn"]
@@ -18,6 +21,9 @@ class HostUpdateResult:
 
     no_update, removed, added = 0, 1, 2
     mixed = removed | added
+
+
+_STOP = 4  # beside the values of `HostUpdateResult`: the whole job ends
 
 
 class State:
@@ -67,6 +73,9 @@ class State:
         Raises:
             HostsUpdatedInterrupt: on all ranks, if they have.
         """
+        training = current_training()
+        if training is not None:
+            self._note_wishes(training)
         last, update = self._last_updated_timestamp, HostUpdateResult.no_update
         while not self._host_messages.empty():
             timestamp, result = self._host_messages.get()
@@ -74,8 +83,19 @@ class State:
                 last, update = timestamp, update | result
         previous, last, update = self._bcast_object((self._last_updated_timestamp, last, update))
         self._last_updated_timestamp = last
+        if training is not None and update & _STOP:
+            training.interrupt()
         if last > previous:
             raise HostsUpdatedInterrupt(update == HostUpdateResult.removed)
+
+    def _note_wishes(self, training: ElasticTraining) -> None:
+        """Record what this rank knows of the membership of an elastic job."""
+        training.commits = self._commits
+        now = max(time.time(), self._last_updated_timestamp + 1e-3)  # later than the last one, whatever the clock says
+        if training.wants_to_regroup():
+            self.on_hosts_updated(now, HostUpdateResult.mixed)
+        if training.stop_signal:
+            self.on_hosts_updated(now + 1e-3, _STOP)
 
     def save(self) -> None:
         """Save the state in memory."""
@@ -130,7 +150,11 @@ class ObjectState(State):
         self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
 
 
-def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
+def run_fn(
+    func: Callable[..., Any],
+    reset: Callable[[], None],
+    elastic: Callable[[], ElasticTraining | None] = lambda: None,
+) -> Callable[..., Any]:
     """Return a function that calls `func`, and calls it again after a failure.
 
     ``state.sync()`` precedes each call, unless hosts have only been removed. If `func` raises HorovodInternalError, the
@@ -140,29 +164,52 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
     Args:
         func: a training function, whose first argument is a `State`.
         reset: resets the job.
+        elastic: returns a training of an elastic job, which takes the place of `reset`; None in any other job.
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        synced, failed_at = False, -1
-        while True:
-            try:
-                if not synced:
-                    state.sync()
-                return func(state, *args, **kwargs)
-            except HorovodInternalError as error:
-                # a failure that repeats from the same saved state would repeat for ever
-                if state._commits == failed_at:
-                    raise
-                failed_at, synced = state._commits, False
-                state.restore()
-                _reset_after(error, reset)
-            except HostsUpdatedInterrupt as update:
-                synced = update.skip_sync
-                reset()
-            state.on_reset()
+        training = elastic()
+        with training or nullcontext():
+            return _run_until_complete(lambda: func(state, *args, **kwargs), state, reset, training)
 
     return wrapper
+
+
+def _run_until_complete(
+    func: Callable[[], Any], state: State, reset: Callable[[], None], training: ElasticTraining | None
+) -> Any:
+    synced, was_reset, failed_at = False, False, -1
+    while True:
+        try:
+            if was_reset:
+                state.on_reset()
+            if not synced:
+                state.sync()
+            if training is not None:
+                training.note_sync()
+            result = func()
+            if training is not None:
+                training.complete()
+            return result
+        except HorovodInternalError as error:
+            # a failure that repeats from the same saved state would repeat for ever
+            if state._commits == failed_at:
+                raise
+            failed_at, synced = state._commits, False
+            state.restore()
+            if training is None:
+                _reset_after(error, reset)
+            elif training.regroup(str(error)):
+                failed_at = -1
+        except HostsUpdatedInterrupt as update:
+            if training is None:
+                synced = update.skip_sync
+                reset()
+            else:
+                synced = False  # ranks may have joined all the same
+                training.regroup(at_boundary=True)
+        was_reset = True
 
 
 def _reset_after(failure: HorovodInternalError, reset: Callable[[], None]) -> None:

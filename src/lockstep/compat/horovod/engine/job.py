@@ -13,6 +13,7 @@ from lockstep.errors import ConfigError
 
 from .engine import Engine
 from .execution import with_tracked_sockets
+from .regrouping import join_if_late
 
 __all__ = ["Job", "create_communicator", "current", "is_initialized", "shut_down", "start"]
 
@@ -101,6 +102,7 @@ def create_communicator(comm: Any = None) -> Communicator:
         ConfigError: for any other value.
     """
     world = lockstep.init("auto" if _has_gpu_per_rank() else "cpu")
+    join_if_late(world)
     if comm is None:
         return with_tracked_sockets(world.dup)
     if hasattr(comm, "Get_rank"):

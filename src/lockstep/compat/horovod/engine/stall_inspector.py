@@ -17,7 +17,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from lockstep import Communicator
 from lockstep.environment import debug_rank, variables
-from lockstep.errors import ConfigError, LockstepError, RankLostError, StallError, TransportError
+from lockstep.errors import (
+    ConfigError,
+    LockstepError,
+    MembershipChangedError,
+    RankLostError,
+    StallError,
+    TransportError,
+)
 from lockstep.stores import get_available
 from lockstep.system.processes import ProcessLiveness
 from lockstep.transports.runtime.host_identity import host_key
@@ -345,6 +352,8 @@ class StallInspector:
         An error of this rank itself is published and returned.
         """
         if not isinstance(error, Exception) or (isinstance(error, LockstepError) and error.report_json):
+            return error
+        if isinstance(error, MembershipChangedError):  # in an elastic job, whose launcher knows who is lost
             return error
         if not is_transport_error(error):
             self._board.publish_reason(f"rank {self._rank}: {type(error).__name__}: {error}")

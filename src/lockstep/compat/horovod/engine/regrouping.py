@@ -1,0 +1,156 @@
+"""This rank's part in an elastic job: it joins, regroups after a loss, and learns whether ranks join or leave."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from signal import SIGTERM, Signals
+from types import TracebackType
+from typing import Any
+
+import lockstep
+from lockstep import environment
+from lockstep.communicator.elastic_communicator import ElasticCommunicator
+from lockstep.elastic.membership import NO_STATE, Commit, View
+from lockstep.errors import InterruptedRunError, LockstepError
+from lockstep.training.stopping import StopSignals
+
+from ..as_horovod import FOLDER
+from ..common.exceptions import HorovodInternalError
+
+__all__ = ["ElasticTraining", "current_training", "join_if_late"]
+
+_current: ElasticTraining | None = None
+_has_state = True  # whether this rank has the training's state: one that has joined later gets it from the others
+
+
+def join_if_late(comm: Any) -> None:
+    """Become a member of the job if this rank was started to join a running one; waits until the others regroup."""
+    if comm.is_joining:
+        comm.regroup_until(lambda: NO_STATE, lambda view: _note_first_view(comm, view))
+
+
+def _note_first_view(comm: ElasticCommunicator, view: View) -> None:
+    global _has_state
+    _has_state = False
+    comm.trainings = max((commit[0] for commit in view.commits if commit), default=0)
+    _set_variables(comm)
+
+
+def _set_variables(comm: ElasticCommunicator) -> None:
+    """Correct this rank and the number of ranks in the variables of `horovodrun`, if they are set."""
+    if "HOROVOD_RANK" in environment.variables():
+        environment.set_horovod_variables(comm.world, socket.gethostname(), str(FOLDER))
+
+
+def current_training() -> ElasticTraining | None:
+    """Return the training that runs in an elastic job, if any."""
+    return _current
+
+
+class ElasticTraining:
+    """A call of a function of `hvd.elastic.run` in an elastic job: where a rank is lost, the others regroup.
+
+    A context, in which SIGTERM lets this rank leave when the state is committed next.
+
+    Args:
+        comm: the ranks of the job.
+        stop: ends Horovod on this rank.
+        start: starts it with the ranks that there are now.
+
+    Attributes:
+        commits: how often the state was saved.
+    """
+
+    def __init__(self, comm: ElasticCommunicator, stop: Callable[[], None], start: Callable[[], None]) -> None:
+        self._comm, self._client, self._stop, self._start = comm, comm.client, stop, start
+        self._number, comm.trainings = comm.trainings, comm.trainings + 1
+        self._signals = StopSignals()
+        self.commits = 0
+
+    @classmethod
+    def in_this_job(cls, stop: Callable[[], None], start: Callable[[], None]) -> ElasticTraining | None:
+        """Return the training of a job that is elastic; None in any other."""
+        comm = lockstep.init()
+        return cls(comm, stop, start) if isinstance(comm, ElasticCommunicator) else None
+
+    def __enter__(self) -> ElasticTraining:
+        global _current
+        self._client.enter(self._number, 1 << 30)
+        self._signals.__enter__()
+        _current = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _current
+        _current = None
+        self._signals.__exit__(kind, error, trace)
+
+    # --- what the job wants -------------------------------------------------------------------------------------------
+
+    def wants_to_regroup(self) -> bool:
+        """Return whether ranks are to join or to leave, as far as this rank knows."""
+        if self._signals.received is not None and not self._client.leaving and not self._client.stop_signal:
+            self._client.leave()
+        return self._client.wants_to_regroup
+
+    @property
+    def stop_signal(self) -> int:
+        """The signal after which the whole job ends; 0 if there is none."""
+        return self._client.stop_signal
+
+    def interrupt(self) -> None:
+        """End the training, on all ranks, after a signal to the launcher.
+
+        Raises:
+            InterruptedRunError: always.
+        """
+        self._client.complete()
+        number = self._client.stop_signal or SIGTERM
+        raise InterruptedRunError(f"stopped by {Signals(number).name} after commit {self.commits}", number)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def note_sync(self) -> None:
+        """Note that this rank has the training's state."""
+        global _has_state
+        _has_state = True
+
+    def complete(self) -> None:
+        """Wait until all ranks have completed the training.
+
+        Raises:
+            HorovodInternalError: a rank was lost before, so that the others go back to their last commit.
+        """
+        if not self._client.complete():
+            raise HorovodInternalError("a rank was lost before all ranks had completed the training")
+
+    def regroup(self, reason: str = "", at_boundary: bool = False) -> bool:
+        """Leave the group, form the next one, and start Horovod on it.
+
+        Args:
+            reason: why the group has failed, if it has.
+            at_boundary: whether all ranks have agreed to regroup here.
+
+        Returns:
+            Whether there are other ranks than before.
+
+        Raises:
+            WorkerLeft: this rank leaves the job, or the job ends.
+        """
+        before = self._client.members
+        self._stop()
+        self._comm.regroup_until(self._commit, self._adapt, reason, at_boundary)
+        return self._client.members != before
+
+    def _commit(self) -> Commit:
+        return (self._number, self.commits) if _has_state else NO_STATE
+
+    def _adapt(self, view: View) -> None:
+        if any(view.commits) and not view.commits[0]:
+            raise LockstepError("the ranks before one that had joined were lost before it had the training's state")
+        self._stop()  # what an interrupted attempt has left
+        _set_variables(self._comm)
+        self._start()

@@ -1,0 +1,203 @@
+"""`lockstep.elastic.steps`: an ordinary loop over all batches; in an elastic job, what workers that are behind get."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.data.loader import Loader
+from lockstep.elastic.membership import View
+from lockstep.errors import ConfigError, MembershipChangedError
+from lockstep.training import elastic_steps as steps_module
+from lockstep.training.step import TrainStep
+
+
+def make(virtual_workers: int | None = None) -> tuple[Loader, TrainStep]:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(10, 3), torch.randint(0, 2, (10,)))
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = TrainStep(model, optimizer, nn.CrossEntropyLoss(), virtual_workers=virtual_workers)
+    return Loader(data, 4, virtual_workers=virtual_workers), step
+
+
+def test_every_batch_of_every_epoch_comes_once() -> None:
+    loader, step = make()
+    training = lockstep.elastic.steps(loader, step, 2)
+    seen = [(batch.epoch, batch.step, training.epoch, training.ends_epoch) for batch in training]
+    assert seen == [(e, s, e, s == 2) for e in range(2) for s in range(3)]
+    assert list(training) == []
+
+
+def test_the_loop_is_that_over_epochs_and_batches() -> None:
+    (loader, step), losses = make(), []
+    for epoch in range(2):
+        losses += [float(step(batch)) for batch in loader.epoch(epoch)]
+    loader, again = make()
+    assert [float(again(batch)) for batch in lockstep.elastic.steps(loader, again, 2)] == losses
+    assert torch.equal(again.model.weight, step.model.weight)
+
+
+@pytest.mark.parametrize("done", [2, 3])
+def test_it_begins_at_the_position_of_the_loader(done: int) -> None:
+    loader, step = make()
+    batches = iter(loader.epoch(0))
+    for _ in range(done):
+        next(batches)
+    position = loader.state_dict()
+    loader, step = make()
+    loader.load_state_dict(position)
+    seen = [(batch.epoch, batch.step) for batch in lockstep.elastic.steps(loader, step, 2)]
+    assert seen == [(e, s) for e in range(2) for s in range(3)][done:]
+
+
+def test_stop_ends_the_loop_after_the_batch() -> None:
+    loader, step = make()
+    training = lockstep.elastic.steps(loader, step, 3)
+    seen = []
+    for batch in training:
+        seen.append(batch.step)
+        if batch.step == 1:
+            training.stop()
+    assert seen == [0, 1]
+
+
+def test_call_returns_the_result() -> None:
+    training = lockstep.elastic.steps(*make())
+    assert training.call(lambda a, b=0: (a, b), 1, b=2) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"loader": [1, 2]}, "loader: expected a lockstep.Loader, got list"),
+        ({"step": print}, "step: expected a lockstep.TrainStep, got builtin_function_or_method"),
+        ({"epochs": 0}, "epochs: expected a whole number of at least 1, got 0"),
+        ({"epochs": True}, "epochs: expected a whole number of at least 1, got True"),
+        ({"state": [1]}, "state: expected a dict of objects by name, got list"),
+        (
+            {"state": {"n": 3}},
+            r"state\['n'\]: expected an object with state_dict\(\) and load_",
+        ),
+        ({"loader": make(2)[0]}, "virtual_workers: expected None, the step's, in the Loader as well, got 2"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], said: str) -> None:
+    loader, step = make()
+    with pytest.raises(ConfigError, match=said):
+        lockstep.elastic.steps(**{"loader": loader, "step": step, "epochs": 1, **change})
+
+
+# --- in an elastic job, with one worker at a time ---------------------------------------------------------------------
+
+
+class Client:
+    """A membership in which nothing happens of itself."""
+
+    wants_to_regroup = leaving = False
+    stop_signal = 0
+
+    def enter(self, fit: int, most: int) -> None:
+        """Do nothing."""
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def complete(self) -> bool:
+        return True
+
+
+class Group:
+    """A communicator whose next view consists of a worker that is ahead, rank 0, and another one."""
+
+    def __init__(self, rank: int, sent: list[Any], joins: bool = False) -> None:
+        self.rank, self.size, self.device, self.client = rank, 1, torch.device("cpu"), Client()
+        self.is_joining, self.keeps_values, self.trainings, self.sent = joins, True, 0, sent
+        self.commits: list[Any] = []
+
+    def earlier_result(self) -> None:
+        """Return none."""
+
+    def note_result(self, result: object) -> None:
+        """Do nothing."""
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        if self.rank == root:
+            self.sent.append(pickle.dumps(value))
+        return pickle.loads(self.sent.pop(0) if self.rank != root else self.sent[-1])
+
+    def regroup_until(self, commit: Any, adapt: Any, reason: str = "", at_boundary: bool = False) -> None:
+        ahead = commit() if self.rank == 0 else self.commits[0]
+        self.commits.append(ahead)
+        self.is_joining = False
+        adapt(View(1, (0, 1), (0, 0), (ahead, BEHIND if self.rank == 0 else commit()), 0))
+
+
+BEHIND: Any = ()
+
+
+def share(comm: Any, source: int, state: Any, wanted: bool) -> Any:
+    if comm.rank == source:
+        comm.sent.append(pickle.dumps(state))
+        return {}
+    return pickle.loads(comm.sent.pop(0))
+
+
+def train(comm: Any, fails: str) -> dict[str, Any]:
+    """Train, with an operation that fails once, such as "step 4" or "call 4"."""
+    loader, step = make()
+    optimizer: Any = step.optimizer
+    scheduler, seen = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), {"losses": []}
+    failures = [fails]
+    run_once = step.run_once
+
+    def attempt(batch: Any, **requests: Any) -> Any:
+        fail(f"step {batch.epoch * 3 + batch.step}")
+        return run_once(batch, **requests)
+
+    def fail(place: str) -> None:
+        if place in failures:
+            failures.remove(place)
+            raise MembershipChangedError(0)
+
+    step.run_once = attempt  # type: ignore[method-assign]
+    state = {"scheduler": scheduler, "seen": seen}
+    training = steps_module._ElasticSteps(loader, step, 3, state, comm)
+    for batch in training:
+        number = batch.epoch * 3 + batch.step
+        loss = float(step(batch))
+        scheduler.step()
+        seen["losses"].append((number, loss))
+        training.call(lambda at=number: fail(f"call {at}"))
+        seen["losses"].append(training.call(lambda: 7 * number))  # noqa: B023 - called at once
+    return {"weight": step.model.weight, "lr": optimizer.param_groups[0]["lr"], "steps": step.steps_done, **seen}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind", "commit"),
+    [
+        ("step 4", "", ()),  # one joins in a step
+        ("call 4", "", ()),  # one joins after the step of a body
+        ("call 4", "step 4", (0, 12)),  # one has not got the result of a step, after which the other has gone on
+    ],
+)
+def test_who_is_behind_gets_what_it_has_not_done(
+    ahead: str, behind: str, commit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "share", share)
+    monkeypatch.setitem(globals(), "BEHIND", commit)
+    undisturbed = train(Group(0, []), "")
+    first = Group(0, [])
+    found = train(first, ahead)
+    second = Group(1, list(first.sent), joins=not behind)
+    second.commits = first.commits
+    for each in (found, train(second, behind)):
+        assert torch.equal(each.pop("weight"), undisturbed["weight"])
+        assert each == {name: value for name, value in undisturbed.items() if name != "weight"}
+    assert second.sent == []
