@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep.cli import main
@@ -133,6 +134,43 @@ def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: 
     assert rows(tmp_path / "run") == rows(alone_ / "run")
 
 
+def test_the_first_replacement_joins_where_there_are_as_many_workers_as_virtual_ones(tmp_path: Path) -> None:
+    program = write(tmp_path, str(tmp_path / "run"), 1000)
+    program.write_text(program.read_text().replace("virtual_workers=4", "virtual_workers=2"))
+    with start(tmp_path, "1:2", "-np", 2, program) as job:
+        seen = read_until(job, r"step 3 of 2")
+        os.kill(int(re.findall(r"\[1\] pid (\d+)", seen)[0]), signal.SIGKILL)
+        seen += read_until(job, r"step \d+ of 1")
+        seen += read_until(job, r"step \d+ of 2")
+        (tmp_path / "enough").touch()
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert len(re.findall(r"pid \d+", seen + out)) == 3
+
+
+def test_losses_leave_nothing_behind(tmp_path: Path) -> None:
+    program = write(tmp_path, str(tmp_path / "run"), 1000)
+    count = 'gc.collect(); print("hooks", sum(type(each).__name__ == "ExitHooks" for each in gc.get_objects()))'
+    program.write_text(f"import gc\n{program.read_text()}    {count}\n")
+    with start(tmp_path, "1:2", "-np", 2, program) as job:
+        seen = read_until(job, r"step 3 of 2")
+        files = []
+        for _ in range(4):
+            os.kill(int(re.findall(r"pid (\d+)", seen)[-1]), signal.SIGKILL)
+            seen += read_until(job, r"step \d+ of 1")
+            seen += read_until(job, r"step \d+ of 2")
+            files.append(psutil.Process(job.pid).num_fds())
+        end = time.monotonic() + DEADLINE
+        while psutil.Process(job.pid).num_fds() > files[0] and time.monotonic() < end:
+            time.sleep(0.01)  # a pipe is closed by the thread that reads it
+        files.append(psutil.Process(job.pid).num_fds())
+        (tmp_path / "enough").touch()
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert files[-1] <= files[0], files
+    assert re.findall(r"hooks (\d+)", out) == ["1"], out
+
+
 def test_a_worker_leaves_and_the_job_is_interrupted_and_resumed(tmp_path: Path) -> None:
     program = write(tmp_path, str(tmp_path / "run"), 30)
     with start(tmp_path, "1:4", "-np", 3, program) as job:
@@ -154,6 +192,113 @@ def test_a_worker_leaves_and_the_job_is_interrupted_and_resumed(tmp_path: Path) 
     alone_.mkdir()
     done = warm_python.run([write(alone_, str(alone_ / "run"), 30)], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert fingerprint(out) == fingerprint(done.stdout)
+
+
+OWN_LOOP = """
+import os, time, torch, lockstep
+comm = lockstep.init("cpu")
+print("pid", os.getpid(), flush=True)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+loss_fn, seen = torch.nn.CrossEntropyLoss(), {"values": []}
+step = lockstep.TrainStep(model, optimizer, loss_fn, virtual_workers=4)
+loader = lockstep.Loader(data, 12, virtual_workers=4)
+training = lockstep.elastic.steps(loader, step, EPOCHS, state={"scheduler": scheduler, "seen": seen})
+for batch in training:
+    loss = step(batch)
+    scheduler.step()
+    seen["values"].append(float(loss))
+    time.sleep(0.02)
+    print("step", step.steps_done - 1, "of", comm.size, flush=True)
+    if training.ends_epoch:
+        held_out = lockstep.Loader(data, 32, virtual_workers=4)
+        seen["values"].append(training.call(lockstep.evaluate, model, held_out, loss_fn)["loss"])
+        if os.path.exists("enough"):
+            training.stop()
+if comm.rank == 0:
+    print("fingerprint", lockstep.fingerprint(model, optimizer), flush=True)
+    print("seen", training.epoch, seen["values"], flush=True)
+"""
+
+
+def test_a_loop_of_ones_own_goes_on_without_and_with_other_workers(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(OWN_LOOP.replace("EPOCHS", "1000"))
+    with start(tmp_path, "1:4", "-np", 3, program) as job:
+        seen = read_until(job, r"step 9 of 3")
+        pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
+        os.kill(pids[0], signal.SIGKILL)
+        seen += read_until(job, r"step \d+ of 2")
+        seen += read_until(job, r"step \d+ of 3")
+        os.kill(pids[1], signal.SIGTERM)
+        seen += read_until(job, r"step \d+ of 2")
+        assert is_alive(pids[2])
+        (tmp_path / "enough").touch()
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert "rank 0 was lost (killed by SIGKILL); 2 workers go on" in err and "has left; 2 workers go on" in err
+    values = re.findall(r"seen (\d+) (.*)", seen + out)
+    program.write_text(OWN_LOOP.replace("EPOCHS", values[0][0]))
+    (tmp_path / "enough").unlink()
+    done = warm_python.run([program], tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert re.findall(r"seen (\d+) (.*)", done.stdout) == values
+    assert fingerprint(seen + out) == fingerprint(done.stdout)
+
+
+def test_a_signal_to_the_launcher_ends_a_loop_of_ones_own(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(OWN_LOOP.replace("EPOCHS", "1000"))
+    with start(tmp_path, "1:4", "-np", 2, program) as job:
+        read_until(job, r"step 9 of 2")
+        job.send_signal(signal.SIGTERM)
+        _, err = job.communicate(DEADLINE)
+    assert job.returncode == 143, err
+    assert "stopped by SIGTERM after step" in err
+
+
+def test_a_worker_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_STALL_WARNING", "2")  # in other jobs it is an error after one second
+    program = write(tmp_path, str(tmp_path / "run"), 1000)
+    with start(tmp_path, "1:2", "-np", 2, program) as job:
+        seen = read_until(job, r"step 3 of 2")
+        stopped = int(re.findall(r"pid (\d+)", seen)[-1])
+        os.kill(stopped, signal.SIGSTOP)
+        assert job.stderr is not None
+        warned = next(line for line in job.stderr if "straggler" in line)
+        os.kill(stopped, signal.SIGCONT)
+        seen += read_until(job, r"step \d+ of 2")
+        (tmp_path / "enough").touch()
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert "has not reached" in warned and "lost" not in err
+    assert len(re.findall(r"pid \d+", seen + out)) == 2
+
+
+def test_a_worker_that_stays_stopped_is_replaced(tmp_path: Path) -> None:
+    program = write(tmp_path, str(tmp_path / "run"), 1000)
+    with start(tmp_path, "1:2", "-np", 2, "--stall-timeout", 1, program) as job:
+        seen = read_until(job, r"step 3 of 2")
+        os.kill(int(re.findall(r"pid (\d+)", seen)[-1]), signal.SIGSTOP)
+        read_until(job, r"step \d+ of 1")
+        read_until(job, r"step \d+ of 2")
+        (tmp_path / "enough").touch()
+        _, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert re.search(r"rank \d has been stopped by a signal for 1 s .*; it is killed", err)
+    assert "was lost (killed by SIGKILL); 1 worker goes on" in err
+
+
+def test_a_worker_that_hangs_ends_the_job(tmp_path: Path) -> None:
+    program = write(tmp_path, str(tmp_path / "run"), 1000)
+    hang = "if comm.rank == 1 and result.step == 3: time.sleep(1000)"
+    program.write_text(program.read_text().replace("time.sleep(0.02)", hang))
+    with start(tmp_path, "1:2", "-np", 2, "--stall-timeout", 1, program) as job:
+        _, err = job.communicate(DEADLINE)
+    assert job.returncode == 1
+    assert "Rank 1 did not reach" in err
 
 
 FAILS = """
@@ -190,7 +335,7 @@ def test_workers_that_are_lost_before_the_training_again_and_again_end_the_job(t
         (["--elastic", "3:2", "x.py"], "--elastic: expected MIN:MAX with MIN at most MAX"),
         (["--elastic", "0:2", "x.py"], "--elastic: expected a whole number from 1 to 120"),
         (["--elastic", "1:2", "-np", "3", "x.py"], "-np: expected a number from 1 to 2, as --elastic 1:2"),
-        (["--elastic", "1:2", "-H", "a:2", "x.py"], "-H: expected not to be given with --elastic"),
+        (["--elastic", "1:2", "--restarts", "2", "x.py"], "--restarts: expected not to be given with --elastic"),
         (["--elastic", "1:2", "--no-watchdog", "x.py"], "--no-watchdog: expected not to be given with --elastic"),
     ],
 )

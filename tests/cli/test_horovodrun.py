@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.cli import any_command
-from lockstep.cli.horovodrun import Discovery, child_variables, program_of
+from lockstep.cli import run as run_module
+from lockstep.cli.horovodrun import child_variables, program_of
+from lockstep.cli.host_discovery import Discovery, Follower
 from lockstep.cli.main import main
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.system.processes import is_alive
 from support import warm_python
+from support.warm_python import WarmProcess
 
 SCRIPTS = Path(__file__).parent / "horovod_scripts"
 DEADLINE = 100.0
@@ -25,6 +31,17 @@ ANY = "lockstep.cli.any_command"
 def lockstep(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_NUM", "HOROVOD_"))}
     return warm_python.run(["-m", "lockstep", *words], cwd, own | env, timeout=DEADLINE)
+
+
+def read_until(job: WarmProcess, pattern: str) -> str:
+    """What the job prints on standard output up to a line with `pattern`."""
+    assert job.stdout is not None
+    seen = ""
+    for line in job.stdout:
+        seen += line
+        if re.search(pattern, line):
+            return seen
+    raise AssertionError(f"no line with {pattern!r} in:\n{seen}\n{job.stderr.read() if job.stderr else ''}")
 
 
 # --- what is made of the options ----------------------------------------------------------------------------
@@ -127,6 +144,50 @@ def test_a_script_that_does_not_print_enough_hosts_is_an_error(tmp_path: Path, b
         discovery(tmp_path, body, needed=2, timeout=0.0).find()
 
 
+def test_the_number_of_workers_follows_the_script(tmp_path: Path) -> None:
+    asked: list[int] = []
+    said: list[str] = []
+
+    def resize(workers: int) -> None:
+        if not asked:
+            asked.append(workers)
+            raise LockstepError("the job is not running yet")
+        asked.append(workers)
+
+    found = discovery(tmp_path, f"cat {tmp_path}/hosts")
+    follower = Follower(found, 2, (2, 4), resize, said.append)
+    for text in ("localhost:2", "localhost:3", "localhost:3", "localhost:3", "localhost:9", "", "other:3", "other:3"):
+        (tmp_path / "hosts").write_text(text)
+        follower.check()
+    assert asked == [3, 3, 4, 2]
+    assert [line.partition(": ")[2].partition(",")[0] for line in said] == [
+        "the job is not running yet",
+        "host_discovery_script: expected localhost only",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "run"),
+    [
+        ("-np 4 --min-np 2 --max-np 8", "--elastic 2:8 -np 4"),
+        ("-np 4 --min-np 2", "--elastic 2:4 -np 4"),
+        ("--min-np 2 --max-np 8", "--elastic 2:8 -np 2"),
+        ("-np 4 --min-np 2 --max-np 8 -H localhost:6", "--elastic 2:6 -np 4"),
+        ("-np 4 --min-np 2 -H a:2,b:2", "-np 4 -H a:2,b:2"),
+        ("-np 2 --min-np 2 --output-filename out", "-np 2 --output-dir out"),
+        ("-np 2", "-np 2"),
+    ],
+)
+def test_elastic_options(words: str, run: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(run_module, "run_command", lambda arguments: chosen.append(vars(arguments)) or 0)
+    assert main(["horovodrun", *words.split(), "python", "train.py"]) == 0
+    (values,) = chosen
+    names = {"elastic": "--elastic", "workers": "-np", "hosts": "-H", "output_dir": "--output-dir"}
+    found = [f"{flag} {values[name]}" for name, flag in names.items() if name in values]
+    assert " ".join(found) == run
+
+
 # --- programs -----------------------------------------------------------------------------------------------
 
 
@@ -170,11 +231,91 @@ def test_an_elastic_training_resumes_from_its_last_commit(tmp_path: Path) -> Non
     options = ("-np", 2, "--min-np", 2, "--max-np", 2, "--host-discovery-script", script)
     ended = lockstep("horovodrun", *options, sys.executable, SCRIPTS / "elastic.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert "horovodrun: 2 workers until the end of the job" in ended.stderr
+    assert "joined" not in ended.stderr  # max-np
     assert endings(ended.stdout, "reset at (.*)") == ["epoch 1, batch 2, with 2 ranks"] * 2
     # six batches in the first epoch, three up to the failure, and the four that were not done before the commit
     weights = endings(ended.stdout, "ended with 1 failure, 13 batches, weights (.*)")
     assert weights[0] == weights[1]
+
+
+ELASTIC = """
+import os, time, torch, horovod.torch as hvd
+hvd.init()
+print("pid", os.getpid(), flush=True)
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+inputs = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
+sampler = hvd.elastic.ElasticSampler(inputs)
+loader = torch.utils.data.DataLoader(inputs, batch_size=2, sampler=sampler)
+
+@hvd.elastic.run
+def train(state):
+    size = os.environ["HOROVOD_SIZE"]
+    print(f"begin at {state.epoch}.{state.batch} as {hvd.rank()} of {hvd.size()}: {size}", flush=True)
+    while not hvd.broadcast_object(os.path.exists("enough")):
+        for index, x in enumerate(loader):
+            optimizer.zero_grad()
+            (model(x) - 1).square().mean().backward()
+            optimizer.step()
+            sampler.record_batch(index, 2)
+            state.batch += 1
+            time.sleep(0.02)
+            print("batch", state.batch, "of", hvd.size(), flush=True)
+            if state.batch % 2 == 0:
+                state.commit()
+        assert len(sampler.processed_indices) == 48
+        state.epoch, state.batch = state.epoch + 1, 0
+        sampler.set_epoch(state.epoch)
+        state.commit()
+
+state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0, sampler=sampler)
+state.register_reset_callbacks([lambda: print("reset with", hvd.size(), flush=True)])
+train(state)
+total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+print(f"done: {state.epoch} epochs, {total:g} ranks, weights {[p.tolist() for p in model.parameters()]}", flush=True)
+"""
+
+
+def test_after_the_loss_of_a_rank_the_others_go_on_and_the_script_adds_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ELASTIC)
+    (tmp_path / "slots").write_text("2")
+    script = tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\necho localhost:$(cat {tmp_path}/slots)\n")
+    script.chmod(0o700)
+    words = ["-np", 2, "--min-np", 1, "--max-np", 3, "--host-discovery-script", script, "python", "train.py"]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    with warm_python.popen(["-m", "lockstep", "horovodrun", *words], tmp_path, variables) as job:
+        seen = read_until(job, r"batch 9 of 2")
+        pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
+        before = len(seen)
+        os.kill(pids[0], signal.SIGKILL)
+        seen += read_until(job, r"begin at .* of 2: 2")  # with the one that replaces it
+        (tmp_path / "slots").write_text("3")
+        seen += read_until(job, r"begin at .* of 3: 3")
+        assert is_alive(pids[1])
+        (tmp_path / "enough").touch()
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    seen += out
+    assert "rank 0 was lost (killed by SIGKILL); 1 worker goes on" in err and "3 workers go on" in err
+    # the one that is left goes back to its last commit, of an even number of batches, and others begin there
+    assert re.search(r"begin at \d+\.\d*[02468] as 0 of [12]: ", seen[before:]), seen
+    assert len(set(re.findall(r"pid (\d+)", seen))) == 4
+    ends = re.findall(r"done: (.*)", seen)
+    assert len(ends) == 3 and len(set(ends)) == 1 and ", 3 ranks, " in ends[0]
+
+
+def test_a_signal_to_the_launcher_ends_an_elastic_training_at_a_commit(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ELASTIC)
+    words = ["run", "--as-horovod", "--elastic", "1:3", "-np", 2, "train.py"]
+    with warm_python.popen(["-m", "lockstep", *words], tmp_path, dict(os.environ)) as job:
+        read_until(job, r"batch 9 of 2")
+        job.send_signal(signal.SIGTERM)
+        _, err = job.communicate(DEADLINE)
+    assert job.returncode == 143, err
+    assert "stopped by SIGTERM after commit" in err
 
 
 def test_other_commands_and_their_children_find_horovods_modules(tmp_path: Path) -> None:

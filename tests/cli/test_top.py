@@ -143,6 +143,27 @@ def test_the_rank_that_enters_last_waits_least_though_no_call_blocks(base: Path,
     watched.close()
 
 
+def test_an_elastic_job_is_shown_with_its_members_and_its_last_events(
+    base: Path, process: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_job(base, "run", JobDescription("x", os.getpid(), 3, control="/somewhere"))
+    watched = top.Live(folder, is_elastic=True)
+    make_rank(folder, 0, pid=2**22 + 1)  # ends
+    make_rank(folder, 1, pid=process)
+    call(make_rank(folder, 2), 1, "before()")
+    assert [rank.pid for rank in watched.poll()] == [process, os.getpid()]
+    make_rank(folder, 0, pid=process)  # the next group, of whose records rank 2's is none
+    call(make_rank(folder, 1), 1, "after()")
+    texts = [f"12:00:0{number} event {number}" for number in range(7)]
+    (folder / jobs.EVENTS).write_text("".join(f"{text}\x1b[2J\n" for text in texts))
+    shown_ranks = [(rank.rank, rank.pid, rank.collective) for rank in watched.poll()]
+    assert shown_ranks == [(0, process, ""), (1, os.getpid(), "after()")]
+    lines = shown(capsys)
+    assert [line[:16].strip() for line in lines[-6:]] == ["", *(text[:16] for text in texts[2:])]
+    assert all(line.isprintable() for line in lines)
+    watched.close()
+
+
 def test_records_that_are_overwritten_do_not_count_as_waits(base: Path, clock: SimpleNamespace) -> None:
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 2))
     fast, slow, watched = make_rank(folder, 0), make_rank(folder, 1), top.Live(folder)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from .. import environment
 from ..errors import ConfigError
-from ..hosts import Host, parse_hosts
+from ..hosts import Host, is_this_host, parse_hosts, read_hostfile
 from ..launcher.run_config import OPTIONS as RUN_OPTIONS
 from . import run
+from .host_discovery import Discovery, Follower, resize_own_job
 from .parser import Help
 
-__all__ = ["IGNORED", "OPTIONS", "Discovery", "Ignored", "add_to", "child_variables", "program_of", "run_command"]
+__all__ = ["IGNORED", "OPTIONS", "Ignored", "add_to", "child_variables", "program_of", "run_command"]
 
 
 # --- Options of Horovod's launcher ------------------------------------------------------------------------------------
@@ -54,11 +53,13 @@ OPTIONS = {
         _option("--network-interfaces", "--network-interface", dest="network_interfaces", metavar="A,B",
                 action="append", help=_RUN["network_interface"].help),
     ],
-    "elastic jobs (the number of workers is fixed at the start)": [
-        _option("--min-np", "--min-num-proc", dest="min_np", metavar="N", help="wait for so many slots (default: -np)"),
-        _option("--max-np", "--max-num-proc", dest="max_np", metavar="N", help="start at most so many workers"),
+    "elastic jobs (on one host; on several the number of workers is fixed at the start)": [
+        _option("--min-np", "--min-num-proc", dest="min_np", metavar="N", help="the training waits below so many "
+                "workers (default: -np)"),
+        _option("--max-np", "--max-num-proc", dest="max_np", metavar="N", help="at most so many workers (default: -np, "
+                "or with --host-discovery-script as many as there are slots)"),
         _option("--host-discovery-script", metavar="FILE", help="program that prints one line `host:slots` per host; "
-                "it is run until there are enough slots, and not after the start"),
+                "it is run once a second, and the number of workers follows the slots of this host"),
         _option("--slots-per-host", metavar="N", help="slots of a host that is printed without a number (default: 1)"),
         _option("--elastic-timeout", metavar="S", help="seconds to wait for enough slots (default: "
                 "HOROVOD_ELASTIC_TIMEOUT, or 600)"),
@@ -115,69 +116,6 @@ class Ignored(argparse.Action):
         ignored: tuple[str, ...] = getattr(namespace, self.dest, ())
         if option_string and option_string not in ignored:
             setattr(namespace, self.dest, (*ignored, option_string))
-
-
-# --- Host discovery ---------------------------------------------------------------------------------------------------
-
-_RETRY_S = 1.0
-_ARGUMENT = "host_discovery_script"
-
-
-@dataclass(frozen=True)
-class Discovery:
-    """A host discovery script, which prints a line ``host:slots`` per host, and the number of slots to wait for.
-
-    Attributes:
-        command: its path, optionally with arguments.
-        needed: number of slots to wait for.
-        slots: the slots of a host that is printed without a number.
-        timeout: seconds to wait for `needed` slots.
-    """
-
-    command: str
-    needed: int = 1
-    slots: int = 1
-    timeout: float = 600.0
-
-    def find(self) -> list[Host]:
-        """Run the script until the hosts have enough slots, and return them in the order of their first appearance.
-
-        Raises:
-            ConfigError: the script cannot be run, prints anything else, or the time has run out.
-        """
-        deadline = time.monotonic() + self.timeout
-        hosts: dict[str, Host] = {}
-        while True:
-            printed = {host.name: host for host in self._run_script()}
-            hosts = {name: printed[name] for name in (*hosts, *printed) if name in printed}
-            count = sum(host.slots for host in hosts.values())
-            if count >= self.needed:
-                return list(hosts.values())
-            if time.monotonic() > deadline:
-                names = ", ".join(f"{host.name}:{host.slots}" for host in hosts.values()) or "no host"
-                expected = f"{self.needed} slots within {self.timeout:g} s"
-                raise ConfigError(_ARGUMENT, expected, found=f"{count}: {names}")
-            time.sleep(_RETRY_S)
-
-    def _run_script(self) -> list[Host]:
-        expected = "a program that prints a line `host:slots` for each host"
-        try:
-            words = shlex.split(self.command)
-            result = subprocess.run(words, capture_output=True, text=True, timeout=max(self.timeout, _RETRY_S))
-        except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(_ARGUMENT, expected, found=f"{self.command}: {error}") from None
-        if result.returncode != 0:
-            got = f"exit code {result.returncode}: {result.stderr.strip()[-500:]}"
-            raise ConfigError(_ARGUMENT, expected, found=f"{self.command}: {got}")
-        lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
-        return [self._parse_line(line) for line in lines]
-
-    def _parse_line(self, line: str) -> Host:
-        if "," in line:
-            raise ConfigError(_ARGUMENT, "one host per line", line)
-        (host,) = parse_hosts(line, _ARGUMENT)
-        has_slots = ":" in line.rpartition("]")[2]
-        return host if has_slots else replace(host, slots=self.slots)
 
 
 # --- The command ------------------------------------------------------------------------------------------------------
@@ -238,10 +176,11 @@ def run_command(arguments: argparse.Namespace) -> int:
         _log(f"options without effect, ignored: {', '.join(ignored)}")
     program = program_of(given.get("command", []))
     variables = environment.variables()
+    elastic, discovery = _elastic_job(given, variables)
     chosen = {
         **program,
         **_shared_values(given, variables),
-        **_elastic_hosts(given, variables),
+        **elastic,
         **_stall_timeout(given, variables),
     }
     environment.set_variables(child_variables(given, variables))
@@ -249,7 +188,11 @@ def run_command(arguments: argparse.Namespace) -> int:
     chosen["env"] = [name for name in names if name.removeprefix("HOROVOD_") not in _RANK_VARIABLES]
     if "verbose" in given:
         _log(shlex.join(_equivalent_command(chosen)))
-    return run.run_command(argparse.Namespace(**chosen, as_horovod=True))
+    if "elastic" in chosen:
+        for name in ("hosts", "hostfile"):
+            chosen.pop(name, None)
+    with _follower(discovery, elastic):
+        return run.run_command(argparse.Namespace(**chosen, as_horovod=True))
 
 
 def program_of(command: Sequence[str]) -> dict[str, Any]:
@@ -294,27 +237,58 @@ def _shared_values(given: Mapping[str, Any], variables: Mapping[str, str]) -> di
     return values
 
 
-def _elastic_hosts(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the number of workers and the hosts of an elastic job."""
+_MOST = 120  # workers of an elastic job, see --elastic of `lockstep run`
+
+
+def _elastic_job(given: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[dict[str, str], Discovery | None]:
+    """Return the options of `lockstep run` for an elastic job, and the script that it follows, if there is one."""
     numbers = {name: _count(name, given) for name in ("workers", "min_np", "max_np", "slots_per_host")}
-    min_workers = numbers["min_np"] or numbers["workers"] or 1
-    max_workers = numbers["max_np"]
-    bound = max(min_workers, numbers["workers"] or 1)
-    if max_workers is not None and max_workers < bound:
-        raise ConfigError("max_np", f"at least {bound}, the value of -np or --min-np", max_workers)
+    least, most = numbers["min_np"] or numbers["workers"] or 1, numbers["max_np"]
+    bound = max(least, numbers["workers"] or 1)
+    if most is not None and most < bound:
+        raise ConfigError("max_np", f"at least {bound}, the value of -np or --min-np", most)
     script = given.get("host_discovery_script")
     if script is None:
-        if "min_np" in given or "max_np" in given:
-            _log("the number of workers remains that of -np: workers are not added or replaced while a job runs")
-        return {}
+        if "min_np" not in given and "max_np" not in given:
+            return {}, None
+        slots = sum(host.slots for host in _given_hosts(given)) or _MOST
+        if _is_fixed(given, _given_hosts(given)):
+            return {}, None
+        most = min(most or bound, slots, _MOST)
+        return {"elastic": f"{least}:{most}", "workers": str(min(bound, most))}, None
     if "hosts" in given or "hostfile" in given:
         raise ConfigError("host_discovery_script", "either this option, or -H or --hostfile", found="both")
     timeout = given.get("elastic_timeout") or variables.get("HOROVOD_ELASTIC_TIMEOUT") or "600"
     seconds = _seconds("elastic_timeout", timeout)
-    hosts = Discovery(script, numbers["workers"] or min_workers, numbers["slots_per_host"] or 1, seconds).find()
-    workers = min(sum(host.slots for host in hosts), max_workers or sys.maxsize)
-    _log(f"{workers} workers until the end of the job: hosts found later are not used, and losing a host ends it")
-    return {"workers": str(workers), "hosts": ",".join(_host_text(host) for host in hosts)}
+    discovery = Discovery(script, numbers["workers"] or least, numbers["slots_per_host"] or 1, seconds)
+    hosts = discovery.find()
+    workers = min(sum(host.slots for host in hosts), most or sys.maxsize)
+    if _is_fixed(given, hosts):
+        return {"workers": str(workers), "hosts": ",".join(_host_text(host) for host in hosts)}, None
+    return {"elastic": f"{least}:{min(most or _MOST, _MOST)}", "workers": str(min(workers, _MOST))}, discovery
+
+
+def _given_hosts(given: Mapping[str, Any]) -> list[Host]:
+    if "hostfile" in given:
+        return read_hostfile(Path(given["hostfile"]))
+    return parse_hosts(given["hosts"]) if "hosts" in given else []
+
+
+def _is_fixed(given: Mapping[str, Any], hosts: Sequence[Host]) -> bool:
+    """Return whether the number of workers stays as it is at the start, and say so."""
+    if all(is_this_host(host.name) for host in hosts) and "output_dir" not in given:
+        return False
+    why = "with --output-filename" if "output_dir" in given else "on several hosts"
+    _log(f"{why} the number of workers is fixed at the start, and the loss of one ends the job")
+    return True
+
+
+def _follower(discovery: Discovery | None, elastic: Mapping[str, str]) -> AbstractContextManager[object]:
+    """Return the context in which the number of workers of an elastic job follows its script, if there is one."""
+    if discovery is None:
+        return nullcontext()
+    least, most = map(int, elastic["elastic"].split(":"))
+    return Follower(discovery, int(elastic["workers"]), (least, most), resize_own_job, _log)
 
 
 def _host_text(host: Host) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from ..environment import debugging
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
 from ..interruption import resume_hint
-from . import doctor, explain, horovodrun, resize, run, timeline, top, train, verify
+from . import doctor, explain, horovodrun, join, resize, run, timeline, top, train, verify
 from .explain import failure_text
 from .parser import Parser
 from .train_options import as_typed
@@ -28,6 +28,7 @@ _COMMANDS = {
     "doctor": doctor,
     "top": top,
     "resize": resize,
+    "join": join,
     "explain": explain,
     "timeline": timeline,
     "horovodrun": horovodrun,

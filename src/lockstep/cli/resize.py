@@ -1,26 +1,31 @@
-"""``lockstep resize``: changes the number of workers of a running elastic job."""
+"""``lockstep resize``: changes the number of workers of a running elastic job, or its hosts."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from .parser import Help
 from .top import select_jobs
 
-__all__ = ["add_to", "run_command"]
+if TYPE_CHECKING:
+    from ..watchdog.jobs import JobDescription
+
+__all__ = ["add_to", "elastic_job", "run_command"]
 
 _DESCRIPTION = """\
 Change the number of workers of a job that was started with `lockstep run
---elastic MIN:MAX`, while it trains. Workers join or leave after a step; no step
-is lost or repeated, and the result does not change.
+--elastic MIN:MAX`, while it trains, or let one of its hosts leave. Workers join
+or leave after a step; no step is lost or repeated, and the result does not
+change. Run it on any host of the job. `lockstep join` adds a host.
 """
 
 _EXAMPLES = """
 examples:
   lockstep resize 4               4 workers, if only one elastic job is running
   lockstep resize 12345 4         4 workers in the job of that PID, see lockstep top
+  lockstep resize --remove beta   the host beta leaves, with its workers
 """
 
 
@@ -29,32 +34,48 @@ def add_to(commands: Any, name: str) -> None:
     parser = commands.add_parser(
         name,
         help="change the number of workers of a running elastic job",
-        usage="%(prog)s [options] [PID or DIR] WORKERS",
+        usage="%(prog)s [options] [PID or DIR] WORKERS\n       %(prog)s [options] [PID or DIR] --remove HOST",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=Help,
         allow_abbrev=False,
     )
-    parser.add_argument("job", nargs="?", metavar="PID or DIR", help="the job, if several are running")
-    parser.add_argument("workers", metavar="WORKERS", help="the number of workers that it shall have")
+    parser.add_argument("words", nargs="*", metavar="[PID or DIR] WORKERS", help="the job, if several are running, and "
+                        "the number of workers that it shall have")  # fmt: skip
+    parser.add_argument("--remove", metavar="HOST", help="let this host of the job leave instead")
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the command with the parsed `arguments`, and return the exit code."""
-    from ..elastic.control import request_workers
+    from ..elastic.control import request
+
+    words = list(arguments.words)
+    workers = words.pop() if words and arguments.remove is None else ""
+    if len(words) > 1 or (arguments.remove is None and (not workers.isdecimal() or int(workers) < 1)):
+        raise ConfigError("WORKERS", "a number of at least 1, after at most one job", " ".join(arguments.words))
+    job = elastic_job(words[0] if words else None)
+    if arguments.remove is None:
+        done = request(job.control, "resize", int(workers))
+    else:
+        done = request(job.control, "remove", host=arguments.remove)
+    print(f"lockstep resize: {done}")
+    return 0
+
+
+def elastic_job(given: str | None) -> JobDescription:
+    """Return the elastic job that runs here, with the PID or the folder that was given, if any.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
     from ..watchdog import jobs
 
-    if not arguments.workers.isdecimal() or int(arguments.workers) < 1:
-        raise ConfigError("WORKERS", "a number of at least 1", arguments.workers)
-    found = select_jobs(jobs.find_jobs(), arguments.job)
-    elastic = {folder: job for folder, job in found.items() if job.control}
+    found = select_jobs(jobs.find_jobs(), given)
+    elastic = [job for job in found.values() if job.control]
     if len(elastic) != 1:
-        running = ", ".join(f"{job.pid} ({job.program})" for job in elastic.values())
-        given = arguments.job or "no PID"
+        running = ", ".join(f"{job.pid} ({job.program})" for job in elastic)
         expected = f"the PID of one of: {running}" if running else "a running job that was started with --elastic"
-        raise ConfigError("job", expected, given)
-    (job,) = elastic.values()
-    print(f"lockstep resize: {request_workers(job.control, int(arguments.workers))}")
-    return 0
+        raise ConfigError("job", expected, given or "no PID")
+    return elastic[0]

@@ -66,10 +66,15 @@ class RankStatus:
 
 
 class Live:
-    """The ranks whose flight records are in `folder`; call `poll` repeatedly."""
+    """The ranks whose flight records are in `folder`; call `poll` repeatedly.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        folder: of the job's records.
+        is_elastic: whether ranks may change, so that only those of the newest group count.
+    """
+
+    def __init__(self, folder: Path, is_elastic: bool = False) -> None:
+        self._folder, self._is_elastic = folder, is_elastic
         self._readers: dict[int, RecorderReader] = {}
         self._history: dict[int, deque[tuple[float, RankState]]] = {}
         self._collective_waits: deque[_Waits] = deque()
@@ -83,18 +88,30 @@ class Live:
     def poll(self) -> list[RankStatus]:
         """Return the states of all ranks, in order."""
         for rank, reader in open_job(self._folder).items():
-            if rank in self._readers:
-                reader.close()
-            else:
-                self._readers[rank] = reader
+            self._use(rank, reader)
+        readers = _members(self._readers) if self._is_elastic else self._readers
         now = time.monotonic()
-        waits = _find_waits(self._readers, self._collective_waits[-1].end if self._collective_waits else 0.0, now)
+        waits = _find_waits(readers, self._collective_waits[-1].end if self._collective_waits else 0.0, now)
         self._collective_waits.append(waits)
         while now - self._collective_waits[0].end >= _WINDOW_S:
             self._collective_waits.popleft()
-        return [self._status(rank, self._readers[rank], waits.pending.get(rank), now) for rank in sorted(self._readers)]
+        is_alone = len(readers) < 2
+        return [self._status(rank, readers[rank], waits.pending.get(rank), is_alone, now) for rank in sorted(readers)]
 
-    def _status(self, rank: int, reader: RecorderReader, pending: RawRecord | None, now: float) -> RankStatus:
+    def _use(self, rank: int, reader: RecorderReader) -> None:
+        """Use the record of a rank, unless it is the one that is used already."""
+        known = self._readers.get(rank)
+        if known is not None and (known.pid, known.started) == (reader.pid, reader.started):
+            reader.close()
+            return
+        if known is not None:
+            known.close()
+        self._readers[rank] = reader
+        self._history.pop(rank, None)
+
+    def _status(
+        self, rank: int, reader: RecorderReader, pending: RawRecord | None, is_alone: bool, now: float
+    ) -> RankStatus:
         state = reader.state()
         history = self._history.setdefault(rank, deque())
         history.append((now, state))
@@ -126,7 +143,7 @@ class Live:
             state.batch,
             plain(call.name or call.what) if call is not None else "",
             call_site,
-            self._waiting_share(rank, waited / elapsed) if len(self._readers) > 1 else None,
+            None if is_alone else self._waiting_share(rank, waited / elapsed),
             None if samples is None else samples / elapsed,
             resident_bytes(state.pid),
         )
@@ -135,6 +152,14 @@ class Live:
         waited = sum(waits.seconds.get(rank, 0.0) for waits in self._collective_waits)
         observed = sum(waits.end - waits.begin for waits in self._collective_waits)
         return min(1.0, max(0.0, waited / max(observed, 1e-6) + in_messages))
+
+
+def _members(readers: Mapping[int, RecorderReader]) -> dict[int, RecorderReader]:
+    """Return the ranks of an elastic job's newest group, in which each member has made a new record."""
+    living = [reader for reader in readers.values() if _is_running(reader.pid)]
+    newest = {reader.pid: reader for reader in sorted(living, key=lambda reader: reader.started)}
+    size = max(newest.values(), key=lambda reader: reader.started).world_size if newest else 0
+    return {reader.rank: reader for reader in newest.values() if reader.rank < size}
 
 
 @dataclass(frozen=True)
@@ -193,6 +218,11 @@ def _waited_in_messages(state: RankState, now: float) -> float:
     return state.waited_in_messages_s + (max(0.0, now - state.since) if waits else 0.0)
 
 
+def _is_running(pid: int) -> bool:
+    process = read_status(pid)
+    return process is not None and process.state not in ("Z", "X")
+
+
 def _state_name(state: RankState, now: float) -> str:
     process = read_status(state.pid)
     if process is None or process.state in ("Z", "X"):
@@ -210,8 +240,9 @@ _DESCRIPTION = """\
 Show what the ranks of a job on this host are doing: the current batch, the
 collective in which each rank waits (or its last one) and its source line, the
 fraction of time spent waiting for other ranks, samples per second if they are
-counted, and memory. It only reads the ranks' flight records in shared memory. If
-several jobs are running, it lists them.
+counted, and memory; of an elastic job also its last losses and joins. It only
+reads the ranks' flight records in shared memory. If several jobs are running, it
+lists them.
 """
 
 _EXAMPLES = """
@@ -233,6 +264,7 @@ exit codes: 0; 2 if there is no such job
 _NO_RECORDS = (
     "No flight records yet: they begin with a rank's first process group, unless it is the only rank of its job."
 )
+_EVENTS = 5  # of an elastic job: the last ones are shown
 _BAD = ("stopped", "no heartbeat", "gone", "raised")
 
 
@@ -334,9 +366,9 @@ class _Display:
         [(folder, job)] = selected.items()
         if folder not in self._live:  # restarted ranks have another folder
             self.close()
-            self._live[folder] = Live(folder)
+            self._live[folder] = Live(folder, bool(job.control))
         self._selector = str(job.pid)  # this job stays selected when another one starts
-        return _job(self._live[folder].poll(), job)
+        return _job(self._live[folder].poll(), job, _last_events(folder))
 
     def close(self) -> None:
         """Close the flight records."""
@@ -378,17 +410,29 @@ def _jobs(jobs: Mapping[Path, JobDescription]) -> RenderableType:
     return Group(table, Text(), Text("`lockstep top PID` shows the ranks of one of them."))
 
 
-def _job(ranks: Sequence[RankStatus], job: JobDescription) -> RenderableType:
+def _last_events(folder: Path) -> list[str]:
+    """Return what has happened last in an elastic job, a line each."""
+    from ..watchdog.jobs import EVENTS
+
+    try:
+        lines = (folder / EVENTS).read_text(errors="replace").splitlines()
+    except OSError:  # nothing yet, or the job is not elastic
+        return []
+    return [plain(line) for line in lines[-_EVENTS:]]
+
+
+def _job(ranks: Sequence[RankStatus], job: JobDescription, events: Sequence[str]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     head = Text(plain(job.program), "bold")
     head.append(f"   PID {job.pid}, {_duration(time.time() - job.started)}", "dim")
+    foot = [Text(), *(Text(line, no_wrap=True, overflow="ellipsis") for line in events)] if events else []
     if not ranks:
-        return Group(head, Text(_NO_RECORDS))
+        return Group(head, Text(_NO_RECORDS), *foot)
     if len(ranks) < ranks[0].world_size:
         head.append(f", {len(ranks)} of {ranks[0].world_size} ranks are on this host", "dim")
-    return Group(head, Text(), _table(ranks))
+    return Group(head, Text(), _table(ranks), *foot)
 
 
 def _table(ranks: Sequence[RankStatus]) -> RenderableType:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import structs
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from .. import messages
 from ..flight_recorder import RecorderReader
@@ -667,7 +668,10 @@ class CrossHost:
 
 def _clone_store(store: Any, limit_s: float) -> Any:
     """Return the store with a connection of its own, which does not wait for ever for a lost host."""
-    if not hasattr(store, "clone"):
+    innermost = store
+    while isinstance(innermost, PrefixStore):
+        innermost = innermost.underlying_store
+    if not isinstance(innermost, TCPStore):  # that of an elastic job waits for nobody who is gone
         return store
     sockets = SocketTracker()
     with sockets.tracking():

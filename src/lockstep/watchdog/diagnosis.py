@@ -271,8 +271,8 @@ def _diagnose_rank(state: WatchdogState, reader: RecorderReader, where: str, clo
         return _exited(state, reader, where)
     if rank in state.health.gone:
         return _lost(reader, where)
-    if state.limits.debugging or not state.health.is_stopped(rank):
-        return None
+    if state.limits.debugging or state.limits.expects_losses or not state.health.is_stopped(rank):
+        return None  # what stays stopped in an elastic job is killed by its launcher, and replaced
     if clock.observed_s(("stopped", rank)) > _STOPPED_S:
         return stopped_finding(rank, where, f" (process {reader.pid} on {reader.host})")
     return None

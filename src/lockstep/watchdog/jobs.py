@@ -30,6 +30,7 @@ from ..system.terminal_text import plain
 from .call_sites import current_folder
 
 __all__ = [
+    "EVENTS",
     "JobDescription",
     "MessageReader",
     "NoSpaceError",
@@ -110,6 +111,10 @@ def _pid_namespace() -> str:
         return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - not a path
     except OSError:  # not Linux
         return ""
+
+
+EVENTS = "events"
+"""The file in the folder of a job's records with what has happened in an elastic job, a line each."""
 
 
 class JobDescription(msgspec.Struct, frozen=True):
@@ -342,8 +347,11 @@ def rendezvous(store: Any, rank: int, world_size: int, host_key: str, limit_s: f
         OSError, LockstepError, RuntimeError: the rendezvous failed.
     """
     turn = f"lockstep-watch/{store.add(f'lockstep-watch/turn/{rank}', 1)}"
-    base = default_base() if environment.records_dir() is None else ""
+    records = environment.records_dir()
+    base = default_base() if records is None else ""
     own_address = _own_address(store)
+    if records is not None:  # two launchers on one host have a folder each, and read nothing in that of the other
+        host_key = f"{host_key} {records}"
     mine = messages.encode(_RankHost(host_key, secrets.token_hex(6), base, own_address))
     grouped = exchange_available(store, f"{turn}/hosts", rank, mine, world_size, _group_by_host, _TIMEOUT)
     found = read_message(grouped, list[_HostRanks], "the ranks of each host")

@@ -197,13 +197,14 @@ class MonitorThread:
     ) -> Finding | None:
         state, limits = self._state, self._state.limits
         waited = self._clock.observed_s((key, pending.number))
+        stalled = 0.0 if self._is_any_stopped(missing) else self._clock.observed_s(("stalled", key, pending.number))
         if limits.debugging or waited < limits.warning_s:
             return None
         busy = [rank for rank in missing if rank not in state.peers or state.peers[rank].phase != "waits"]
         culprits = busy or missing
         where = describe_call(state, pending.number)
         allowed_s = max(limits.stall_s, self._group_limit_s(key))
-        if state.seconds_since_solo(waited) >= allowed_s:
+        if state.seconds_since_solo(stalled) >= allowed_s:
             return Finding(
                 "stall",
                 f"{describe_ranks(culprits)} did not reach {where} within {allowed_s:.0f} s.",
@@ -224,6 +225,11 @@ class MonitorThread:
             self._warn(where, culprits, sorted(waiting), waited, allowed_s)
         return None
 
+    def _is_any_stopped(self, ranks: list[int]) -> bool:
+        """Return whether, in an elastic job, one of `ranks` is stopped; its launcher sees to that."""
+        state = self._state
+        return state.limits.expects_losses and any(state.health.is_stopped(rank) for rank in ranks)
+
     def _group_limit_s(self, key: int) -> float:
         """Return the timeout that the user has set for the group `key`; 0 for none."""
         return next((monitor.limit_s for monitor in self._monitors if monitor.key == key), 0.0)
@@ -235,7 +241,7 @@ class MonitorThread:
         verb = "has" if len(missing) == 1 else "have"
         who = f"{describe_ranks(waiting).lower()} {'waits' if len(waiting) == 1 else 'wait'}"
         text = f"{describe_ranks(missing).lower()} {verb} not reached {where} for {waited:.1f} s; {who}."
-        if state.seconds_since_solo(waited) >= _TICK_S:
+        if state.seconds_since_solo(waited) >= _TICK_S and not self._is_any_stopped(missing):
             text += f" This becomes an error after {allowed_s:.0f} s."
         for reader in readers[:3]:
             places = [f"in {reader.activity}"] if reader.activity else []

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .. import environment
-from ..errors import LockstepError, TransportError
+from ..errors import LockstepError, MembershipChangedError, TransportError
 from ..flight_recorder import FlightRecorder, RecordLog, current
 from ..system.patching import Replaced
 from . import jobs
@@ -280,6 +280,8 @@ class _Watchdog:
             if rank == min(error.ranks):  # once for all
                 jobs.write_message(None, f"the watchdog is disabled: {error}")
             return
+        except MembershipChangedError:
+            raise  # there is another group at once
         except (OSError, RuntimeError, LockstepError) as error:
             jobs.write_message(None, f"the watchdog is disabled on rank {rank}: {error}")
             return

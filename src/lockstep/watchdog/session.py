@@ -140,7 +140,7 @@ class Session:
 
     def _fail_unless_lost(self, finding: Finding) -> None:
         """As `fail` in an elastic job, whose membership finds losses sooner, and which goes on after them."""
-        if finding.kind not in ("lost", "left"):
+        if finding.kind not in ("lost", "left", "frozen"):
             self.fail(finding)
 
     def poll_report(self) -> bool:

@@ -23,6 +23,8 @@ from support.clock import Clock
 
 
 class Store:
+    underlying_store = None  # no connection to clone
+
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
         self.lost = False

@@ -86,6 +86,8 @@ def test_slow_ranks_are_named() -> None:
 
 
 class Store:
+    underlying_store = None  # no connection to clone
+
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
         self.messages = 0

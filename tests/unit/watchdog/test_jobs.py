@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +44,32 @@ def test_where_one_rank_has_no_space_for_records_the_watchdog_is_off_on_all(
         said = set(pool.map(join, range(3)))
     assert said == {f"no space in {tmp_path} for the flight recorders of ranks [1]"}
     assert not list(folder.iterdir())
+
+
+def test_two_launchers_on_one_host_do_not_look_for_ranks_in_the_folder_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an elastic job of two launchers, where an earlier group has left the record of another rank 1."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    jobs._make_recorder(folders[0], 1, 2)
+    of_thread = threading.local()
+    monkeypatch.setattr(environment, "records_dir", lambda: of_thread.folder)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def join(rank: int) -> jobs.Rendezvous:
+        of_thread.folder = folders[rank]
+        return jobs.rendezvous(store, rank, 2, "here")
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(join, range(2)))
+    assert [each.hosts for each in found] == [((0,), (1,))] * 2
+    assert [each.peers for each in found] == [{}, {}]
+    for each in found:
+        each.recorder.close()
+        if each.heartbeat is not None:
+            each.heartbeat.close()
 
 
 def base_in(parent: Path, monkeypatch: pytest.MonkeyPatch, runtime: Path | None = None) -> Path:
