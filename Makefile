@@ -52,7 +52,7 @@ types: $(TESTS)
 	@$(BIN)/mypy
 	@MYPYPATH=src:benchmarks:tests $(BIN)/mypy benchmarks/*.py packaging/*.py
 
-# a thousand elastic jobs with random faults; about ten minutes
+# a thousand elastic jobs with random faults; about half an hour
 chaos: $(TESTS)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/elastic_chaos.py $(CHAOS_FLAGS)
 

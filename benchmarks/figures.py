@@ -84,6 +84,48 @@ def draw_one_idea(losses: dict[int, list[float]], times: dict[int, float], path:
     _save(figure, path)
 
 
+def draw_elastic_losses(
+    undisturbed: list[float], losses: list[float], workers: dict[str, list[int]], events: dict[int, str], path: Path
+) -> None:
+    """The losses of an elastic job over those of an undisturbed one; below them, the workers of each host.
+
+    Args:
+        undisturbed: the loss of each step.
+        losses: those of the elastic job.
+        workers: host → the number of its workers at each step.
+        events: step → what has happened, where it changed the workers.
+        path: the PNG file.
+    """
+    steps = range(len(losses))
+    size: Any = {"figsize": (9.6, 5.0), "height_ratios": (3, 2), "sharex": True}
+    figure, (curves, counts) = plt.subplots(2, 1, **size)
+    curves.plot(steps, undisturbed, color="#9CC9E8", linewidth=5.0, label="undisturbed, one worker")
+    curves.plot(steps, losses, color="#D55E00", linewidth=1.0, label="losses of workers and of a host, joins, resizes")
+    curves.set_title("The same losses, bit for bit, whatever happens to the workers", fontsize=11)
+    curves.set_ylabel("loss")
+    curves.set_ylim(bottom=0)
+    curves.legend(loc="upper right", bbox_to_anchor=(1.0, 0.85), edgecolor="none", framealpha=1.0)
+    colours = ("#0072B2", "#56B4E9", "#009E73")
+    names = [f"host {host}" for host in workers]
+    counts.stackplot(steps, *workers.values(), step="post", colors=colours, labels=names, linewidth=0)
+    most = max(map(sum, zip(*workers.values(), strict=True)))
+    counts.set_ylim(0, most + 0.5)
+    counts.set_yticks(range(0, most + 1, 2))
+    counts.set_ylabel("workers")
+    counts.set_xlabel("step")
+    counts.legend(frameon=False, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.28))
+    for step, text in events.items():
+        for panel in (curves, counts):
+            panel.axvline(step, color="#777777", linewidth=0.8, linestyle=":")
+        curves.annotate(text, (step, 0.97), xycoords=("data", "axes fraction"), fontsize=8, va="top", xytext=(2, 0),
+                        textcoords="offset points")  # fmt: skip
+    for panel in (curves, counts):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(x=0)
+    figure.tight_layout()
+    _save(figure, path)
+
+
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

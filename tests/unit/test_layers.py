@@ -30,7 +30,7 @@ CYCLES: list[tuple[str, str]] = []
 # Small modules with one importer that stand alone all the same.
 PLUG_INS = [
     "lockstep.callbacks",  # a name by which users import
-    "lockstep.cli.resize",  # a command
+    "lockstep.cli.join",  # a command
     *(f"lockstep.models.{name}" for name in ("conv_net", "le_net", "perceptron", "resnet")),
     # where programs look for them: MXNet's and Horovod's own modules
     *("lockstep.compat.gluon.loss", "lockstep.compat.gluon.utils", "lockstep.compat.horovod.torch.sync_batch_norm"),

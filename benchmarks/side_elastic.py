@@ -1,0 +1,154 @@
+"""One side of the benchmark of elastic jobs: a training with Lockstep that notes when a loss is seen and got over.
+
+    lockstep run --elastic 1:4 -np 4 side_elastic.py FOLDER MODEL STEPS TRANSPORT
+
+Each worker appends what it does to FOLDER/events, a line of JSON each (`Notes`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.communicator.elastic_communicator import ElasticCommunicator
+from lockstep.elastic.client import MembershipClient
+from lockstep.training import elastic_loop
+from lockstep.training.callbacks import TrainingContext
+
+if TYPE_CHECKING:
+    from lockstep.training.step import StepResult
+
+WORKERS, GLOBAL_BATCH_SIZE, SAMPLES = 4, 64, 2048
+
+
+class Notes:
+    """What a worker does, with the time on a clock that all processes of the host share.
+
+    Args:
+        folder: of the job.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / "events", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def write(self, kind: str, generation: int = 0, **values: Any) -> None:
+        """Append a line; whole lines, also when several processes write."""
+        line = {"time": time.monotonic(), "pid": os.getpid(), "kind": kind, "generation": generation, **values}
+        os.write(self._file, f"{json.dumps(line)}\n".encode())
+
+
+def large_mlp() -> nn.Module:
+    """20.0 M parameters; with AdamW a state of 240 MB."""
+    layers = [nn.Linear(28 * 28, 3200), nn.ReLU(), nn.Linear(3200, 3200), nn.ReLU(), nn.Linear(3200, 2240), nn.ReLU()]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(2240, 10))
+
+
+def make_model(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """LeNet with SGD and momentum, or the large model with AdamW; with the same first values in every process."""
+    torch.manual_seed(0)
+    if name == "large":
+        model = large_mlp()
+        return model, torch.optim.AdamW(model.parameters(), 1e-4)
+    model = lockstep.models.lenet()
+    return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Images that are alike within a class, so that a loss falls, and their labels."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 10, (SAMPLES,), generator=generator)
+    kinds = torch.randn(10, 1, 28, 28, generator=generator)
+    return kinds[labels] + torch.randn(SAMPLES, 1, 28, 28, generator=generator), labels
+
+
+class Noting(lockstep.callbacks.Callback):
+    """Notes each step, on every worker."""
+
+    every_rank = True
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+
+    def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
+        """A step is complete."""
+        generation = getattr(getattr(trainer.comm, "client", None), "generation", 0)
+        self.notes.write("step", generation, step=result.step, size=trainer.comm.size)
+
+
+def note_around(owner: Any, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Let a function or method of the package tell when it is called and when it has returned."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(*args)
+        result = original(*args, **kwargs)
+        after(*args)
+        return result
+
+    setattr(owner, name, call)
+
+
+def note_regroups(notes: Notes) -> None:
+    """Note the parts of a regroup."""
+    receive, regroup = MembershipClient._take, elastic_loop.ElasticLoop._run_step
+    last_begun = [-1]
+
+    def take(self: MembershipClient, message: Any) -> None:
+        if type(message).__name__ == "Change":
+            notes.write("seen", message.generation)
+        receive(self, message)
+
+    def run_step(self: Any, batch: Any) -> Any:
+        generation = self._client.generation
+        if last_begun[0] != generation:
+            last_begun[0] = generation
+            notes.write("begun", generation)
+        return regroup(self, batch)
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    MembershipClient._take = take  # type: ignore[method-assign]
+    elastic_loop.ElasticLoop._run_step = run_step  # type: ignore[method-assign]
+    note_around(
+        ElasticCommunicator, "leave_group", nothing, lambda self: notes.write("left", self.client.generation + 1)
+    )
+    note_around(ElasticCommunicator, "_form", nothing, lambda self, view: notes.write("formed", view.generation))
+    note_around(
+        elastic_loop.ElasticLoop,
+        "_share",
+        lambda self, view, best: notes.write("share", view.generation, has=self._has_state),
+        lambda self, view, best: notes.write("shared", view.generation),
+    )
+
+
+def main() -> None:
+    folder, model_name, steps, transport = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    notes = Notes(folder)
+    notes.write("started")
+    note_regroups(notes)
+    comm = lockstep.init("cpu", transport=transport)
+    model, optimizer = make_model(model_name)
+    data = torch.utils.data.TensorDataset(*make_data())
+    trainer = lockstep.Trainer(
+        *(model, optimizer, nn.CrossEntropyLoss(), GLOBAL_BATCH_SIZE),
+        virtual_workers=WORKERS,
+        callbacks=[Noting(notes)],
+    )
+    history = trainer.fit(data, max(1, steps * GLOBAL_BATCH_SIZE // SAMPLES))
+    digest = lockstep.fingerprint(model, optimizer)
+    if comm.rank == 0:
+        notes.write("end", loss=history[-1]["train_loss"], digest=digest)
+
+
+if __name__ == "__main__":
+    main()
