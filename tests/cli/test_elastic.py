@@ -114,7 +114,7 @@ def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: 
         seen = read_until(job, r"step 9 of 2")
         pids = {rank: int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
         os.kill(pids[lost.removeprefix("rank ")], signal.SIGKILL)
-        seen += read_until(job, r"step \d+ of 1")
+        seen += read_until(job, r"pid \d+")
         seen += read_until(job, r"step \d+ of 2")
         assert main(["resize", str(job.pid), "3"]) == 0
         assert "2 workers before, 3 after" in capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_the_first_replacement_joins_where_there_are_as_many_workers_as_virtual_
     with start(tmp_path, "1:2", "-np", 2, program) as job:
         seen = read_until(job, r"step 3 of 2")
         os.kill(int(re.findall(r"\[1\] pid (\d+)", seen)[0]), signal.SIGKILL)
-        seen += read_until(job, r"step \d+ of 1")
+        seen += read_until(job, r"pid \d+")
         seen += read_until(job, r"step \d+ of 2")
         (tmp_path / "enough").touch()
         out, err = job.communicate(DEADLINE)
@@ -157,7 +157,7 @@ def test_losses_leave_nothing_behind(tmp_path: Path) -> None:
         files = []
         for _ in range(4):
             os.kill(int(re.findall(r"pid (\d+)", seen)[-1]), signal.SIGKILL)
-            seen += read_until(job, r"step \d+ of 1")
+            seen += read_until(job, r"pid \d+")
             seen += read_until(job, r"step \d+ of 2")
             files.append(psutil.Process(job.pid).num_fds())
         end = time.monotonic() + DEADLINE
@@ -282,7 +282,7 @@ def test_a_worker_that_stays_stopped_is_replaced(tmp_path: Path) -> None:
     with start(tmp_path, "1:2", "-np", 2, "--stall-timeout", 1, program) as job:
         seen = read_until(job, r"step 3 of 2")
         os.kill(int(re.findall(r"pid (\d+)", seen)[-1]), signal.SIGSTOP)
-        read_until(job, r"step \d+ of 1")
+        read_until(job, r"pid \d+")
         read_until(job, r"step \d+ of 2")
         (tmp_path / "enough").touch()
         _, err = job.communicate(DEADLINE)
@@ -327,6 +327,20 @@ def test_workers_that_are_lost_before_the_training_again_and_again_end_the_job(t
     assert job.returncode == 1
     assert err.count("all workers are started again, from the beginning") == 3
     assert "without any progress" in err
+
+
+def test_workers_that_are_all_lost_before_the_first_checkpoint_begin_again_in_the_same_folder(tmp_path: Path) -> None:
+    program = write(tmp_path, str(tmp_path / "run"), 2)
+    with start(tmp_path, "1:2", "-np", 2, program) as job:
+        seen = read_until(job, r"step 2 of 2")
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none goes on without the other
+            for pid in re.findall(r"pid (\d+)", seen):
+                os.kill(int(pid), number)
+        _, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert "all workers are started again, from the beginning" in err
+    assert len(rows(tmp_path / "run")) == 1 + 2
+    assert not (tmp_path / "run-2").exists()
 
 
 @pytest.mark.parametrize(

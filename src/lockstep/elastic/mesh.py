@@ -27,7 +27,7 @@ from ..system.heartbeat import keep_alive
 from .connection import Connection
 from .succession import Link
 
-__all__ = ["HostEntry", "Knock", "Mesh", "Refused", "Welcome", "knock"]
+__all__ = ["NOBODY_LEADS", "HostEntry", "Knock", "Mesh", "NobodyLeadsError", "Refused", "Welcome", "knock"]
 
 
 class HostEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -87,6 +87,7 @@ _PING_S = 0.5
 _RECENT_S = 2.0  # a launcher that was heard of so recently has ended, if it does not listen any more
 _LAST_ACK = 56  # where struct tcp_info of Linux (include/uapi/linux/tcp.h) has tcpi_last_ack_recv, in milliseconds
 _DIAL_S = 3.0
+_CLOSING_S = 1.0  # a process that ends closes its connections first, and a moment later the socket where it listens
 _REDIAL_S = 1.0
 _MOST = 1 << 30  # bytes of a message
 _MOST_OF_STRANGERS = 1 << 16
@@ -120,6 +121,20 @@ def _seconds_unanswered(peer: _Peer) -> float:
 def _halves(key: str) -> tuple[str, str]:
     """Return what who dials shows of the key, and what who answers shows."""
     return tuple(hmac.new(key.encode(), side, "sha256").hexdigest() for side in (b"dials", b"answers"))  # type: ignore[return-value]
+
+
+def _wait_until_refused(address: str, port: int) -> None:
+    """Return if a launcher still listens there after a moment.
+
+    Raises:
+        ConnectionRefusedError: none does.
+        OSError: it is not known.
+    """
+    deadline = time.monotonic() + _CLOSING_S
+    while time.monotonic() < deadline:
+        with socket.create_connection((address, port), _DIAL_S) as end, suppress(TimeoutError, ConnectionResetError):
+            end.settimeout(max(0.001, deadline - time.monotonic()))
+            end.recv(1)  # a launcher that runs says nothing to a stranger, and one that ends closes this
 
 
 class Mesh:
@@ -180,8 +195,11 @@ class Mesh:
             self._send(peer, message)
 
     def have_ended(self, hosts: Iterable[int]) -> bool:
-        """Return whether the launchers of hosts that did not answer do not listen any more."""
-        return self._refused.issuperset(hosts)
+        """Return whether the launchers of hosts that do not answer do not listen any more; finds out by and by."""
+        listening = set(hosts) - self._refused
+        for host in listening - self._dialling.keys() - self._peers.keys():
+            self._dial(host, probes=False)  # it would dial this host itself, if it ran
+        return not listening
 
     @property
     def has_unsent(self) -> bool:
@@ -247,7 +265,10 @@ class Mesh:
         def connect() -> None:
             end, refused = None, False
             try:
-                end = socket.create_connection((entry.address, entry.port), _DIAL_S)
+                if probes:
+                    _wait_until_refused(entry.address, entry.port)
+                else:
+                    end = socket.create_connection((entry.address, entry.port), _DIAL_S)
             except OSError as error:
                 refused = isinstance(error, ConnectionRefusedError)
             self._results.put((host, end, refused, probes))
@@ -264,7 +285,7 @@ class Mesh:
                 self._dialled(*self._results.get_nowait())
 
     def _dialled(self, host: int, end: socket.socket | None, refused: bool, probes: bool) -> None:
-        if end is not None and (probes or host in self._peers or host not in self._dialling):
+        if end is not None and (host in self._peers or host not in self._dialling):
             end.close()
         elif end is not None:
             peer = _Peer(self._connection(end), host, is_dialled=True)
@@ -394,6 +415,14 @@ class Mesh:
 # --- A new host -------------------------------------------------------------------------------------------------------
 
 
+NOBODY_LEADS = "no launcher of the job leads at the moment; try again"
+"""The reason for which a host is refused that may be let in a moment later."""
+
+
+class NobodyLeadsError(LockstepError):
+    """A host cannot be let in at the moment."""
+
+
 def knock(
     address: str, port: int, key: str, own: HostEntry, about: str, kind: object, seconds: float
 ) -> tuple[Connection[Any, Any], Welcome]:
@@ -409,7 +438,8 @@ def knock(
 
     Raises:
         OSError: no launcher answers there.
-        LockstepError: the job refuses, or another program answers.
+        NobodyLeadsError: the job does not know at the moment.
+        LockstepError: it refuses, or another program answers.
     """
     dials, answers = _halves(key)
     for _ in range(8):  # launchers that lead to another one
@@ -426,7 +456,9 @@ def knock(
         connection.close()
         if answer is None:
             raise LockstepError(f"{address}:{port} is no elastic job, or has another key")
-        if not isinstance(answer, Refused) or answer.ask is None:
-            raise LockstepError(answer.reason if isinstance(answer, Refused) else f"{address}:{port} has another key")
+        if not isinstance(answer, Refused):
+            raise LockstepError(f"{address}:{port} has another key")
+        if answer.ask is None:
+            raise (NobodyLeadsError if answer.reason == NOBODY_LEADS else LockstepError)(answer.reason)
         address, port = answer.ask.address, answer.ask.port
-    raise LockstepError("no launcher of the job leads at the moment; try again")
+    raise NobodyLeadsError(NOBODY_LEADS)

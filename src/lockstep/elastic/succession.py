@@ -247,7 +247,7 @@ class Succession:
 
     def _ask_for_leader(self) -> None:
         """Tell the host that leads, if there is one, that this host does not follow it."""
-        if not (self.has_leader or self.newest is None or self.leader == self.me):
+        if self.newest is not None and not self._is_connected(self.leader):
             self._send_to_all(Reject(self._term))
 
     def claimed(self, view: HostView, winner: Key) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "debug_rank",
     "debugging",
     "display",
+    "earlier_run_dir",
     "elastic_variable",
     "elastic_worker",
     "find_world",
@@ -211,6 +212,12 @@ def elastic_worker() -> ElasticWorker | None:
     number, _, rest = os.environ.get("LOCKSTEP_ELASTIC", "").partition(":")
     how, _, path = rest.partition(":")
     return ElasticWorker(int(number), path, how == "joins") if path else None
+
+
+def earlier_run_dir() -> Path | None:
+    """Return LOCKSTEP_EARLIER_RUN_DIR: where this job has begun to train before all its workers were started again."""
+    text = os.environ.get("LOCKSTEP_EARLIER_RUN_DIR", "")
+    return Path(text) if text else None
 
 
 def job_key() -> str:

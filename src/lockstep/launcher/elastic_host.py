@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import shutil
@@ -22,7 +23,7 @@ import msgspec
 from .. import environment, messages
 from ..elastic.control import ControlSocket
 from ..elastic.membership import Change, Events, HostMemory, HostReport, Publish, Up
-from ..elastic.mesh import HostEntry, Knock, Mesh, Refused, Welcome, Wire
+from ..elastic.mesh import NOBODY_LEADS, HostEntry, Knock, Mesh, Refused, Welcome, Wire
 from ..elastic.succession import HostMessage, HostView, Key, Link, Succession
 from ..errors import ConfigError, InterruptedRunError, LockstepError, TransportError, WorkerError
 from ..interruption import collect_signals
@@ -50,7 +51,7 @@ from .elastic_workers import HostSetup, HostWorkers
 from .host_protocol import HostDescription, check_compatible, describe_host
 from .worker_status import WorkerResults, raise_failure
 
-__all__ = ["About", "ElasticHost", "OutsideError", "WireMessage", "run_on_one_host"]
+__all__ = ["ALONE_S", "About", "ElasticHost", "OutsideError", "WireMessage", "describe_ended", "run_on_one_host"]
 
 
 class About(msgspec.Struct, frozen=True):
@@ -66,6 +67,9 @@ WireMessage = Wire | HostMessage | HostMessages
 _POLL_S = 0.1
 _TICK_S = 1.0
 _FLUSH_S = 2.0
+_MOST_TOLD = 20
+ALONE_S = 10.0
+"""How long a host that the others may have gone on without looks for a launcher of the job."""
 
 
 def run_on_one_host(setup: HostSetup) -> None:
@@ -100,6 +104,9 @@ class ElasticHost:
     Attributes:
         signals: to this launcher: the first lets this host leave, or ends the job if it is alone.
         job_signals: to the whole job, which another thread may add to.
+        knows_outcome: whether the job is over for all hosts, and not only for this one.
+        has_new_reader: set by another thread when somebody else reads this launcher's output from now on, who is then
+            told what has happened so far.
     """
 
     def __init__(
@@ -138,8 +145,11 @@ class ElasticHost:
         self._probe = ""
         self._looked: set[int] = set()
         self._said = ""
+        self._alone_since = math.inf
         self.signals: list[int] = []
         self.job_signals: list[int] = []
+        self.knows_outcome = self.has_new_reader = False
+        self._told: deque[str] = deque(maxlen=_MOST_TOLD)
         self._passed_on = [0, 0]
         self._to_add: set[int] = set()  # hosts that join
         self._founding: set[int] = set()  # hosts with which the job begins
@@ -219,7 +229,7 @@ class ElasticHost:
         leader = self._hosts.get(self._succession.leader)
         if not self._leads:
             is_known = leader is not None and leader.number != self._me and self._succession.has_leader
-            return Refused("no launcher of the job leads at the moment; try again", leader if is_known else None)
+            return Refused(NOBODY_LEADS, leader if is_known else None)
         if knock.host.number < -1:
             return Welcome("", knock.host.number, about=self._spec)
         problem = self._problem_of(knock)
@@ -256,6 +266,7 @@ class ElasticHost:
             self._take_signals()
             self._tick()
             self._pump()
+            self._tell_new_reader()
         self._flush()
         self._workers.end()
         if self._job is not None:
@@ -270,6 +281,12 @@ class ElasticHost:
                 key.data()
         if self._mesh is not None:
             self._mesh.tick()
+
+    def _tell_new_reader(self) -> None:
+        if self.has_new_reader:
+            self.has_new_reader = False
+            for text in self._told:
+                self._log(f"lockstep: {text}")
 
     def _flush(self) -> None:
         """Let the last messages reach the others."""
@@ -347,9 +364,18 @@ class ElasticHost:
         if text and text != self._said:
             self._log(text)
         self._said = text
-        if self._succession.is_superseded and self.mesh.have_ended(self._succession.unanswered):
-            hint = "; `lockstep run --resume` goes on from the newest checkpoint"
-            self._over, self._job = Over(f"the other hosts went on without {self._name}, and have ended{hint}"), None
+        self._end_if_all_others_have()
+
+    def _end_if_all_others_have(self) -> None:
+        """End what this host waits for in vain: nobody is left who could tell it how the others have gone on."""
+        succession, now = self._succession, time.monotonic()
+        waits = not succession.has_leader and (succession.unanswered or succession.is_superseded)
+        if not waits or not self.mesh.have_ended(succession.unanswered):
+            self._alone_since = math.inf
+            return
+        self._alone_since = min(self._alone_since, now)
+        if now - self._alone_since >= ALONE_S:
+            self._over, self._job = Over(describe_ended(self._name)), None
 
     # --- who leads ----------------------------------------------------------------------------------------------------
 
@@ -537,7 +563,7 @@ class ElasticHost:
                         self._note_looked(host, path, found)
                     case Ask():
                         self._answer(job, host, message)
-        if job.folder and not self._probe:
+        if job.state.folder and not self._probe:
             self._look()
 
     def _answer(self, job: ElasticJob, host: int, request: Ask) -> None:
@@ -564,10 +590,11 @@ class ElasticHost:
                 self._add_entries(hosts)
             case Tell(text):
                 self._workers.note(text)
+                self._told.append(f"{time.strftime('%H:%M:%S')} {text}")
             case Look(path):
                 self._to_leader(Looked(path, Path(path).exists()))
             case Over():
-                self._over = message
+                self._over, self.knows_outcome = message, True
             case Replied(request, text, accepted):
                 reply = self._replies.pop(request, None)
                 if reply is not None:
@@ -592,10 +619,13 @@ class ElasticHost:
     def _look(self) -> None:
         """Find out whether all hosts see the folder of the run, so that the succession can be claimed there."""
         job = self._job
-        if job is None or not job.folder or self._mesh is None:
+        if job is None or not job.state.folder or self._mesh is None:
             return
         self._looked.clear()
-        self._probe = self._probe or str(Path(job.folder) / ".hosts" / f"job-{os.getpid()}-{time.time_ns():x}")
+        if not self._probe:
+            agreed, name = self._succession.agreed, f"job-{os.getpid()}-{time.time_ns():x}"
+            claims = agreed.claims if agreed is not None else ""
+            self._probe = claims or str(Path(job.state.folder) / ".hosts" / name)
         with suppress(OSError):
             Path(self._probe).mkdir(parents=True, exist_ok=True)
         for host in job.hosts:
@@ -685,6 +715,12 @@ class ElasticHost:
         if over.signal:
             raise InterruptedRunError(over.message, over.signal)
         raise LockstepError(over.message)
+
+
+def describe_ended(name: str) -> str:
+    """Return why a host that was cut off does not go on."""
+    hint = "`lockstep run --resume` goes on from the newest checkpoint"
+    return f"the other hosts have ended while {name} was cut off, and may have finished; if they have not, {hint}"
 
 
 def claim_succession(folder: Path, view: HostView, proposal: Key) -> Key:

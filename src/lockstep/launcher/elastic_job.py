@@ -75,6 +75,7 @@ class JobState(_Message, frozen=True):
         fruitless: how often in succession without progress.
         progress: the greatest commit before the last start of all workers.
         resume: the checkpoint from which all workers were started again; "" without one.
+        folder: of the run; "" as long as it is not known, or if there is none.
         checkpoint: the newest one.
         stops: the signals with which the job was asked to end.
         is_ending: whether the job ends.
@@ -88,6 +89,7 @@ class JobState(_Message, frozen=True):
     fruitless: Integer = 0
     progress: Commit = NO_STATE
     resume: str = ""
+    folder: str = ""
     checkpoint: str = ""
     stops: List[Integer] = ()
     is_ending: bool = False
@@ -95,7 +97,16 @@ class JobState(_Message, frozen=True):
 
 
 class Start(_Message, frozen=True):
-    """Start a worker, which is `rank` of `size` until it is a member; `joins`: the training runs already."""
+    """Start a worker.
+
+    Attributes:
+        number: of the worker.
+        rank, size: its rank, and of how many, until it is a member.
+        joins: whether the training runs already.
+        attempt: how often all workers have been started again.
+        resume: the checkpoint from which they begin then; "" without one.
+        folder: where they have begun to train before; "" if they have not.
+    """
 
     number: Integer
     rank: Integer
@@ -103,6 +114,7 @@ class Start(_Message, frozen=True):
     joins: bool
     attempt: Integer
     resume: str
+    folder: str
 
 
 class Kill(_Message, frozen=True):
@@ -230,7 +242,6 @@ class ElasticJob:
         reports, codes: of the workers that ended because of an error, by rank.
         places: the names of their hosts, if there are several.
         restart_failure: why the job does not start all workers again; "" as long as it does.
-        folder: of the run; "" as long as it is not known, or if there is none.
     """
 
     limits: Limits
@@ -244,7 +255,6 @@ class ElasticJob:
     codes: dict[int, int] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
     restart_failure: str = ""
-    folder: str = ""
     _living: dict[int, int] = field(default_factory=dict)  # workers, with their hosts
     _dismissed: set[int] = field(default_factory=set)
     _killed: set[int] = field(default_factory=set)
@@ -317,8 +327,8 @@ class ElasticJob:
 
     def receive(self, number: int, message: Up) -> None:
         """A worker has sent a message."""
-        if isinstance(message, Enter):
-            self.folder = message.folder
+        if isinstance(message, Enter) and message.folder != self.state.folder:
+            self._change_state(folder=message.folder)
         if isinstance(message, Publish) and (number, message.request) in self._published:
             self.coordinator.to_keep.append((number, message))  # asked again, as the launcher that led is gone
             return
@@ -457,7 +467,8 @@ class ElasticJob:
         self._living[number] = host
         self._change_state(started=number + 1)
         coordinator.started(number, host)
-        self.send(host, Start(number, rank, size, joins, state.restarts, state.resume))
+        folder = state.folder if state.restarts else ""
+        self.send(host, Start(number, rank, size, joins, state.restarts, state.resume, folder))
         return True
 
     def _places(self, count: int) -> list[int]:

@@ -25,11 +25,11 @@ import msgspec
 from .. import environment, messages
 from ..activity import Activity
 from ..elastic.connection import Connection
-from ..elastic.mesh import HostEntry, Knock, Mesh, Refused, Welcome, knock
+from ..elastic.mesh import HostEntry, Knock, Mesh, NobodyLeadsError, Refused, Welcome, knock
 from ..errors import ConfigError, LockstepError
 from ..stores import listen
 from ..system.heartbeat import address_towards
-from .elastic_host import About, ElasticHost, OutsideError, WireMessage
+from .elastic_host import ALONE_S, About, ElasticHost, OutsideError, WireMessage, describe_ended
 from .elastic_workers import HostSetup
 from .fork_server import default_workers, prepare_workers, wait_until_loaded
 from .host_protocol import ParentMessage, check_compatible, describe_host
@@ -122,7 +122,7 @@ def run_as_node(script: Script, config: RunConfig, workers: int, problem: str) -
         multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
         address = str(config.master_addr)
         listener = Listener(address, config.master_port) if config.node_rank == 0 else None
-        _run_part(script, config, workers, multiplexer, address, config.master_port, listener, _watch_nothing)
+        _run_part(script, config, workers, multiplexer, address, config.master_port, listener, lambda host: None)
         return
     connection = environment.variables().get("SSH_CONNECTION", "")
     send_to_parent(ParentMessage(ready=describe_host(workers, problem, connection)))
@@ -135,13 +135,17 @@ def run_as_node(script: Script, config: RunConfig, workers: int, problem: str) -
     if command != "go":
         return
     multiplexer = LogMultiplexer((1, 2), colours=False, prefixes=not config.no_prefix, live=True)
-    config = replace(config, quiet=True)
+    config, parent = replace(config, quiet=True), _Parent()
+    threading.Thread(target=parent.follow, name="lockstep parent", daemon=True).start()
     try:
-        _run_part(script, config, workers, multiplexer, arguments[0], int(arguments[1]), listener, _watch_parent)
+        _run_part(script, config, workers, multiplexer, arguments[0], int(arguments[1]), listener, parent.watch)
     except (LockstepError, KeyboardInterrupt) as error:
         own = failure_of(error) if isinstance(error, LockstepError) else None
         send_to_parent(ParentMessage(failure=own) if own is not None else ParentMessage(error=str(error)))
         raise
+    finally:
+        if parent.host is not None and parent.host.knows_outcome:
+            send_to_parent(ParentMessage(is_over=True))
 
 
 def _run_part(
@@ -152,7 +156,7 @@ def _run_part(
     address: str,
     port: int,
     listener: Listener | None,
-    watch: Callable[[ElasticHost], None],
+    watch: Watch,
 ) -> None:
     setup = elastic_setup(script, config, workers, multiplexer)
     try:
@@ -164,24 +168,44 @@ def _run_part(
         multiplexer.close()
 
 
-def _watch_nothing(host: ElasticHost) -> None:
-    pass
+Watch = Callable[[ElasticHost | None], None]
+"""Called with this host before its part begins, and with None when it has ended and joins again."""
 
 
-def _watch_parent(host: ElasticHost) -> None:
-    """Follow the parent launcher; if it or the connection to it is lost, the job goes on without it."""
-    threading.Thread(target=_follow_parent, args=(host,), name="lockstep parent", daemon=True).start()
+class _Parent:
+    """The launcher that was typed in, which controls this one; the job goes on without it.
 
+    Attributes:
+        host: this host; None as long as it takes no part.
+    """
 
-def _follow_parent(host: ElasticHost) -> None:
-    for line in sys.stdin:
-        command, _, number = line.partition(" ")
-        if command == "signal":
-            host.job_signals.append(int(number))
-        elif command.strip() == "end":
-            host.job_signals.extend((signal.SIGTERM, signal.SIGINT))  # the second ends the grace period
-            return
-    _write_to_file()
+    def __init__(self) -> None:
+        self.host: ElasticHost | None = None
+
+    def watch(self, host: ElasticHost | None) -> None:
+        """Pass signals on to `host`."""
+        self.host = host
+
+    def follow(self) -> None:
+        """Read what it sends, until it is lost."""
+        for line in sys.stdin:
+            command, _, number = line.partition(" ")
+            if command == "signal":
+                self._signal(int(number))
+            elif command.strip() == "end":
+                self._signal(signal.SIGTERM)
+                self._signal(signal.SIGINT)  # ends the grace period
+                return
+        _write_to_file()
+        if self.host is not None:
+            self.host.has_new_reader = True
+
+    def _signal(self, number: int) -> None:
+        host = self.host
+        if host is None:
+            os.kill(os.getpid(), number)
+        else:
+            host.job_signals.append(number)
 
 
 def _write_to_file() -> None:
@@ -197,9 +221,7 @@ def _write_to_file() -> None:
 # --- Founding a job ---------------------------------------------------------------------------------------------------
 
 
-def found_job(
-    config: RunConfig, setup: HostSetup, slots: int, listener: Listener, watch: Callable[[ElasticHost], None]
-) -> None:
+def found_job(config: RunConfig, setup: HostSetup, slots: int, listener: Listener, watch: Watch) -> None:
     """Wait until all hosts of `config` are there, and run the job.
 
     Args:
@@ -207,7 +229,7 @@ def found_job(
         setup: how to run workers.
         slots: of this host.
         listener: where the others knock.
-        watch: called with this host before the job begins.
+        watch: called with this host.
 
     Raises:
         ConfigError: not all hosts joined in time, or are incompatible.
@@ -223,6 +245,7 @@ def found_job(
         host.found([own, *others], min(total, setup.limits.maximum), porter.spec)
         addresses = _take_part(host, setup)
     if addresses:
+        watch(None)
         join_job(addresses, config, setup, slots, watch, math.inf)
 
 
@@ -283,7 +306,7 @@ def join_job(
     config: RunConfig,
     setup: HostSetup,
     slots: int,
-    watch: Callable[[ElasticHost], None],
+    watch: Watch,
     seconds: float,
 ) -> None:
     """Join the job of which a launcher listens at one of the addresses, and run this host's part of it.
@@ -295,7 +318,7 @@ def join_job(
         config: of this host; `node_rank` is the number that it wants at the beginning.
         setup: how to run workers.
         slots: of this host.
-        watch: called with this host before its part begins.
+        watch: called with this host.
         seconds: how long to try at first.
 
     Raises:
@@ -312,21 +335,32 @@ def join_job(
             watch(host)
             host.join(connection, welcome)
             addresses = _take_part(host, setup)
+        if addresses:
+            watch(None)
         node, seconds = -1, math.inf
 
 
 def _knock_until(
     addresses: list[tuple[str, int]], own: HostEntry, about: str, seconds: float
 ) -> tuple[Connection[Any, Any], Welcome]:
-    """Knock at one address after another until one lets this host in."""
-    deadline = time.monotonic() + seconds
+    """Knock at one address after another until one lets this host in; for ever, if it has taken part before."""
+    deadline, refused_since, problem = time.monotonic() + seconds, math.inf, ""
     while True:
+        refusals = 0
         for address, port in addresses:
             try:
                 return knock(address, port, environment.job_key(), own, about, WireMessage, _KNOCK_S)
-            except OSError as error:
+            except (OSError, LockstepError) as error:
+                is_final = isinstance(error, LockstepError) and not isinstance(error, NobodyLeadsError)
+                if is_final and deadline < math.inf:
+                    raise
+                refusals += isinstance(error, ConnectionRefusedError)
                 problem = f"{address}:{port}: {error}"
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        refused_since = min(refused_since, now) if refusals == len(addresses) else math.inf
+        if deadline == math.inf and now - refused_since >= ALONE_S:
+            raise LockstepError(describe_ended(own.name))
+        if now > deadline:
             expected = f"a launcher of the job that answers within {seconds:g} s"
             raise ConfigError("master_addr", expected, found=problem)
         time.sleep(_RETRY_S)
@@ -372,7 +406,7 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
     script = Script(config.program[0], config.program[1:], config.module, HOROVOD_SETUP * config.as_horovod)
     script.check()
     multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
-    _run_part(script, config, count, multiplexer, address, port, None, _watch_nothing)
+    _run_part(script, config, count, multiplexer, address, port, None, lambda host: None)
 
 
 def _read_spec(address: str, port: int, seconds: float) -> JobSpec:

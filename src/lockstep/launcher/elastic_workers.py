@@ -117,6 +117,8 @@ class HostWorkers:
         variables["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)
         if message.resume:
             variables["LOCKSTEP_RESUME"] = message.resume
+        if message.folder:
+            variables["LOCKSTEP_EARLIER_RUN_DIR"] = message.folder
         self._pipes.add(number)
         name = Path(setup.script.name).name
         output, folder = PipedOutput(self._folder), StatusFolder(self._folder)

@@ -177,9 +177,11 @@ class ParentMessage(msgspec.Struct, frozen=True, omit_defaults=True):
         port: at which it serves the job's store.
         failure: of its workers.
         error: of the launcher itself.
+        is_over: an elastic job is over, on all of its hosts.
     """
 
     ready: HostDescription | None = None
     port: int = 0
     failure: HostFailure | None = None
     error: str = ""
+    is_over: bool = False

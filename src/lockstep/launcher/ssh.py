@@ -30,6 +30,7 @@ __all__ = ["run_on_hosts"]
 _POLL_S = 0.1
 _READ_S = 1.0
 _LOOPBACK = "127.0.0.1"
+_OVER_S = 5.0  # in which the launchers of an elastic job end that have been told that it is over
 _SSH_FAILED = 255  # exit code of ssh itself
 _CONTROL_PREFIX = CONTROL_PREFIX.encode()
 
@@ -39,7 +40,7 @@ class _HostLauncher:
     """The launcher on one host.
 
     Attributes:
-        ready, failure, error: what it has reported.
+        ready, failure, error, is_over: what it has reported.
         port: the port of its job store; 0 until it serves one.
         last_lines: its last lines of output.
         readers: the threads that read its output.
@@ -51,6 +52,7 @@ class _HostLauncher:
     port: int = 0
     failure: HostFailure | None = None
     error: str = ""
+    is_over: bool = False
     last_lines: list[str] = field(default_factory=list)
     readers: list[threading.Thread] = field(default_factory=list)
 
@@ -140,7 +142,6 @@ class _RemoteRun:
         self._launchers: list[_HostLauncher] = []
         self._signals: list[int] = []
         self._disconnected: list[_HostLauncher] = []
-        self._last: _HostLauncher  # of those that ran at the last look
 
     def run(self) -> None:
         """Run to completion; raises the error of the run."""
@@ -188,6 +189,7 @@ class _RemoteRun:
                 launcher.last_lines.clear()  # from ssh or a login shell
             launcher.failure = message.failure or launcher.failure
             launcher.error = message.error or launcher.error
+            launcher.is_over = message.is_over or launcher.is_over
             launcher.port = message.port or launcher.port
             self._events.put(None)
         elif launcher.ready is not None and not (stream == 1 and (launcher.failure or launcher.error)):
@@ -234,8 +236,7 @@ class _RemoteRun:
     def _supervise(self) -> None:
         """Forward signals until all launchers have ended."""
         forwarded, deadline = 0, float("inf")
-        while running := [launcher for launcher in self._launchers if launcher.process.poll() is None]:
-            self._last = running[-1]
+        while any(launcher.process.poll() is None for launcher in self._launchers):
             self._wait()
             while forwarded < len(self._signals):
                 for launcher in self._launchers:
@@ -248,6 +249,8 @@ class _RemoteRun:
             if not goes_on and deadline == float("inf") and any(launcher.has_crashed for launcher in self._launchers):
                 self._disconnect()  # the others may be waiting for its ranks
                 deadline = time.monotonic() + FAILURE_GRACE + EXIT_GRACE
+            if deadline == float("inf") and any(launcher.is_over for launcher in self._launchers):
+                deadline = time.monotonic() + _OVER_S  # a host that is cut off does not know it
             if time.monotonic() > deadline:
                 return
 
@@ -279,9 +282,10 @@ class _RemoteRun:
         """Raise the error of the run, if it failed."""
         first = HostFailure.earliest([each.failure for each in self._launchers if each.failure is not None])
         failed = next((each for each in self._launchers if each.process.returncode and not each.failure), None)
-        if self._config.elastic is not None and self._last.process.returncode == 0 and not self._signals:
+        over = [launcher for launcher in self._launchers if launcher.is_over]
+        if any(launcher.process.returncode == 0 for launcher in over) and not self._signals:
             return
-        if self._disconnected and not self._signals:
+        if self._disconnected and not (self._signals or over):
             names = ", ".join(launcher.host.name for launcher in self._disconnected)
             text = " ".join(" ".join(launcher.last_lines[-3:]) for launcher in self._disconnected).strip()
             raise LockstepError(f"lost {names}: the connection broke, or the launcher there was killed. {text}")

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from .. import messages
+from .. import environment, messages
 from ..checkpoint.folder import CheckpointStore
 from ..errors import ConfigError
 from ..messages import Integer
 from ..system.terminal_text import plain
 
-__all__ = ["RunLock", "check_newest", "check_unused", "choose", "numbered", "prepare", "release"]
+__all__ = ["RunLock", "check_newest", "check_unused", "choose", "numbered", "of_this_job", "prepare", "release"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +51,20 @@ def choose(run_dir: Path, checkpoint: Path | None, fresh: bool) -> Path:
     hint = 'fit(..., resume="latest") continues the newest run instead'
     _log.warning("%s has an earlier run: this run writes to %s (%s)", run_dir, chosen, hint)
     return chosen
+
+
+def of_this_job(run_dir: Path) -> Path | None:
+    """Return the directory in which this job was training before all its workers were started again.
+
+    Args:
+        run_dir: the directory that the user has given.
+
+    Returns:
+        It, or one that `choose` has numbered after it; None if this job has not begun to train there.
+    """
+    earlier = environment.earlier_run_dir()
+    found = earlier is not None and any(earlier.resolve() == each.resolve() for each in numbered(run_dir))
+    return earlier if found else None
 
 
 def numbered(run_dir: Path) -> list[Path]:

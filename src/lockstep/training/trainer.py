@@ -305,9 +305,10 @@ class Trainer:
             return
 
         def prepare() -> tuple[Path, list[Path]]:
-            run_dir = run_directory.choose(given, from_path, fresh) if self.numbers_run_dir else given
-            created = run_directory.prepare(run_dir, from_path, fresh)
-            self._run_lock = run_directory.RunLock(run_dir)
+            earlier = run_directory.of_this_job(given)
+            run_dir = earlier or (run_directory.choose(given, from_path, fresh) if self.numbers_run_dir else given)
+            created = run_directory.prepare(run_dir, from_path, fresh and earlier is None)
+            self._run_lock = run_directory.RunLock(run_dir, None if earlier is None else _LOCK_PATIENCE_S)
             return run_dir, created
 
         self.run_dir, created = self.comm.on_rank0(prepare)

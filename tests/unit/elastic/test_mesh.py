@@ -85,6 +85,13 @@ def turn_until(is_done: Callable[[], object], *hosts: Host) -> None:
             host.turn()
 
 
+def turn_for(seconds: float, *hosts: Host) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for host in hosts:
+            host.turn()
+
+
 def test_messages_reach_the_host_that_they_are_sent_to(two: tuple[Host, Host]) -> None:
     first, second = two
     first.mesh.send(1, Reject(3))
@@ -102,6 +109,16 @@ def test_a_launcher_that_has_ended_is_told_from_a_connection_that_has_broken(two
     turn_until(lambda: first.links[-1] == (1, Link.CONNECTED), *two)  # the host with the greater number dials again
     second.end()
     turn_until(lambda: first.links[-1] == (1, Link.ENDED), first)
+
+
+def test_a_launcher_whose_connections_end_before_its_socket_has_ended(two: tuple[Host, Host]) -> None:
+    first, second = two
+    second.mesh.close()
+    links = len(first.links)
+    turn_for(0.1, first)
+    assert len(first.links) == links
+    second.listener.close()
+    turn_until(lambda: first.links[links:] == [(1, Link.ENDED)], first)
 
 
 def test_a_host_that_has_not_been_heard_of_is_silent_even_if_nobody_listens(two: tuple[Host, Host]) -> None:

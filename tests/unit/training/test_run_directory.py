@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,31 @@ def test_a_trainer_holds_the_lock_while_it_trains_and_no_longer(tmp_path: Path) 
     first.fit(data, 2)
     assert not (tmp_path / "run" / ".lock").exists()
     assert len(trainer(tmp_path / "run").fit(data, 3, resume="latest")) == 3
+
+
+def test_a_job_that_begins_again_finds_its_own_folder_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tmp_path / "run"
+    for folder in (given, tmp_path / "run-2", tmp_path / "other"):
+        run_directory.prepare(folder, None, fresh=True)
+    assert run_directory.of_this_job(given) is None
+    for earlier, found in (("run", True), ("run-2", True), ("other", False), ("run-3", False)):
+        monkeypatch.setenv("LOCKSTEP_EARLIER_RUN_DIR", str(tmp_path / earlier))
+        assert run_directory.of_this_job(given) == (tmp_path / earlier if found else None)
+        if found:
+            assert run_directory.prepare(tmp_path / earlier, None, fresh=False) == []
+
+
+def test_a_lock_is_taken_from_a_holder_that_keeps_it_for_longer_than_the_others_wait(tmp_path: Path) -> None:
+    first = run_directory.RunLock(tmp_path)
+    with pytest.raises(ConfigError, match=f"run_dir: expected a run that no other .*process {os.getpid()} on "):
+        run_directory.RunLock(tmp_path)
+    began = time.monotonic()
+    second = run_directory.RunLock(tmp_path, patience_s=0.2)
+    assert time.monotonic() - began >= 0.2
+    first.release()  # which is nobody's lock any more
+    with pytest.raises(ConfigError, match="run_dir"):
+        run_directory.RunLock(tmp_path)
+    second.release()
+    run_directory.RunLock(tmp_path).release()
