@@ -252,17 +252,43 @@ def test_the_majority_goes_on_without_a_host_that_is_cut_off_and_joins_again(
     assert "gamma joined the job" in job.err()
 
 
+def test_a_host_that_was_cut_off_ends_when_the_others_have_finished(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+    program = write(tmp_path, 1000, shared=False)
+    with start("1:3", "-H", "alpha,beta,gamma", "-np", 3, program) as job:
+        job.wait_for(r"step 4 of 3")
+        hosts.link("gamma", "down")
+        seen = job.wait_for(r"step \d+ of 2")
+        hosts.link("gamma", "up")
+        hosts.kill("alpha")  # while gamma may be about to join
+        job.wait_for(r"step \d+ of [12]", since=len(seen))
+        enough(tmp_path)
+        assert job.end() == 0, job
+    assert_undisturbed(job, shared=False)
+
+
+def test_a_host_that_waits_for_one_that_has_ended_ends_as_well(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+    program = write(tmp_path, 1000, shared=False)
+    with by_hand(hosts, start, program) as (first, other):
+        first.wait_for(r"step 4 of 2")
+        hosts.link("beta", "down")
+        other.wait_for_error("the training is paused on beta, because alpha may go on")
+        hosts.kill("alpha")
+        hosts.link("beta", "up")
+        assert other.end() == 1, other
+    assert "the other hosts have ended while beta was cut off, and may have finished" in other.err()
+
+
 def test_one_of_two_hosts_goes_on_by_a_claim_on_shared_storage(hosts: Hosts, start: Start, tmp_path: Path) -> None:
     program = write(tmp_path, 1000, shared=True)
     with start("1:2", "-H", "alpha,beta", "-np", 2, program) as job:
         job.wait_for(r"step 8 of 2")
-        seen = len(job.out())
         hosts.link("beta", "down")
         wait_until(lambda: len(set(claims(tmp_path))) == 1, lambda: f"no claim:\n{job}")
         history = (tmp_path / "run" / "metrics.csv").read_text()
         wait_until(lambda: (tmp_path / "run" / "metrics.csv").read_text() > history, lambda: f"no rows:\n{job}")
         hosts.link("beta", "up")
-        job.wait_for(r"(?s)step \d+ of 1.* of 2", since=seen)
+        job.wait_for_error("joined the job")
+        job.wait_for(r"step \d+ of 2", since=len(job.out()))
         enough(tmp_path)
         assert job.end() == 0, job
     assert_undisturbed(job, shared=True)
