@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn, TypeVar
 
 import msgspec
 
-__all__ = ["Integer", "List", "convert", "decode", "encode"]
+__all__ = ["Integer", "List", "Tagged", "convert", "decode", "encode"]
 
 T = TypeVar("T")
 Member = TypeVar("Member")
@@ -18,6 +18,10 @@ Integer = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 List = Annotated[tuple[Member, ...], msgspec.Meta(max_length=10_000)]
 """A list from outside: no job has more ranks."""
+
+
+class Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One of several kinds of messages that come over the same connection: the name of its kind, and its fields."""
 
 
 def encode(message: object) -> str:

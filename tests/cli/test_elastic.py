@@ -16,6 +16,7 @@ from lockstep.flight_recorder import open_job
 from lockstep.system.processes import is_alive
 from lockstep.watchdog import jobs
 from support import warm_python
+from support.elastic_program import fingerprint, rows, write_program
 from support.examples import EXAMPLES, alone
 from support.pool import Pool
 from support.warm_python import WarmProcess
@@ -28,60 +29,8 @@ def start(folder: Path, *words: object) -> WarmProcess:
     return warm_python.popen(["-m", "lockstep", "run", "--elastic", *words], folder, variables)
 
 
-def read_until(job: WarmProcess, pattern: str) -> str:
-    """What the job prints on standard output up to a line with `pattern`."""
-    assert job.stdout is not None
-    seen = ""
-    for line in job.stdout:
-        seen += line
-        if re.search(pattern, line):
-            return seen
-    raise AssertionError(f"no line with {pattern!r} in:\n{seen}\n{job.stderr.read() if job.stderr else ''}")
-
-
-PROGRAM = """
-import os, time, torch, lockstep
-from lockstep.callbacks import CSVLog, Callback, Checkpoints
-comm = lockstep.init("cpu")
-print("pid", os.getpid(), flush=True)
-torch.manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))
-class Tells(Callback):
-    every_rank = True
-    def on_train_step_end(self, trainer, result):
-        time.sleep(0.02)
-        print("step", result.step, "of", comm.size, flush=True)
-    def on_row(self, trainer, row):
-        if os.path.exists("enough"):
-            trainer.stop("it is enough")
-trainer = lockstep.Trainer(
-    model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), 12, virtual_workers=4, run_dir=RUN_DIR,
-    callbacks=[Tells(), CSVLog(), Checkpoints()],
-)
-trainer.fit(data, EPOCHS, validate=data)
-if comm.rank == 0:
-    print("fingerprint", lockstep.fingerprint(model, trainer.optimizer), flush=True)
-"""
-
-
-def write(folder: Path, run_dir: str, epochs: int) -> Path:
-    program = folder / "program.py"
-    program.write_text(PROGRAM.replace("RUN_DIR", repr(run_dir)).replace("EPOCHS", str(epochs)))
-    return program
-
-
-def fingerprint(text: str) -> str:
-    found = re.findall(r"fingerprint (\w+)", text)
-    assert len(found) == 1, text
-    return str(found[0])
-
-
-def rows(folder: Path) -> list[list[str]]:
-    """The lines of metrics.csv without what depends on the clock."""
-    lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-    timed = [number for number, name in enumerate(lines[0]) if name in ("seconds", "samples_per_second")]
-    return [[value for number, value in enumerate(line) if number not in timed] for line in lines]
+def write(folder: Path, epochs: int) -> Path:
+    return write_program(folder, epochs, folder / "run", samples=96, virtual_workers=4)
 
 
 def test_the_example_gives_the_same_bits_when_a_worker_is_killed(pool: Pool, tmp_path: Path) -> None:
@@ -109,16 +58,16 @@ def training_ranks(launcher: int) -> list[int]:
 
 @pytest.mark.parametrize("lost", ["rank 0", "rank 1"])
 def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program = write(tmp_path, str(tmp_path / "run"), 1000)
+    program = write(tmp_path, 1000)
     with start(tmp_path, "1:4", "-np", 2, program) as job:
-        seen = read_until(job, r"step 9 of 2")
+        seen = job.read_until(r"step 9 of 2")
         pids = {rank: int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
         os.kill(pids[lost.removeprefix("rank ")], signal.SIGKILL)
-        seen += read_until(job, r"pid \d+")
-        seen += read_until(job, r"step \d+ of 2")
+        seen += job.read_until(r"pid \d+")
+        seen += job.read_until(r"step \d+ of 2")
         assert main(["resize", str(job.pid), "3"]) == 0
         assert "2 workers before, 3 after" in capsys.readouterr().out
-        seen += read_until(job, r"step \d+ of 3")
+        seen += job.read_until(r"step \d+ of 3")
         assert main(["resize", str(job.pid), "5"]) == 1
         assert "expected 1 to 4 workers" in capsys.readouterr().err
         (tmp_path / "enough").touch()  # at the end of this epoch
@@ -128,20 +77,19 @@ def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: 
     alone_ = tmp_path / "alone"
     alone_.mkdir()
     epochs = len(rows(tmp_path / "run")) - 1
-    program = write(alone_, str(alone_ / "run"), epochs)
+    program = write(alone_, epochs)
     done = warm_python.run([program], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert fingerprint(seen + out) == fingerprint(done.stdout)
     assert rows(tmp_path / "run") == rows(alone_ / "run")
 
 
 def test_the_first_replacement_joins_where_there_are_as_many_workers_as_virtual_ones(tmp_path: Path) -> None:
-    program = write(tmp_path, str(tmp_path / "run"), 1000)
-    program.write_text(program.read_text().replace("virtual_workers=4", "virtual_workers=2"))
+    program = write_program(tmp_path, 1000, tmp_path / "run", virtual_workers=2)
     with start(tmp_path, "1:2", "-np", 2, program) as job:
-        seen = read_until(job, r"step 3 of 2")
+        seen = job.read_until(r"step 3 of 2")
         os.kill(int(re.findall(r"\[1\] pid (\d+)", seen)[0]), signal.SIGKILL)
-        seen += read_until(job, r"pid \d+")
-        seen += read_until(job, r"step \d+ of 2")
+        seen += job.read_until(r"pid \d+")
+        seen += job.read_until(r"step \d+ of 2")
         (tmp_path / "enough").touch()
         out, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
@@ -149,16 +97,16 @@ def test_the_first_replacement_joins_where_there_are_as_many_workers_as_virtual_
 
 
 def test_losses_leave_nothing_behind(tmp_path: Path) -> None:
-    program = write(tmp_path, str(tmp_path / "run"), 1000)
+    program = write(tmp_path, 1000)
     count = 'gc.collect(); print("hooks", sum(type(each).__name__ == "ExitHooks" for each in gc.get_objects()))'
     program.write_text(f"import gc\n{program.read_text()}    {count}\n")
     with start(tmp_path, "1:2", "-np", 2, program) as job:
-        seen = read_until(job, r"step 3 of 2")
+        seen = job.read_until(r"step 3 of 2")
         files = []
         for _ in range(4):
             os.kill(int(re.findall(r"pid (\d+)", seen)[-1]), signal.SIGKILL)
-            seen += read_until(job, r"pid \d+")
-            seen += read_until(job, r"step \d+ of 2")
+            seen += job.read_until(r"pid \d+")
+            seen += job.read_until(r"step \d+ of 2")
             files.append(psutil.Process(job.pid).num_fds())
         end = time.monotonic() + DEADLINE
         while psutil.Process(job.pid).num_fds() > files[0] and time.monotonic() < end:
@@ -172,12 +120,12 @@ def test_losses_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_worker_leaves_and_the_job_is_interrupted_and_resumed(tmp_path: Path) -> None:
-    program = write(tmp_path, str(tmp_path / "run"), 30)
+    program = write(tmp_path, 30)
     with start(tmp_path, "1:4", "-np", 3, program) as job:
-        seen = read_until(job, r"step 9 of 3")
+        seen = job.read_until(r"step 9 of 3")
         leaver = int(re.findall(r"\[2\] pid (\d+)", seen)[0])
         os.kill(leaver, signal.SIGTERM)
-        read_until(job, r"step \d+ of 2")
+        job.read_until(r"step \d+ of 2")
         while is_alive(leaver):  # else the job's own signal may end it
             time.sleep(0.001)
         job.send_signal(signal.SIGTERM)
@@ -190,7 +138,7 @@ def test_a_worker_leaves_and_the_job_is_interrupted_and_resumed(tmp_path: Path) 
     assert job.returncode == 0, err
     alone_ = tmp_path / "alone"
     alone_.mkdir()
-    done = warm_python.run([write(alone_, str(alone_ / "run"), 30)], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
+    done = warm_python.run([write(alone_, 30)], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert fingerprint(out) == fingerprint(done.stdout)
 
 
@@ -228,13 +176,13 @@ def test_a_loop_of_ones_own_goes_on_without_and_with_other_workers(tmp_path: Pat
     program = tmp_path / "program.py"
     program.write_text(OWN_LOOP.replace("EPOCHS", "1000"))
     with start(tmp_path, "1:4", "-np", 3, program) as job:
-        seen = read_until(job, r"step 9 of 3")
+        seen = job.read_until(r"step 9 of 3")
         pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
         os.kill(pids[0], signal.SIGKILL)
-        seen += read_until(job, r"step \d+ of 2")
-        seen += read_until(job, r"step \d+ of 3")
+        seen += job.read_until(r"pid \d+")
+        seen += job.read_until(r"step \d+ of 3")
         os.kill(pids[1], signal.SIGTERM)
-        seen += read_until(job, r"step \d+ of 2")
+        seen += job.read_until(r"step \d+ of 2")
         assert is_alive(pids[2])
         (tmp_path / "enough").touch()
         out, err = job.communicate(DEADLINE)
@@ -252,7 +200,7 @@ def test_a_signal_to_the_launcher_ends_a_loop_of_ones_own(tmp_path: Path) -> Non
     program = tmp_path / "program.py"
     program.write_text(OWN_LOOP.replace("EPOCHS", "1000"))
     with start(tmp_path, "1:4", "-np", 2, program) as job:
-        read_until(job, r"step 9 of 2")
+        job.read_until(r"step 9 of 2")
         job.send_signal(signal.SIGTERM)
         _, err = job.communicate(DEADLINE)
     assert job.returncode == 143, err
@@ -261,15 +209,15 @@ def test_a_signal_to_the_launcher_ends_a_loop_of_ones_own(tmp_path: Path) -> Non
 
 def test_a_worker_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_STALL_WARNING", "2")  # in other jobs it is an error after one second
-    program = write(tmp_path, str(tmp_path / "run"), 1000)
+    program = write(tmp_path, 1000)
     with start(tmp_path, "1:2", "-np", 2, program) as job:
-        seen = read_until(job, r"step 3 of 2")
+        seen = job.read_until(r"step 3 of 2")
         stopped = int(re.findall(r"pid (\d+)", seen)[-1])
         os.kill(stopped, signal.SIGSTOP)
         assert job.stderr is not None
         warned = next(line for line in job.stderr if "straggler" in line)
         os.kill(stopped, signal.SIGCONT)
-        seen += read_until(job, r"step \d+ of 2")
+        seen += job.read_until(r"step \d+ of 2")
         (tmp_path / "enough").touch()
         out, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
@@ -278,12 +226,12 @@ def test_a_worker_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path, monk
 
 
 def test_a_worker_that_stays_stopped_is_replaced(tmp_path: Path) -> None:
-    program = write(tmp_path, str(tmp_path / "run"), 1000)
+    program = write(tmp_path, 1000)
     with start(tmp_path, "1:2", "-np", 2, "--stall-timeout", 1, program) as job:
-        seen = read_until(job, r"step 3 of 2")
+        seen = job.read_until(r"step 3 of 2")
         os.kill(int(re.findall(r"pid (\d+)", seen)[-1]), signal.SIGSTOP)
-        read_until(job, r"pid \d+")
-        read_until(job, r"step \d+ of 2")
+        job.read_until(r"pid \d+")
+        job.read_until(r"step \d+ of 2")
         (tmp_path / "enough").touch()
         _, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
@@ -292,7 +240,7 @@ def test_a_worker_that_stays_stopped_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_hangs_ends_the_job(tmp_path: Path) -> None:
-    program = write(tmp_path, str(tmp_path / "run"), 1000)
+    program = write(tmp_path, 1000)
     hang = "if comm.rank == 1 and result.step == 3: time.sleep(1000)"
     program.write_text(program.read_text().replace("time.sleep(0.02)", hang))
     with start(tmp_path, "1:2", "-np", 2, "--stall-timeout", 1, program) as job:
@@ -330,9 +278,9 @@ def test_workers_that_are_lost_before_the_training_again_and_again_end_the_job(t
 
 
 def test_workers_that_are_all_lost_before_the_first_checkpoint_begin_again_in_the_same_folder(tmp_path: Path) -> None:
-    program = write(tmp_path, str(tmp_path / "run"), 2)
+    program = write(tmp_path, 2)
     with start(tmp_path, "1:2", "-np", 2, program) as job:
-        seen = read_until(job, r"step 2 of 2")
+        seen = job.read_until(r"step 2 of 2")
         for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none goes on without the other
             for pid in re.findall(r"pid (\d+)", seen):
                 os.kill(int(pid), number)

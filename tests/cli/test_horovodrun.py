@@ -21,7 +21,6 @@ from lockstep.cli.main import main
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.system.processes import is_alive
 from support import warm_python
-from support.warm_python import WarmProcess
 
 SCRIPTS = Path(__file__).parent / "horovod_scripts"
 DEADLINE = 100.0
@@ -31,17 +30,6 @@ ANY = "lockstep.cli.any_command"
 def lockstep(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_NUM", "HOROVOD_"))}
     return warm_python.run(["-m", "lockstep", *words], cwd, own | env, timeout=DEADLINE)
-
-
-def read_until(job: WarmProcess, pattern: str) -> str:
-    """What the job prints on standard output up to a line with `pattern`."""
-    assert job.stdout is not None
-    seen = ""
-    for line in job.stdout:
-        seen += line
-        if re.search(pattern, line):
-            return seen
-    raise AssertionError(f"no line with {pattern!r} in:\n{seen}\n{job.stderr.read() if job.stderr else ''}")
 
 
 # --- what is made of the options ----------------------------------------------------------------------------
@@ -287,13 +275,13 @@ def test_after_the_loss_of_a_rank_the_others_go_on_and_the_script_adds_ranks(tmp
     words = ["-np", 2, "--min-np", 1, "--max-np", 3, "--host-discovery-script", script, "python", "train.py"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     with warm_python.popen(["-m", "lockstep", "horovodrun", *words], tmp_path, variables) as job:
-        seen = read_until(job, r"batch 9 of 2")
+        seen = job.read_until(r"batch 9 of 2")
         pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
         before = len(seen)
         os.kill(pids[0], signal.SIGKILL)
-        seen += read_until(job, r"begin at .* of 2: 2")  # with the one that replaces it
+        seen += job.read_until(r"begin at .* of 2: 2")  # with the one that replaces it
         (tmp_path / "slots").write_text("3")
-        seen += read_until(job, r"begin at .* of 3: 3")
+        seen += job.read_until(r"begin at .* of 3: 3")
         assert is_alive(pids[1])
         (tmp_path / "enough").touch()
         out, err = job.communicate(DEADLINE)
@@ -311,7 +299,7 @@ def test_a_signal_to_the_launcher_ends_an_elastic_training_at_a_commit(tmp_path:
     (tmp_path / "train.py").write_text(ELASTIC)
     words = ["run", "--as-horovod", "--elastic", "1:3", "-np", 2, "train.py"]
     with warm_python.popen(["-m", "lockstep", *words], tmp_path, dict(os.environ)) as job:
-        read_until(job, r"batch 9 of 2")
+        job.read_until(r"batch 9 of 2")
         job.send_signal(signal.SIGTERM)
         _, err = job.communicate(DEADLINE)
     assert job.returncode == 143, err

@@ -90,6 +90,12 @@ class Hosts:
         """Set the host's network device "up" or "down"."""
         subprocess.run(["ip", "-n", self.namespaces[name], "link", "set", "eth0", state], check=True)
 
+    def cut(self, one: str, other: str, change: str = "add") -> None:
+        """Let two hosts not reach each other, or with "del" do so again; the others reach both."""
+        for host, far in ((one, other), (other, one)):
+            command = ["ip", "-n", self.namespaces[host], "route", change, "blackhole", self.addresses[far]]
+            subprocess.run(command, check=True)
+
     def inside(self, name: str) -> list[str]:
         """The words before a command that shall run on the host `name`."""
         named = f'hostname {name} && exec "$@"'

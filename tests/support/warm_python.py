@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -209,6 +210,16 @@ class WarmProcess:
     def kill(self) -> None:
         """Kill it, unless it has ended."""
         self.send_signal(signal.SIGKILL)
+
+    def read_until(self, pattern: str) -> str:
+        """Return what it writes to standard output up to a line with `pattern`."""
+        assert self.stdout is not None
+        seen = ""
+        for line in self.stdout:
+            seen += line
+            if re.search(pattern, line):
+                return seen
+        raise AssertionError(f"no line with {pattern!r} in:\n{seen}\n{self.stderr.read() if self.stderr else ''}")
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Return all that it still writes, once it has ended."""

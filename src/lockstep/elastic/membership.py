@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from ..messages import Integer, List
+from ..messages import Integer, List, Tagged
 
 __all__ = [
     "NO_STATE",
@@ -64,21 +64,17 @@ NO_STATE: Commit = ()
 """The commit of a worker that has not been given the training's state yet."""
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
-
-
-class Hello(_Message, frozen=True):
+class Hello(Tagged, frozen=True):
     """The first message of a worker: which one it is."""
 
     worker: Integer
 
 
-class Ready(_Message, frozen=True):
+class Ready(Tagged, frozen=True):
     """A worker is ready to become a member."""
 
 
-class Enter(_Message, frozen=True):
+class Enter(Tagged, frozen=True):
     """A member has begun a training; from here on it survives the loss of others.
 
     Attributes:
@@ -92,7 +88,7 @@ class Enter(_Message, frozen=True):
     folder: str = ""
 
 
-class Arrived(_Message, frozen=True):
+class Arrived(Tagged, frozen=True):
     """A member has left its group, and waits for the view of `generation`."""
 
     generation: Integer
@@ -100,30 +96,30 @@ class Arrived(_Message, frozen=True):
     leaving: bool = False
 
 
-class Broken(_Message, frozen=True):
+class Broken(Tagged, frozen=True):
     """The group of `generation` has failed, and this member does not know why."""
 
     generation: Integer
     reason: str
 
 
-class Boundary(_Message, frozen=True):
+class Boundary(Tagged, frozen=True):
     """A member is between two steps, where all members of `generation` have agreed to regroup."""
 
     generation: Integer
 
 
-class Leave(_Message, frozen=True):
+class Leave(Tagged, frozen=True):
     """A member wants to leave after the step in progress."""
 
 
-class Done(_Message, frozen=True):
+class Done(Tagged, frozen=True):
     """A member's training is complete; it stays until all others' are, because they may need its state."""
 
     generation: Integer
 
 
-class Events(_Message, frozen=True):
+class Events(Tagged, frozen=True):
     """Rank 0's callbacks have seen all up to this commit; with their states, if these have changed.
 
     A `request` of 0 or more is answered when all hosts have kept it.
@@ -134,7 +130,7 @@ class Events(_Message, frozen=True):
     request: Integer = -1
 
 
-class Publish(_Message, frozen=True):
+class Publish(Tagged, frozen=True):
     """A value that rank 0 has sent to all before the training, for workers that join later.
 
     A `request` of 0 or more is answered when all hosts have kept it.
@@ -144,7 +140,7 @@ class Publish(_Message, frozen=True):
     request: Integer = -1
 
 
-class Set(_Message, frozen=True):
+class Set(Tagged, frozen=True):
     """Set a key of the store of `generation`."""
 
     generation: Integer
@@ -152,7 +148,7 @@ class Set(_Message, frozen=True):
     value: bytes
 
 
-class Get(_Message, frozen=True):
+class Get(Tagged, frozen=True):
     """Wait until the keys exist; the answer has their values."""
 
     request: Integer
@@ -160,7 +156,7 @@ class Get(_Message, frozen=True):
     keys: List[str]
 
 
-class Add(_Message, frozen=True):
+class Add(Tagged, frozen=True):
     """Add to a number; the answer has the sum."""
 
     request: Integer
@@ -169,7 +165,7 @@ class Add(_Message, frozen=True):
     amount: Integer
 
 
-class Check(_Message, frozen=True):
+class Check(Tagged, frozen=True):
     """Ask whether all keys exist."""
 
     request: Integer
@@ -177,7 +173,7 @@ class Check(_Message, frozen=True):
     keys: List[str]
 
 
-class CompareSet(_Message, frozen=True):
+class CompareSet(Tagged, frozen=True):
     """Set a key if it has the expected value; the answer has its value then."""
 
     request: Integer
@@ -187,25 +183,25 @@ class CompareSet(_Message, frozen=True):
     value: bytes
 
 
-class Change(_Message, frozen=True):
+class Change(Tagged, frozen=True):
     """`generation` is open: leave the group at once, wherever you wait in it."""
 
     generation: Integer
 
 
-class Wish(_Message, frozen=True):
+class Wish(Tagged, frozen=True):
     """Agree with the members of `generation` to regroup after a step."""
 
     generation: Integer
 
 
-class Turn(_Message, frozen=True):
+class Turn(Tagged, frozen=True):
     """`generation` is open: regroup when your step is complete."""
 
     generation: Integer
 
 
-class View(_Message, frozen=True):
+class View(Tagged, frozen=True):
     """The members of `generation`, in the order of their ranks.
 
     Attributes:
@@ -229,7 +225,7 @@ class View(_Message, frozen=True):
     fit: Integer = -1
 
 
-class Answer(_Message, frozen=True):
+class Answer(Tagged, frozen=True):
     """The answer to a request about keys: values, a sum, or whether they exist."""
 
     request: Integer
@@ -237,13 +233,13 @@ class Answer(_Message, frozen=True):
     number: Integer = 0
 
 
-class Stop(_Message, frozen=True):
+class Stop(Tagged, frozen=True):
     """The whole job stops: save and end, as after this signal."""
 
     signal: Integer
 
 
-class Bye(_Message, frozen=True):
+class Bye(Tagged, frozen=True):
     """A worker's part is over: its training is complete everywhere, or it leaves."""
 
     leaves: bool = False

@@ -22,12 +22,30 @@ from typing import Any
 import msgspec
 
 from ..errors import LockstepError
-from ..messages import Integer, List
+from ..messages import Integer, List, Tagged
 from ..system.heartbeat import keep_alive
 from .connection import Connection
 from .succession import Link
 
-__all__ = ["NOBODY_LEADS", "HostEntry", "Knock", "Mesh", "NobodyLeadsError", "Refused", "Welcome", "knock"]
+__all__ = [
+    "ASKS",
+    "NEW",
+    "NOBODY_LEADS",
+    "HostEntry",
+    "Knock",
+    "Mesh",
+    "NobodyLeadsError",
+    "Refused",
+    "Welcome",
+    "knock",
+]
+
+
+NEW = -1
+"""The number of a host that wants to join."""
+
+ASKS = -2
+"""The number with which a host only asks what the job is."""
 
 
 class HostEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -47,19 +65,15 @@ class HostEntry(msgspec.Struct, frozen=True, array_like=True):
     slots: Integer
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
-
-
-class Knock(_Message, frozen=True):
-    """The first message of who dials: its half of the key, and who it is; `host.number` is -1 for a new host."""
+class Knock(Tagged, frozen=True):
+    """The first message of who dials: its half of the key, and who it is; `host.number` may be `NEW` or `ASKS`."""
 
     key: str
     host: HostEntry
     about: str = ""  # a new host's description, as JSON
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(Tagged, frozen=True):
     """The answer: the other half of the key; for a new host its number, who leads, all hosts, and what to run."""
 
     key: str
@@ -69,14 +83,14 @@ class Welcome(_Message, frozen=True):
     about: str = ""
 
 
-class Refused(_Message, frozen=True):
+class Refused(Tagged, frozen=True):
     """The answer to a new host that cannot join, and why, or which other host to ask."""
 
     reason: str
     ask: HostEntry | None = None
 
 
-class Ping(_Message, frozen=True):
+class Ping(Tagged, frozen=True):
     """Sent from time to time, so that the other side knows that this launcher runs."""
 
 

@@ -16,13 +16,13 @@ play the same part as in Raft (Ongaro, Ousterhout: In Search of an Understandabl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
 
-from ..messages import Integer, List
+from ..messages import Integer, List, Tagged
 
 __all__ = ["Accept", "Agreed", "HostMessage", "HostView", "Link", "Outside", "Propose", "Reject", "Succession"]
 
@@ -53,17 +53,13 @@ class HostView(msgspec.Struct, frozen=True, array_like=True):
         return self.term, self.number, self.leader
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
-
-
-class Propose(_Message, frozen=True):
+class Propose(Tagged, frozen=True):
     """The sender wants this to be the next host view, and leads then."""
 
     view: HostView
 
 
-class Accept(_Message, frozen=True):
+class Accept(Tagged, frozen=True):
     """The sender accepts a proposal, and follows who made it.
 
     Attributes:
@@ -82,25 +78,25 @@ class Accept(_Message, frozen=True):
     report: bytes
 
 
-class Reject(_Message, frozen=True):
+class Reject(Tagged, frozen=True):
     """The sender has accepted something in `term` already, or follows a leader."""
 
     term: Integer
 
 
-class Agreed(_Message, frozen=True):
+class Agreed(Tagged, frozen=True):
     """The view is agreed on."""
 
     view: HostView
 
 
-class Outside(_Message, frozen=True):
+class Outside(Tagged, frozen=True):
     """The others have agreed on `view`, without the receiver, which may join anew."""
 
     view: HostView
 
 
-class Resigned(_Message, frozen=True):
+class Resigned(Tagged, frozen=True):
     """The sender does not lead any more, or is outside; its proposals `withdrawn` will not be agreed on."""
 
     withdrawn: List[tuple[int, int, int]]
@@ -130,7 +126,7 @@ class Succession:
 
     Attributes:
         is_outside: whether the others have gone on without this host.
-        report: what this host tells a new leader of its workers; set by the owner.
+        report: returns what this host tells a new leader of its workers; set by the owner.
         reports: those of the hosts that have accepted this host's last proposal.
     """
 
@@ -138,7 +134,7 @@ class Succession:
     agreed: HostView | None
     leader: int
     is_outside: bool = False
-    report: bytes = b""
+    report: Callable[[], bytes] = bytes
     reports: dict[int, bytes] = field(default_factory=dict)
     _links: dict[int, Link] = field(default_factory=dict)
     _pending: dict[Key, HostView] = field(default_factory=dict)  # accepted from others, newer than `agreed`
@@ -149,6 +145,7 @@ class Succession:
     _winners: dict[Key, Key] = field(default_factory=dict)  # of claims
     _claim: HostView | None = None
     _adding: list[int] = field(default_factory=list)
+    _excluded: set[int] = field(default_factory=set)
     _folder: str | None = None
     _term: int = 0
     _is_rejected: bool = False
@@ -218,12 +215,23 @@ class Succession:
                 self._send(host, Resigned(tuple(self._withdrawn)))  # it may believe that this host leads
             self._greet(host)
         if link is not before:
+            self._excluded.clear()  # the rest may not be enough now
             self._consider()
 
     def add(self, host: int) -> None:
         """A host that is connected wants to join; only for the leader."""
         self._adding.append(host)
         self._consider()
+
+    def exclude(self, host: int) -> None:
+        """Go on without a host that is connected, but not to all others; only for the leader, if the rest may go on."""
+        agreed = self.agreed
+        if not self.is_acting or agreed is None or host == self.me:
+            return
+        rest = [other for other in agreed.hosts if other != host and self._is_connected(other)]
+        if agreed.claims or 2 * len(rest) > len(agreed.hosts):
+            self._excluded.add(host)
+            self._consider()
 
     def set_claims(self, folder: str) -> None:
         """All hosts share the storage of `folder`, or not any more (""); only for the leader."""
@@ -306,6 +314,7 @@ class Succession:
         if self.leader == self.me:
             self._send_to_all(Resigned(tuple(self._withdrawn)))
         self.leader, self._proposal = -1, None
+        self._excluded.clear()
 
     def _note_resigned(self, host: int, message: Resigned) -> None:
         self._withdrawn.update(message.withdrawn)
@@ -348,7 +357,7 @@ class Succession:
 
     def _acceptance(self, view: HostView) -> Accept:
         ended = tuple(host for host, link in self._links.items() if link is Link.ENDED)
-        return Accept(view.term, view.number, self.agreed, tuple(self._pending.values()), ended, self.report)
+        return Accept(view.term, view.number, self.agreed, tuple(self._pending.values()), ended, self.report())
 
     def _greet(self, host: int) -> None:
         """Tell a host that the others have gone on without it, or ask it again for its answer."""
@@ -386,7 +395,7 @@ class Succession:
         earlier = self.agreed.hosts if self.agreed is not None else ()
         pending = [host for view in self._pending.values() for host in view.hosts]
         hosts = dict.fromkeys([*earlier, *pending, *newest.hosts, *self._adding])
-        return [host for host in hosts if self._is_connected(host)]
+        return [host for host in hosts if self._is_connected(host) and host not in self._excluded]
 
     def _propose(self, hosts: Iterable[int]) -> None:
         newest = self.newest
@@ -456,6 +465,7 @@ class Succession:
 
     def _set_agreed(self, view: HostView) -> None:
         self.agreed = view
+        self._excluded.clear()
         self._pending = {key: pending for key, pending in self._pending.items() if key > view.key}
         self._own.clear()
 

@@ -23,14 +23,16 @@ import msgspec
 from .. import environment, messages
 from ..elastic.control import ControlSocket
 from ..elastic.membership import Change, Events, HostMemory, HostReport, Publish, Up
-from ..elastic.mesh import NOBODY_LEADS, HostEntry, Knock, Mesh, Refused, Welcome, Wire
-from ..elastic.succession import HostMessage, HostView, Key, Link, Succession
-from ..errors import ConfigError, InterruptedRunError, LockstepError, TransportError, WorkerError
+from ..elastic.mesh import ASKS, NOBODY_LEADS, HostEntry, Knock, Mesh, Refused, Welcome, Wire
+from ..elastic.succession import Accept, HostMessage, HostView, Key, Link, Succession
+from ..errors import InterruptedRunError, LockstepError, TransportError, WorkerError
 from ..interruption import collect_signals
 from .elastic_job import (
     Ask,
+    CutOff,
     ElasticJob,
     Ended,
+    ForLeader,
     FromWorker,
     HostMessages,
     Hosts,
@@ -131,19 +133,17 @@ class ElasticHost:
         selector.register(self._control.listener, selectors.EVENT_READ, self._control.answer)
         self._replies: dict[int, Callable[[str, bool], None]] = {}
         self._asked = 0
-        self._own: deque[tuple[int, HostMessages]] = deque()  # messages to this host
-        self._queued: dict[int, deque[HostMessages]] = {}  # by host, while it is open which one leads
-        self._marks: dict[int, int] = {}  # how many of them are in a host's report
-        self._succession = Succession(entry.number, None, -1)
+        self._own: deque[tuple[int, Any]] = deque()  # messages to this host
+        self._inbox = _Inbox()
+        self._succession = Succession(entry.number, None, -1, report=self._report)
         self._agreed: HostView | None = None
         self._broken: set[int] = set()  # hosts whose connection has ended since the last view
         self._are_stopped = self._wants_to_leave = False
         self._next_tick = self._next_poll = 0.0
         self._over: Over | None = None
         self._checkpoint = ""
-        self._claims: deque[tuple[HostView, Key]] = deque()  # results of claims
-        self._probe = ""
-        self._looked: set[int] = set()
+        self._shared = _SharedFolder()
+        self._cut_off = _CutOffHosts()
         self._said = ""
         self._alone_since = math.inf
         self.signals: list[int] = []
@@ -154,6 +154,7 @@ class ElasticHost:
         self._to_add: set[int] = set()  # hosts that join
         self._founding: set[int] = set()  # hosts with which the job begins
         self._spec = ""
+        self._description: HostDescription | None = None
         if mesh is not None:
             mesh.on_message, mesh.on_link = self._from_host, self._link_changed
 
@@ -198,7 +199,7 @@ class ElasticHost:
         """
         self._add_entries(hosts)
         view = HostView(0, 0, self._me, (self._me,))
-        self._succession = Succession(self._me, view, self._me)
+        self._succession = Succession(self._me, view, self._me, report=self._report)
         self._state = JobState(workers)
         self._founding = set(self._hosts)
         self._spec = spec
@@ -214,7 +215,7 @@ class ElasticHost:
     def join(self, connection: Any, welcome: Welcome) -> None:
         """Take part in a job that has let this host in, by a connection to the host that leads it."""
         self._spec = welcome.about
-        self._succession = Succession(self._me, None, -1)
+        self._succession = Succession(self._me, None, -1, report=self._report)
         self._add_entries(welcome.hosts)
         self.mesh.on_knock = self._let_in
         self.mesh.adopt(connection, welcome.leader)
@@ -230,11 +231,16 @@ class ElasticHost:
         if not self._leads:
             is_known = leader is not None and leader.number != self._me and self._succession.has_leader
             return Refused(NOBODY_LEADS, leader if is_known else None)
-        if knock.host.number < -1:
-            return Welcome("", knock.host.number, about=self._spec)
-        problem = self._problem_of(knock)
-        if problem:
-            return Refused(problem)
+        if knock.host.number == ASKS:
+            return Welcome("", ASKS, about=self._spec)
+        try:
+            self.check(knock)
+        except ValueError as error:  # ConfigError is one
+            return Refused(str(error))
+        if self._state.is_ending or self._state.stops:
+            return Refused("the job is ending")
+        if self._cut_off.is_refused(knock.host.address):
+            return Refused("another host of the job does not reach this one; try again later")
         entry = msgspec.structs.replace(knock.host, number=max(self._hosts) + 1)
         self._add_entries([entry])
         self._to_add.add(entry.number)
@@ -243,14 +249,17 @@ class ElasticHost:
                 self._send(host, Hosts((entry,)))
         return Welcome("", entry.number, self._me, tuple(self._hosts.values()), self._spec)
 
-    def _problem_of(self, knock: Knock) -> str:
-        """Return why a host cannot join; "" if it can."""
-        try:
-            about = messages.decode(knock.about, About)
-            check_compatible([describe_host(0), about.description])
-        except (ConfigError, ValueError) as error:
-            return str(error)
-        return "the job is ending" if self._state.is_ending or self._state.stops else ""
+    def check(self, knock: Knock) -> About:
+        """Return what a host says of itself that can take part.
+
+        Raises:
+            ConfigError: it cannot, as it runs other versions.
+            ValueError: its description is damaged.
+        """
+        about = messages.decode(knock.about, About)
+        self._description = self._description or describe_host(0)
+        check_compatible([self._description, about.description])
+        return about
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -270,7 +279,7 @@ class ElasticHost:
         self._flush()
         self._workers.end()
         if self._job is not None:
-            self._end_job(self._job)
+            self._raise_failure(self._job)
         elif self._over.message:
             self._raise_over(self._over)
 
@@ -325,6 +334,7 @@ class ElasticHost:
         if self._mesh is not None and time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK_S
             self._say_what_it_waits_for()
+            self._tell_whom_it_does_not_reach()
             self._succession.tick()
         if self._workers.is_empty and self._me in self._state.leaving and self._over is None:
             self._log(f"lockstep: {self._name} has left the job")
@@ -366,6 +376,10 @@ class ElasticHost:
         self._said = text
         self._end_if_all_others_have()
 
+    def _tell_whom_it_does_not_reach(self) -> None:
+        if self._succession.has_leader and self._succession.unanswered:
+            self._to_leader(CutOff(tuple(self._succession.unanswered)))
+
     def _end_if_all_others_have(self) -> None:
         """End what this host waits for in vain: nobody is left who could tell it how the others have gone on."""
         succession, now = self._succession, time.monotonic()
@@ -384,13 +398,12 @@ class ElasticHost:
         succession = self._succession
         if self._mesh is None and self._agreed is not None:
             return
-        succession.report = _encode_report(self._memory.report())
         for host, message in succession.take_messages():
             self.mesh.send(host, message)
         while (claim := succession.take_claim()) is not None:
-            self._claim(*claim)
-        while self._claims:
-            succession.claimed(*self._claims.popleft())
+            self._shared.claim(*claim)
+        while self._shared.claimed:
+            succession.claimed(*self._shared.claimed.popleft())
         if succession.agreed is not self._agreed and succession.agreed is not None:
             self._follow_view(succession.agreed)
         if self._broken - set(self._state.leaving) and not succession.has_leader:
@@ -412,7 +425,7 @@ class ElasticHost:
         if view.leader != self._me:
             self._broken.clear()
             self._job = None
-            self._queued.clear()
+            self._inbox.clear()
             self._repeat_requests()
             return
         earlier = before.hosts if before is not None else ()
@@ -434,7 +447,7 @@ class ElasticHost:
         for host in lost:
             job.host_lost(host)
         is_new_term = before is not None and view.term != before.term
-        if takes_over or were_stopped or self._broken - set(left) or is_new_term:
+        if takes_over or were_stopped or self._broken.union(lost).difference(left) or is_new_term:
             self._resume_job(job)
         for host in new if not takes_over else ():
             self._tell_new_host(host)
@@ -472,37 +485,16 @@ class ElasticHost:
         """Let the coordinator go on with what the hosts of the view have reported."""
         reports = [_decode_report(text) for host, text in self._succession.reports.items() if host != self._me]
         while self._own and isinstance(self._own[0][1], FromWorker | Ended):
-            host, message = self._own.popleft()
-            self._queued.setdefault(host, deque()).append(message)
-        for host, marked in {**self._marks, self._me: len(self._queued.get(self._me, ()))}.items():
-            self._drop_reported(job, host, marked)
+            self._inbox.add(*self._own.popleft())
+        self._inbox.mark(self._me)
+        for host, ended in self._inbox.drop_reported():
+            job.ended(host, ended)
         job.resume([self._memory.report(), *reports], self._kept, self._events)
         self._repeat_requests()
-
-    def _drop_reported(self, job: ElasticJob, host: int, marked: int) -> None:
-        """Drop what a host has sent before its report, which says it already."""
-        queue = self._queued.get(host, deque())
-        reported = [queue.popleft() for _ in range(min(marked, len(queue)))]
-        for message in reversed(reported):
-            if not isinstance(message, FromWorker | Ended):
-                queue.appendleft(message)
-        for message in reported:
-            if isinstance(message, Ended):
-                job.ended(host, message)
-
-    def _claim(self, view: HostView, proposal: Key) -> None:
-        """Claim the succession of a view on the shared storage, in a thread: a server may not answer."""
-
-        def claim() -> None:
-            with suppress(OSError, ValueError):
-                self._claims.append((view, claim_succession(Path(view.claims), view, proposal)))
-
-        threading.Thread(target=claim, name="lockstep claim", daemon=True).start()
 
     def _link_changed(self, host: int, link: Link) -> None:
         if link is not Link.CONNECTED and host in self._hosts_in_view():
             self._broken.add(host)
-        self._succession.report = _encode_report(self._memory.report())
         self._succession.set_link(host, link)
         if link is Link.CONNECTED and host in self._to_add:
             self._to_add.discard(host)
@@ -518,6 +510,9 @@ class ElasticHost:
         elif self._mesh is not None:
             self._mesh.send(host, message)
 
+    def _report(self) -> bytes:
+        return msgspec.msgpack.encode(self._memory.report())
+
     def _to_leader(self, message: HostMessages) -> None:
         self._send(self._succession.leader, message)
 
@@ -526,16 +521,17 @@ class ElasticHost:
         self._to_leader(FromWorker(number, message))
 
     def _from_host(self, host: int, message: HostMessage | HostMessages) -> None:
-        self._own.append((host, message))  # type: ignore[arg-type]
+        self._own.append((host, message))
 
     def _handle(self, host: int, message: Any) -> None:
         if isinstance(message, HostMessage):
-            self._succession.report = _encode_report(self._memory.report())
-            if type(message).__name__ == "Accept":
-                self._marks[host] = len(self._queued.get(host, ()))
+            if isinstance(message, Accept):  # with a report
+                self._inbox.mark(host)
             self._succession.receive(host, message)
-        elif isinstance(message, FromWorker | Ended | Kept | Saved | Looked | Ask):
-            self._queued.setdefault(host, deque()).append(message)
+        elif isinstance(message, ForLeader):
+            if isinstance(message, Ended) and host != self._me:
+                message = message.without_pickle()
+            self._inbox.add(host, message)
         elif host == self._succession.leader or isinstance(message, Over | Hosts):
             self._obey(message)
 
@@ -543,28 +539,33 @@ class ElasticHost:
         """As the leader, handle what the hosts have sent."""
         job = self._job
         assert job is not None
-        self._marks.clear()
-        for host, queue in self._queued.items():
-            while queue:
-                message = queue.popleft()
-                match message:
-                    case FromWorker(number, inner):
-                        job.receive(number, inner)
-                    case Ended():
-                        report = message.report
-                        if report is not None and host != self._me:  # what another host has pickled is not read here
-                            report = msgspec.structs.replace(report, pickled="")
-                        job.ended(host, msgspec.structs.replace(message, report=report))
-                    case Kept(worker, request):
-                        job.kept(host, worker, request)
-                    case Saved(path):
-                        job.saved(path)
-                    case Looked(path, found):
-                        self._note_looked(host, path, found)
-                    case Ask():
-                        self._answer(job, host, message)
-        if job.state.folder and not self._probe:
+        for host, message in self._inbox.take():
+            match message:
+                case FromWorker(number, inner):
+                    job.receive(number, inner)
+                case Ended():
+                    job.ended(host, message)
+                case Kept(worker, request):
+                    job.kept(host, worker, request)
+                case Saved(path):
+                    job.saved(path)
+                case Looked(path, found):
+                    self._note_looked(host, path, found)
+                case CutOff(hosts):
+                    self._leave_out(job, host, hosts)
+                case Ask():
+                    self._answer(job, host, message)
+        if job.state.folder and not self._shared.path:
             self._look()
+
+    def _leave_out(self, job: ElasticJob, host: int, others: Sequence[int]) -> None:
+        """Go on without a host that another one does not reach, though this one reaches both."""
+        self._cut_off.note(host, others)
+        for pair in self._cut_off.overdue(self._hosts_in_view()):
+            one, other = (self._hosts[number] for number in pair)
+            job.tell(f"{one.name} and {other.name} do not reach each other; the job goes on without {other.name}")
+            self._cut_off.refuse(other.address)
+            self._succession.exclude(other.number)
 
     def _answer(self, job: ElasticJob, host: int, request: Ask) -> None:
         try:
@@ -621,25 +622,21 @@ class ElasticHost:
         job = self._job
         if job is None or not job.state.folder or self._mesh is None:
             return
-        self._looked.clear()
-        if not self._probe:
-            agreed, name = self._succession.agreed, f"job-{os.getpid()}-{time.time_ns():x}"
-            claims = agreed.claims if agreed is not None else ""
-            self._probe = claims or str(Path(job.state.folder) / ".hosts" / name)
-        with suppress(OSError):
-            Path(self._probe).mkdir(parents=True, exist_ok=True)
+        agreed = self._succession.agreed
+        self._shared.make(Path(job.state.folder), agreed.claims if agreed is not None else "")
         for host in job.hosts:
-            self._send(host, Look(self._probe))
+            self._send(host, Look(self._shared.path))
 
     def _note_looked(self, host: int, path: str, found: bool) -> None:
-        if path != self._probe or self._job is None:
+        job, agreed = self._job, self._succession.agreed
+        if path != self._shared.path or job is None:
             return
         if found:
-            self._looked.add(host)
-        elif self._succession.agreed is not None and self._succession.agreed.claims:
+            self._shared.seen_by.add(host)
+        elif agreed is not None and agreed.claims:
             self._succession.set_claims("")
-        if self._looked >= self._job.hosts.keys() and len(self._job.hosts) > 1:
-            self._succession.set_claims(self._probe)
+        if self._shared.seen_by >= job.hosts.keys() and len(job.hosts) > 1:
+            self._succession.set_claims(path)
 
     # --- requests of users --------------------------------------------------------------------------------------------
 
@@ -675,16 +672,10 @@ class ElasticHost:
             number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
             over = Over(str(error) or type(error).__name__, number)
         agreed = self._succession.agreed
-        for folder in {self._probe, agreed.claims if agreed is not None else ""} - {""}:
-            if self._succession.knows_all:  # a host that is cut off has to find that the others have gone on
-                shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # there is that of another job
-                Path(folder).parent.rmdir()
+        # a host that is cut off has to find that the others have gone on
+        self._shared.leave(agreed.claims if agreed is not None else "", removes=self._succession.knows_all)
         for host in job.hosts:
             self._send(host, over)
-
-    def _end_job(self, job: ElasticJob) -> None:
-        self._raise_failure(job)
 
     def _raise_failure(self, job: ElasticJob) -> None:
         if job.restart_failure:
@@ -723,6 +714,128 @@ def describe_ended(name: str) -> str:
     return f"the other hosts have ended while {name} was cut off, and may have finished; if they have not, {hint}"
 
 
+class _Inbox:
+    """What the hosts send to who leads, in order; it is kept while it is open which host that is."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, deque[HostMessages]] = {}
+        self._marks: dict[int, int] = {}
+
+    def add(self, host: int, message: HostMessages) -> None:
+        """Add a message from a host."""
+        self._queues.setdefault(host, deque()).append(message)
+
+    def mark(self, host: int) -> None:
+        """Note that a report of this host has come, which knows of all that it has sent so far."""
+        self._marks[host] = len(self._queues.get(host, ()))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._queues.clear()
+
+    def take(self) -> Iterator[tuple[int, HostMessages]]:
+        """Yield and remove all messages."""
+        self._marks.clear()
+        for host, queue in self._queues.items():
+            while queue:
+                yield host, queue.popleft()
+
+    def drop_reported(self) -> list[tuple[int, Ended]]:
+        """Remove what workers have sent before their hosts' reports, which say it already; returns what has ended."""
+        ended = []
+        for host, marked in self._marks.items():
+            queue = self._queues.get(host, deque())
+            reported = [queue.popleft() for _ in range(min(marked, len(queue)))]
+            queue.extendleft(message for message in reversed(reported) if not isinstance(message, FromWorker | Ended))
+            ended += [(host, message) for message in reported if isinstance(message, Ended)]
+        return ended
+
+
+# --- Hosts that do not reach each other -------------------------------------------------------------------------------
+
+_CUT_OFF_S = 5.0  # after which this host itself would have noticed that one of the two does not answer
+_REPEATED_S = 3 * _TICK_S
+_REFUSED_S, _MOST_REFUSED_S = 10.0, 600.0
+
+
+class _CutOffHosts:
+    """Which hosts say that they do not reach each other, and which are left out for that reason."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, int], float] = {}
+        self._last: dict[tuple[int, int], float] = {}
+        self._refused: dict[str, tuple[float, float]] = {}  # until when, and for how long
+
+    def note(self, host: int, others: Iterable[int]) -> None:
+        """Note that a host does not reach others."""
+        now = time.monotonic()
+        for pair in ((host, other) for other in others):
+            if now - self._last.get(pair, -math.inf) > _REPEATED_S:
+                self._since[pair] = now
+            self._last[pair] = now
+
+    def overdue(self, hosts: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the first two of the `hosts`, in order of seniority, for which that has lasted too long, or none."""
+        now = time.monotonic()
+        for pair, since in self._since.items():
+            if set(pair) <= set(hosts) and now - since >= _CUT_OFF_S and now - self._last[pair] <= _REPEATED_S:
+                senior, junior = sorted(pair, key=hosts.index)
+                return [(senior, junior)]
+        return []
+
+    def refuse(self, address: str) -> None:
+        """Do not let the host at an address in again for some time, longer each time."""
+        _, seconds = self._refused.get(address, (0.0, _REFUSED_S / 2))
+        seconds = min(2 * seconds, _MOST_REFUSED_S)
+        self._refused[address] = (time.monotonic() + seconds, seconds)
+
+    def is_refused(self, address: str) -> bool:
+        """Return whether that time is not over."""
+        return time.monotonic() < self._refused.get(address, (0.0, 0.0))[0]
+
+
+# --- Claims on shared storage -----------------------------------------------------------------------------------------
+
+
+class _SharedFolder:
+    """A folder in that of the run, where the succession is claimed if all hosts see it.
+
+    Attributes:
+        path: the folder; "" as long as there is none.
+        seen_by: the hosts that see it.
+        claimed: results of claims: a view, and the proposal that succeeds it.
+    """
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.seen_by: set[int] = set()
+        self.claimed: deque[tuple[HostView, Key]] = deque()
+
+    def make(self, run: Path, existing: str) -> None:
+        """Make the folder, or use the `existing` one, and ask anew who sees it."""
+        self.seen_by.clear()
+        self.path = self.path or existing or str(run / ".hosts" / f"job-{os.getpid()}-{time.time_ns():x}")
+        with suppress(OSError):
+            Path(self.path).mkdir(parents=True, exist_ok=True)
+
+    def claim(self, view: HostView, proposal: Key) -> None:
+        """Claim the succession of a view, in a thread: a server may not answer."""
+
+        def claim() -> None:
+            with suppress(OSError, ValueError):
+                self.claimed.append((view, claim_succession(Path(view.claims), view, proposal)))
+
+        threading.Thread(target=claim, name="lockstep claim", daemon=True).start()
+
+    def leave(self, other: str, removes: bool) -> None:
+        """At the end of the job, remove the folder and the `other` one that was used before."""
+        for folder in {self.path, other} - {""}:
+            if removes:
+                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # there is that of another job
+                Path(folder).parent.rmdir()
+
+
 def claim_succession(folder: Path, view: HostView, proposal: Key) -> Key:
     """Claim on shared storage that `proposal` succeeds `view`; returns the proposal that does.
 
@@ -741,10 +854,6 @@ def claim_succession(folder: Path, view: HostView, proposal: Key) -> Key:
         draft.unlink()
     term, number, leader = messages.decode(path.read_text(), tuple[int, int, int])
     return term, number, leader
-
-
-def _encode_report(report: HostReport) -> bytes:
-    return msgspec.msgpack.encode(report)
 
 
 def _decode_report(data: bytes) -> HostReport:

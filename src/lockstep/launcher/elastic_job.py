@@ -11,19 +11,20 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import msgspec
 from msgspec import structs
 
 from ..elastic.membership import NO_STATE, Commit, Coordinator, Down, Enter, Events, HostReport, Publish, Up, View
 from ..elastic.mesh import HostEntry
 from ..errors import LockstepError
-from ..messages import Integer, List
+from ..messages import Integer, List, Tagged
 from .worker_status import WorkerReport
 
 __all__ = [
     "Ask",
+    "CutOff",
     "ElasticJob",
     "Ended",
+    "ForLeader",
     "FromWorker",
     "HostMessages",
     "Hosts",
@@ -60,11 +61,7 @@ class Limits:
 # --- Messages between the launcher that leads and those of all hosts --------------------------------------------------
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
-
-
-class JobState(_Message, frozen=True):
+class JobState(Tagged, frozen=True):
     """What a launcher that takes over has to know; the one that leads sends each change to all.
 
     Attributes:
@@ -96,7 +93,7 @@ class JobState(_Message, frozen=True):
     leaving: List[Integer] = ()
 
 
-class Start(_Message, frozen=True):
+class Start(Tagged, frozen=True):
     """Start a worker.
 
     Attributes:
@@ -117,53 +114,53 @@ class Start(_Message, frozen=True):
     folder: str
 
 
-class Kill(_Message, frozen=True):
+class Kill(Tagged, frozen=True):
     """Kill workers, or let them leave after their step."""
 
     numbers: List[Integer]
     gently: bool = False
 
 
-class ToWorker(_Message, frozen=True):
+class ToWorker(Tagged, frozen=True):
     """Pass this on to a worker; -1 for none, but remember it."""
 
     number: Integer
     message: Down
 
 
-class Keep(_Message, frozen=True):
+class Keep(Tagged, frozen=True):
     """Keep what a worker has sent for others, and say so."""
 
     worker: Integer
     message: Publish | Events
 
 
-class Hosts(_Message, frozen=True):
+class Hosts(Tagged, frozen=True):
     """These hosts take part as well."""
 
     hosts: List[HostEntry]
 
 
-class Tell(_Message, frozen=True):
+class Tell(Tagged, frozen=True):
     """Note what has happened, for `lockstep top`."""
 
     text: str
 
 
-class Look(_Message, frozen=True):
+class Look(Tagged, frozen=True):
     """Look whether there is a file."""
 
     path: str
 
 
-class Over(_Message, frozen=True):
+class Over(Tagged, frozen=True):
     """The job is over: with an error, if there is a message, and because of a signal, if it has a number."""
 
     message: str = ""
     signal: Integer = 0
 
 
-class Replied(_Message, frozen=True):
+class Replied(Tagged, frozen=True):
     """The answer to `Ask`."""
 
     request: Integer
@@ -171,14 +168,14 @@ class Replied(_Message, frozen=True):
     accepted: bool
 
 
-class FromWorker(_Message, frozen=True):
+class FromWorker(Tagged, frozen=True):
     """A worker of this host has sent a message."""
 
     number: Integer
     message: Up
 
 
-class Ended(_Message, frozen=True):
+class Ended(Tagged, frozen=True):
     """A worker's process has ended; `code` is 0, too, if it was killed from here."""
 
     number: Integer
@@ -186,28 +183,39 @@ class Ended(_Message, frozen=True):
     is_finished: bool
     report: WorkerReport | None
 
+    def without_pickle(self) -> Ended:
+        """Return it as another host may read it, which unpickles nothing that it has not pickled itself."""
+        report = None if self.report is None else structs.replace(self.report, pickled="")
+        return structs.replace(self, report=report)
 
-class Kept(_Message, frozen=True):
+
+class Kept(Tagged, frozen=True):
     """This host has kept what a worker has sent with the number `request`."""
 
     worker: Integer
     request: Integer
 
 
-class Saved(_Message, frozen=True):
+class Saved(Tagged, frozen=True):
     """A worker of this host has saved a checkpoint."""
 
     path: str
 
 
-class Looked(_Message, frozen=True):
+class Looked(Tagged, frozen=True):
     """Whether this host sees a file."""
 
     path: str
     found: bool
 
 
-class Ask(_Message, frozen=True):
+class CutOff(Tagged, frozen=True):
+    """This host does not reach some hosts of the view."""
+
+    hosts: List[Integer]
+
+
+class Ask(Tagged, frozen=True):
     """A request of a user: `what` is "resize" to a number, "remove" or "leave" of a host, or "stop" by a signal."""
 
     request: Integer
@@ -216,10 +224,11 @@ class Ask(_Message, frozen=True):
     host: str = ""
 
 
-HostMessages = (
-    JobState | Start | Kill | ToWorker | Keep | Hosts | Tell | Look | Over | Replied  # to a host
-    | FromWorker | Ended | Kept | Saved | Looked | Ask  # from a host
-)  # fmt: skip
+ForLeader = FromWorker | Ended | Kept | Saved | Looked | CutOff | Ask
+"""What the launchers of all hosts send to the one that leads."""
+
+HostMessages = ForLeader | JobState | Start | Kill | ToWorker | Keep | Hosts | Tell | Look | Over | Replied
+"""All messages between them."""
 
 
 # --- Decisions --------------------------------------------------------------------------------------------------------

@@ -25,14 +25,14 @@ import msgspec
 from .. import environment, messages
 from ..activity import Activity
 from ..elastic.connection import Connection
-from ..elastic.mesh import HostEntry, Knock, Mesh, NobodyLeadsError, Refused, Welcome, knock
+from ..elastic.mesh import ASKS, NEW, HostEntry, Knock, Mesh, NobodyLeadsError, Refused, Welcome, knock
 from ..errors import ConfigError, LockstepError
 from ..stores import listen
 from ..system.heartbeat import address_towards
 from .elastic_host import ALONE_S, About, ElasticHost, OutsideError, WireMessage, describe_ended
 from .elastic_workers import HostSetup
 from .fork_server import default_workers, prepare_workers, wait_until_loaded
-from .host_protocol import ParentMessage, check_compatible, describe_host
+from .host_protocol import ParentMessage, describe_host
 from .local import elastic_setup
 from .log_multiplexer import LogMultiplexer
 from .node import failure_of, next_command, send_to_parent
@@ -45,8 +45,6 @@ __all__ = ["JobSpec", "join_job", "join_running_job", "run_as_node"]
 _KNOCK_S = 5.0
 _RETRY_S = 0.5
 _LIMIT_S = 3.0  # in which the kernel of another host must answer; a host that is dropped in vain joins again
-ASKS = -2
-"""The number with which a host only asks what the job is."""
 
 
 class JobSpec(msgspec.Struct, frozen=True):
@@ -263,7 +261,6 @@ class _Porter:
     def __init__(self, host: ElasticHost, config: RunConfig) -> None:
         self._host, self._config, self._problem = host, config, ""
         self._others: dict[int, HostEntry] = {}
-        self._own = describe_host(0)
         self.spec = messages.encode(JobSpec.of(config))
 
     def answer(self, knock: Knock) -> Welcome | Refused:
@@ -271,8 +268,7 @@ class _Porter:
         if knock.host.number == ASKS:
             return Refused("the job has not begun yet")
         try:
-            about = messages.decode(knock.about, About)
-            check_compatible([self._own, about.description])
+            about = self._host.check(knock)
         except ConfigError as error:
             self._problem = str(error)
             return Refused(str(error))
@@ -330,7 +326,7 @@ def join_job(
     listener = Listener(address_towards(addresses[0][0]))
     while addresses:
         about = messages.encode(About(describe_host(slots), node))
-        connection, welcome = _knock_until(addresses, listener.entry(-1, slots), about, seconds)
+        connection, welcome = _knock_until(addresses, listener.entry(NEW, slots), about, seconds)
         with _opened(setup, listener.entry(welcome.number, slots), listener) as host:
             watch(host)
             host.join(connection, welcome)

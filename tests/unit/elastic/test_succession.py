@@ -113,7 +113,8 @@ class Net:
 
     def disturb(self) -> None:
         self.faults -= 1
-        kind = self.random.choice(["process", "process", "power", "cut", "cut", "split", "heal", "join", "tick"])
+        kinds = ["process", "process", "power", "cut", "cut", "split", "heal", "join", "exclude", "tick"]
+        kind = self.random.choice(kinds)
         alive = self.alive()
         if kind in ("process", "power") and len(alive) > 1:
             self.dead[self.random.choice(alive)] = kind
@@ -128,9 +129,19 @@ class Net:
             leaders = [number for number in alive if self.hosts[number].is_acting]
             if leaders:
                 self.join(self.random.choice(leaders))
+        elif kind == "exclude":
+            for leader in [number for number in alive if self.hosts[number].is_acting][:1]:
+                self.exclude_one(leader)
         else:
             number = self.random.choice(alive)
             self.do(number, Succession.tick)
+
+    def exclude_one(self, leader: int) -> None:
+        agreed = self.hosts[leader].agreed
+        followers = [number for number in (agreed.hosts if agreed is not None else ()) if number != leader]
+        if followers:
+            excluded = self.random.choice(followers)
+            self.do(leader, lambda host: host.exclude(excluded))
 
     def join(self, leader: int) -> None:
         number = len(self.hosts)

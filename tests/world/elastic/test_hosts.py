@@ -16,46 +16,16 @@ import psutil
 import pytest
 
 from support import warm_python
+from support.elastic_program import fingerprint, rows, write_program
 from support.hosts import or_skip
 from support.remote_python import remote_python
 from support.sshd import Hosts, make_hosts
 
 DEADLINE = 90.0
 
-PROGRAM = """
-import os, socket, time, torch, lockstep
-from lockstep.callbacks import CSVLog, Callback, Checkpoints
-comm = lockstep.init("cpu")
-print("pid", os.getpid(), "on", socket.gethostname(), flush=True)
-torch.manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randint(0, 3, (48,)))
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))
-class Tells(Callback):
-    every_rank = True
-    def on_train_step_end(self, trainer, result):
-        time.sleep(0.02)
-        print("step", result.step, "of", comm.size, flush=True)
-        if comm.rank == 1 and os.path.exists("raise"):
-            raise ValueError("of the program")
-    def on_row(self, trainer, row):
-        if os.path.exists("enough"):
-            trainer.stop("it is enough")
-shared = bool(RUN_DIR)
-trainer = lockstep.Trainer(
-    model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), 12, virtual_workers=3,
-    run_dir=RUN_DIR or None, callbacks=[Tells(), *([CSVLog(), Checkpoints()] if shared else [])],
-)
-trainer.fit(data, EPOCHS, validate=data)
-if comm.rank == 0:
-    print("fingerprint", len(trainer.history), lockstep.fingerprint(model, trainer.optimizer), flush=True)
-"""
-
 
 def write(folder: Path, epochs: int, shared: bool) -> Path:
-    program = folder / "program.py"
-    run_dir = str(folder / "run") if shared else ""
-    program.write_text(PROGRAM.replace("RUN_DIR", repr(run_dir)).replace("EPOCHS", str(epochs)))
-    return program
+    return write_program(folder, epochs, folder / "run" if shared else None)
 
 
 @pytest.fixture(scope="module")
@@ -170,24 +140,15 @@ def start(hosts: Hosts, python: Path, tmp_path: Path) -> Start:
 
 def assert_undisturbed(job: Job, shared: bool) -> None:
     """The training has ended once, as one worker alone would have done it."""
-    found = re.findall(r"fingerprint (\d+) (\w+)", job.out())
-    assert len(found) == 1, job
-    epochs, fingerprint = found[0]
+    epochs, bits = fingerprint(job.out())
     alone = job.folder / "alone"
     alone.mkdir()
     program = write(alone, int(epochs), shared)
     done = warm_python.run([program], alone, {**os.environ, "OMP_NUM_THREADS": "1"})
-    assert f"fingerprint {epochs} {fingerprint}\n" in done.stdout, done.stdout + done.stderr
+    assert fingerprint(done.stdout) == (epochs, bits), done.stderr
     if shared:
         assert (job.folder / "run" / "metrics.csv").exists(), f"{sorted(job.folder.rglob('*'))}\n{job}"
         assert rows(job.folder / "run") == rows(alone / "run")
-
-
-def rows(folder: Path) -> list[list[str]]:
-    """The lines of metrics.csv without what depends on the clock."""
-    lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-    timed = [number for number, name in enumerate(lines[0]) if name in ("seconds", "samples_per_second")]
-    return [[value for number, value in enumerate(line) if number not in timed] for line in lines]
 
 
 def enough(folder: Path) -> None:
@@ -250,6 +211,24 @@ def test_the_majority_goes_on_without_a_host_that_is_cut_off_and_joins_again(
     assert_undisturbed(job, shared=False)
     assert "the others went on without gamma, which joins them again" in job.err()
     assert "gamma joined the job" in job.err()
+
+
+def test_of_two_hosts_that_do_not_reach_each_other_one_is_left_out_until_they_do(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    program = write(tmp_path, 2000, shared=False)
+    with start("1:3", "-H", "alpha,beta,gamma", "-np", 3, program) as job:
+        job.wait_for(r"step 4 of 3")
+        hosts.cut("beta", "gamma")
+        try:
+            job.wait_for_error("beta and gamma do not reach each other; the job goes on without gamma")
+            seen = job.wait_for(r"\[0\] step \d+ of 2")
+        finally:
+            hosts.cut("beta", "gamma", "del")
+        job.wait_for(r"\[0\] step \d+ of 3", since=len(seen))
+        enough(tmp_path)
+        assert job.end() == 0, job
+    assert_undisturbed(job, shared=False)
 
 
 def test_a_host_that_was_cut_off_ends_when_the_others_have_finished(hosts: Hosts, start: Start, tmp_path: Path) -> None:
