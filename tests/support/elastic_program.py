@@ -8,7 +8,8 @@ from pathlib import Path
 __all__ = ["fingerprint", "rows", "write_program"]
 
 _PROGRAM = """
-import os, socket, time, torch, lockstep
+import faulthandler, os, signal, socket, time, torch, lockstep
+faulthandler.register(signal.SIGUSR1, all_threads=True)
 from lockstep.callbacks import CSVLog, Callback, Checkpoints
 comm = lockstep.init("cpu")
 print("pid", os.getpid(), "on", socket.gethostname(), flush=True)

@@ -197,7 +197,9 @@ class Job:
 
     def check(self) -> str:
         """Return what is wrong."""
-        staying = [index for index in range(len(self.hosts)) if index not in self.lost | self.left]
+        staying = [
+            index for index in range(len(self.hosts)) if index not in self.lost | self.left and not self.may_fail(index)
+        ]
         out = "\n".join(self.lines)
         if "fingerprint" not in out:
             return "" if not staying else f"nobody has completed the training, though {staying} have not been lost"
@@ -208,11 +210,11 @@ class Job:
             return "other rows in metrics.csv"
         if (self.folder / "run-2").exists():
             return "a second run folder"
-        failed = [index for index in staying if self.hosts[index].returncode != 0 and not self.may_fail(index)]
+        failed = [index for index in staying if self.hosts[index].returncode != 0]
         return f"hosts {failed} have failed" if failed else ""
 
     def may_fail(self, index: int) -> bool:
-        """Return whether a host may fail: it joined when the job was over, or was cut off by its own stop."""
+        """Return whether a host may fail: it wanted to join when the job was over."""
         said = [line for line in self.lines if f"host {index}: " in line]
         return index >= self.plan.hosts and not any("pid" in line for line in said)
 
@@ -252,7 +254,10 @@ def main(words: list[str]) -> int:
             plan, begun = Plan.of(seed), time.monotonic()
             with tempfile.TemporaryDirectory(prefix="chaos-") as name:
                 job = Job(plan, Path(name))
-                problem = job.run()
+                try:
+                    problem = job.run()
+                except KeyboardInterrupt:
+                    problem = "interrupted"
             wrong, completed = wrong + bool(problem), completed + any("fingerprint" in line for line in job.lines)
             if problem or options.verbose:
                 print(f"seed {seed}: {problem or 'fine'} in {time.monotonic() - begun:.2f} s: {plan}", flush=True)

@@ -565,6 +565,9 @@ class Coordinator:
             self._plan()
 
     def _arrived(self, worker: _Worker, message: Arrived) -> None:
+        if message.generation > self.generation and worker.status is _Status.MEMBER:
+            self.generation = message.generation - 1  # its host has let it leave its group: all others have to follow
+            self._open_next()
         if message.generation == self.generation and worker.status is _Status.MEMBER:
             worker.arrived, worker.commit, worker.leaving = message.generation, message.commit, message.leaving
             self._give_view()

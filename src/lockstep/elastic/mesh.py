@@ -194,6 +194,7 @@ class Mesh:
         self._results: SimpleQueue[tuple[int, socket.socket | None, bool, bool]] = SimpleQueue()
         self._wake, self._waker = socket.socketpair()
         self._refused: set[int] = set()
+        self._probing: set[int] = set()  # hosts whose connection has ended, of which it is open why
         self._next_ping = self._pings_since = 0.0
         listener.setblocking(False)
         self._wake.setblocking(False)
@@ -308,7 +309,8 @@ class Mesh:
             self._send(peer, Knock(self._dials, self.own))
         if end is None and refused:
             self._refused.add(host)
-        if probes and host not in self._peers:
+        if probes and host in self._probing:
+            self._probing.discard(host)
             self.on_link(host, Link.ENDED if refused else Link.SILENT)
             if not refused and host < self.own.number:
                 self._dialling[host] = 0.0
@@ -396,10 +398,13 @@ class Mesh:
             self._close(peer)
 
     def _connect(self, peer: _Peer, host: int) -> None:
-        """Use a connection as that to a host, instead of an earlier one."""
+        """Use a connection as that to a host, instead of an earlier one, with which messages may have been lost."""
         before = self._peers.pop(host, None)
         if before is not None:
             self._close(before)
+        if before is not None or host in self._probing:
+            self._probing.discard(host)
+            self.on_link(host, Link.SILENT)
         peer.host, self._peers[host] = host, peer
         peer.connection.most = _MOST
         self._dialling.pop(host, None)
@@ -414,6 +419,7 @@ class Mesh:
         elif self._peers.get(peer.host) is peer:
             del self._peers[peer.host]
             if time.monotonic() - peer.heard < _RECENT_S:
+                self._probing.add(peer.host)
                 self._dial(peer.host, probes=True)
             else:
                 self.on_link(peer.host, Link.SILENT)
@@ -469,7 +475,7 @@ def knock(
             return connection, answer
         connection.close()
         if answer is None:
-            raise LockstepError(f"{address}:{port} is no elastic job, or has another key")
+            raise LockstepError(f"{address}:{port} is no elastic job, has another key, or has just ended")
         if not isinstance(answer, Refused):
             raise LockstepError(f"{address}:{port} has another key")
         if answer.ask is None:

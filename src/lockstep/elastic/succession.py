@@ -296,6 +296,8 @@ class Succession:
             self._refuse(host, view)
         elif accepted is None or (view.key > accepted.key and self._is_better(view)):
             self._follow(host, view)
+        elif host == self.leader and view == accepted:  # it was sent twice
+            self._send(host, self._acceptance(view))
         else:
             self._send(host, Reject(self._term))
             if self.agreed is not None and host not in self.agreed.hosts:

@@ -398,12 +398,12 @@ class ElasticHost:
         succession = self._succession
         if self._mesh is None and self._agreed is not None:
             return
-        for host, message in succession.take_messages():
-            self.mesh.send(host, message)
         while (claim := succession.take_claim()) is not None:
             self._shared.claim(*claim)
         while self._shared.claimed:
             succession.claimed(*self._shared.claimed.popleft())
+        for host, message in succession.take_messages():  # before what a new view has for consequences
+            self.mesh.send(host, message)
         if succession.agreed is not self._agreed and succession.agreed is not None:
             self._follow_view(succession.agreed)
         if self._broken - set(self._state.leaving) and not succession.has_leader:

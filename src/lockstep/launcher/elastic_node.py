@@ -395,6 +395,7 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
     environment.set_variables(spec.variables)
     given = {**spec.options, "program": spec.program, "master_addr": address, "master_port": str(port)}
     config = RunConfig.parse(given)
+    config = replace(config, start_timeout=min(config.start_timeout, ALONE_S))  # the job runs already, or is over
     with Activity("lockstep join: loading PyTorch", shown=True):
         count = workers or default_workers()
         prepare_workers(config, count)
