@@ -650,6 +650,12 @@ class Coordinator:
         fits = {self._workers[number].fit for number in self.members}
         return len(fits) <= 1 and -1 not in fits
 
+    def expect(self, workers: int) -> None:
+        """Form the first group of so many workers: no more can be started."""
+        if self.formed < 0 and 0 < workers != self.expected:
+            self.expected = workers
+            self._give_view()
+
     def _plan(self) -> None:
         """Open the next generation after a step on which all members agree."""
         if self._wished or self.formed != self.generation or not self._in_training() or self.complete:

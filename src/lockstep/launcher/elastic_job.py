@@ -421,6 +421,7 @@ class ElasticJob:
             for _ in range(state.target - len(self._living.keys() - self._dismissed)):
                 if not self._start_worker():
                     break
+            coordinator.expect(len(self._living))
 
     def messages(self) -> None:
         """Send what the coordinator has to tell."""

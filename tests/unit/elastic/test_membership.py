@@ -408,6 +408,14 @@ def test_below_the_minimum_the_members_wait_until_a_worker_has_joined() -> None:
     assert isinstance(view, View) and view.members == (0, 2) and view.commits == ((0, 5, 0), ()) and view.source == 0
 
 
+def test_a_member_whose_host_has_let_it_leave_the_group_takes_the_others_with_it() -> None:
+    coordinator = formed(2)
+    coordinator.receive(1, Arrived(2, (0, 5, 0)))  # the coordinator knows of no change
+    assert told(coordinator) == [(0, Change(2)), (1, Change(2))]
+    coordinator.receive(0, Arrived(2, (0, 5, 0)))
+    assert [view.members for _, view in told(coordinator) if isinstance(view, View)] == [(0, 1)] * 2
+
+
 def test_the_most_advanced_member_gives_its_state() -> None:
     coordinator = formed(3)
     coordinator.lost(0)

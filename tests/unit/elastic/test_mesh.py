@@ -264,5 +264,5 @@ def test_a_new_host_is_refused_or_sent_to_the_host_that_leads() -> None:
 def test_a_new_host_with_another_key_is_told_so() -> None:
     with a_host(0) as host:
         host.mesh.on_knock = lambda request: pytest.fail("a stranger has been let in")
-        assert "is no elastic job, or has another key" in str(knock_at(host, key="another"))
+        assert "is no elastic job, has another key" in str(knock_at(host, key="another"))
         assert not host.links

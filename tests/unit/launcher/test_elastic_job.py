@@ -107,6 +107,17 @@ def test_a_host_that_was_lost_is_not_replaced_beyond_the_slots_of_the_others() -
     assert world.said == ["lockstep: beta was lost with 1 worker; 2 workers go on"]
 
 
+def test_workers_do_not_wait_for_those_of_a_host_that_was_lost_before_they_began() -> None:
+    world = World((1, 1), 2)
+    for message in (Hello(0), Ready()):
+        world.job.receive(0, message)
+    assert not world.job.coordinator.members
+    world.job.host_lost(1)
+    world.job.coordinator.lost(1)
+    world.job.supervise()
+    assert world.job.coordinator.view == (0,)
+
+
 def test_a_host_that_joins_gets_workers_up_to_its_slots_and_the_most() -> None:
     world = World((2,), 2, maximum=3)
     world.train()
