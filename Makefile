@@ -5,6 +5,7 @@ PYTHON       ?= python3
 TRAIN_FLAGS  ?= --data digits --model lenet --epochs 15 --global-batch-size 64 --workers auto
 PYTEST_FLAGS ?=
 CHAOS_FLAGS  ?= 1000
+HOST_CHAOS_FLAGS ?= 200
 # processes that run tests: one more than there are cores, because most tests wait for processes of their own
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PIP_FLAGS    ?=
@@ -33,7 +34,7 @@ help: ## show this list
 	@echo "make types    check types (mypy, strict)"
 	@echo "make layers   check which module imports which (docs/architecture.md)"
 	@echo "make docs     build the documentation as a site, in site/index.html"
-	@echo "make chaos    train elastic jobs under a thousand random faults (CHAOS_FLAGS=... for other numbers)"
+	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 200 of hosts (CHAOS_FLAGS=..., HOST_CHAOS_FLAGS=...)"
 	@echo "make clean    remove caches and build output; make distclean removes .venv as well"
 	@echo "TEST_PROCESSES=...  the number of processes that run tests (now: $(TEST_PROCESSES))"
 	@echo "PYTHON=...    the Python that .venv is made with, 3.10 or newer (now: $(PYTHON))"
@@ -55,6 +56,7 @@ types: $(TESTS)
 # a thousand elastic jobs with random faults; about half an hour
 chaos: $(TESTS)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/elastic_chaos.py $(CHAOS_FLAGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/launcher_chaos.py $(HOST_CHAOS_FLAGS)
 
 # -q twice leaves out pytest's count, so that the last one seen in CI is that of all tests
 layers: $(TESTS)
