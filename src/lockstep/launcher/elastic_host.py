@@ -356,8 +356,9 @@ class ElasticHost:
                 stops = kind == 1 or alone or number == signal.SIGINT or self._state.stops
                 self._passed_on[kind] += 1
                 if not self._succession.has_leader:
-                    name = signal.Signals(number).name
-                    self._over = Over(f"stopped by {name} while the training was paused; nothing was saved", number)
+                    paused = "while the training was paused; nothing was saved"
+                    when = paused if self._agreed is not None else "before this host had joined the job"
+                    self._over = Over(f"stopped by {signal.Signals(number).name} {when}", number)
                     self._job = None
                     return
                 self._wants_to_leave = self._wants_to_leave or not stops

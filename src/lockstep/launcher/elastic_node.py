@@ -339,7 +339,7 @@ def join_job(
 def _knock_until(
     addresses: list[tuple[str, int]], own: HostEntry, about: str, seconds: float
 ) -> tuple[Connection[Any, Any], Welcome]:
-    """Knock at one address after another until one lets this host in; for ever, if it has taken part before."""
+    """Knock at one address after another until one lets this host in; who has taken part before, until none listens."""
     deadline, refused_since, problem = time.monotonic() + seconds, math.inf, ""
     while True:
         refusals = 0

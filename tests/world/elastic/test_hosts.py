@@ -45,14 +45,15 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 @pytest.fixture
 def hosts(three_hosts: Hosts, python: Path) -> Iterator[Hosts]:
     """The hosts, on which the test leaves no processes, and no folders but those of hosts that were killed."""
-    before = folders()
     three_hosts.killed.clear()
+    _private.clear()
     yield three_hosts
     try:
         wait_until(
-            lambda: not left(three_hosts) and len(folders() - before) <= len(three_hosts.killed),
-            lambda: f"{left(three_hosts)} {folders() - before}",
+            lambda: not left(three_hosts) and len(folders()) <= len(three_hosts.killed),
+            lambda: f"{left(three_hosts)} {folders()}",
         )
+        assert _private
     finally:
         for name in three_hosts.namespaces:
             three_hosts.link(name, "up")
@@ -63,9 +64,20 @@ def left(hosts: Hosts) -> list[str]:
     return [f"{name}: {program}" for name in hosts.namespaces for program in hosts.programs(name)]
 
 
+_private: set[str] = set()
+"""The names of the launchers' private folders that were seen, with their sockets and what workers share."""
+
+
+def note_folders(hosts: Hosts) -> None:
+    for process in hosts.servers.values():
+        sockets = Path(f"/proc/{process}/net/unix").read_text()
+        _private.update(re.findall(r"/(lockstep-[^/\s]+)/control", sockets))
+
+
 def folders() -> set[str]:
-    """The names of jobs' private folders, with their sockets and what workers share."""
-    return {path.name for path in (*Path("/tmp").glob("lockstep-*"), *Path("/dev/shm").glob("lockstep*/*"))}
+    """Those that are left: tests that run at the same time have their own."""
+    found = {path.name for path in (*Path("/tmp").glob("lockstep-*"), *Path("/dev/shm").glob("lockstep*/*"))}
+    return found & _private
 
 
 def wait_until(is_done: object, describe: object) -> None:
@@ -83,6 +95,7 @@ class Job:
     process: subprocess.Popen[bytes]
     folder: Path
     name: str
+    hosts: Hosts
 
     def out(self) -> str:
         """Standard output, and the files of launchers that go on without the typed one."""
@@ -97,6 +110,7 @@ class Job:
     def wait_for(self, pattern: str, since: int = 0) -> str:
         """Wait until a line that it writes has `pattern`, after the first `since` characters."""
         wait_until(lambda: re.search(pattern, self.out()[since:]), lambda: f"no {pattern!r}:\n{self}")
+        note_folders(self.hosts)
         return self.out()
 
     def wait_for_error(self, text: str) -> None:
@@ -131,7 +145,7 @@ def start(hosts: Hosts, python: Path, tmp_path: Path) -> Start:
             subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=out, stderr=err) as process,
         ):
             try:
-                yield Job(process, tmp_path, name)
+                yield Job(process, tmp_path, name, hosts)
             finally:
                 process.kill()
 
