@@ -290,6 +290,7 @@ def test_after_the_loss_of_a_rank_the_others_go_on_and_the_script_adds_ranks(tmp
     assert "rank 0 was lost (killed by SIGKILL); 1 worker goes on" in err and "3 workers go on" in err
     # the one that is left goes back to its last commit, of an even number of batches, and others begin there
     assert re.search(r"begin at \d+\.\d*[02468] as 0 of [12]: ", seen[before:]), seen
+    assert re.search(r"reset with [12]\n", seen[before:]), seen
     assert len(set(re.findall(r"pid (\d+)", seen))) == 4
     ends = re.findall(r"done: (.*)", seen)
     assert len(ends) == 3 and len(set(ends)) == 1 and ", 3 ranks, " in ends[0]

@@ -334,6 +334,7 @@ class ElasticHost:
         if self._mesh is not None and time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK_S
             self._say_what_it_waits_for()
+            self._end_if_all_others_have()
             self._tell_whom_it_does_not_reach()
             self._succession.tick()
         if self._workers.is_empty and self._me in self._state.leaving and self._over is None:
@@ -375,7 +376,6 @@ class ElasticHost:
         if text and text != self._said:
             self._log(text)
         self._said = text
-        self._end_if_all_others_have()
 
     def _tell_whom_it_does_not_reach(self) -> None:
         if self._succession.has_leader and self._succession.unanswered:

@@ -117,7 +117,7 @@ def test_between_hosts(run: Run) -> None:
     ), alone
     assert re.search(r"Rank 0 (on \S+ )?exited while other ranks waited", " ".join(first[1].err.split())), first
     for ending in at_end:
-        assert ending.code in (1, 86), at_end  # 86: ended by its watchdog, if its main thread is slow to return
+        assert ending.code == 1, at_end
         assert "all_reduce(int32[4], sum)" in " ".join(ending.err.split()), at_end
 
 
