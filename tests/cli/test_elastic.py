@@ -291,6 +291,54 @@ def test_workers_that_are_all_lost_before_the_first_checkpoint_begin_again_in_th
     assert not (tmp_path / "run-2").exists()
 
 
+MESSAGES = """
+import os, signal, time, torch, torch.distributed as dist, lockstep
+comm = lockstep.init("cpu", transport="gloo")
+data = torch.utils.data.TensorDataset(torch.randn(18, 4), torch.randint(0, 2, (18,)))
+model = torch.nn.Linear(4, 2)
+loader = lockstep.Loader(data, global_batch_size=6, virtual_workers=3)
+step = lockstep.TrainStep(
+    model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.CrossEntropyLoss(), virtual_workers=3
+)
+
+def exchange():
+    value = torch.tensor(float(comm.rank))
+    if comm.rank == 2 and not os.path.exists("lost"):
+        time.sleep(0.2)
+        open("lost", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank:
+        time.sleep(0.2)
+        dist.send(value, 0)
+    received = [torch.tensor(0.0) for _ in range(1, comm.size if comm.rank == 0 else 1)]
+    for rank, each in enumerate(received, 1):
+        began = time.monotonic()
+        try:
+            dist.recv(each, rank)
+        except lockstep.errors.MembershipChangedError:
+            print("interrupted after", time.monotonic() - began, flush=True)
+            raise
+    return [each.item() for each in received]
+
+training = lockstep.elastic.steps(loader, step, epochs=1)
+for batch in training:
+    step(batch)
+    print("received", training.call(exchange), flush=True)
+"""
+
+
+def test_messages_over_gloo_may_be_late_and_are_interrupted_by_a_loss(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(MESSAGES)
+    with start(tmp_path, "1:3", "-np", 3, program) as job:
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    (seconds,) = re.findall(r"interrupted after (\S+)", out)
+    assert float(seconds) < 10
+    assert set(re.findall(r"received (\[\S.*\])", out)) <= {"[1.0]", "[1.0, 2.0]"}, out
+    assert "mismatch" not in err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

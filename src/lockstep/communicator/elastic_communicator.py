@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pickle
 import sys
-import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -21,6 +20,7 @@ from ..elastic.client import GenerationStore, MembershipClient
 from ..elastic.membership import Commit, View
 from ..environment import ElasticWorker
 from ..errors import ConfigError, DesyncError, MembershipChangedError, RankLostError, StallError, TransportError
+from ..gloo import abort_gloo, interruptible_gloo, keep_until_ended
 from ..topology import World
 from ..watchdog.error_delivery import is_transport_error
 from .communicator import Communicator
@@ -35,11 +35,18 @@ T = TypeVar("T")
 
 
 def failure_reason(error: RuntimeError) -> str:
-    """Return why a group has failed, or raise `error` if it is none that others can go on after."""
+    """Return why a group has failed, or raise `error` if it is none that others can go on after.
+
+    What the frames of the failed step hold is let go: their tensors, and the wrapped model with its buffers.
+    """
     # "shm" raises a RankLostError without a report, which may come before the membership's message
     is_report = isinstance(error, RankLostError) and bool(error.report_json)  # of the watchdog
     if is_report or isinstance(error, DesyncError | StallError) or not is_transport_error(error):
         raise error
+    failed: BaseException | None = error
+    while failed is not None:
+        traceback.clear_frames(failed.__traceback__)
+        failed = failed.__context__
     return str(error)
 
 
@@ -136,7 +143,7 @@ class ElasticCommunicator(Communicator):
         self._store = GenerationStore(self.client, view.generation)
         gpu = self.device if self.device.type == "cuda" else None
         before = sys.excepthook
-        with _interruptible_gloo(self.client):
+        with interruptible_gloo(self.client.check):
             dist.init_process_group(
                 self._backend, store=self._store, rank=rank, world_size=len(view.members), device_id=gpu
             )
@@ -149,15 +156,17 @@ class ElasticCommunicator(Communicator):
 
     def leave_group(self) -> None:
         """Leave the process group without waiting for the others; no operation may follow until `regroup`."""
-        group, self.group = self.group, None
+        self.group = None
         if not dist.is_initialized():
             return
         self._interrupt()
-        held = [group, dist.group.WORLD]
-        group = None
+        groups = list(c10d._world.pg_map)  # those of the program as well
+        for group in groups:
+            abort_gloo(group)
+        keep_until_ended(groups, watchdog.unfinished_works())
+        del group, groups
         with suppress(RuntimeError):  # it is broken in any case
             dist.destroy_process_group()
-        _drop_later(held)
         self._store = None
         before, own = self._hooks
         if sys.excepthook is own:  # else each group adds one of torch's to those that an exception passes through
@@ -229,56 +238,3 @@ class ElasticCommunicator(Communicator):
             expected = "only on_rank0, rank0_first, broadcast_object and barrier before the training of an elastic job"
             raise ConfigError("comm", expected, found="a collective in a worker that joins it later", hint=hint)
         return super()._connected()
-
-
-# --- Gloo, whose waits have to be ended from outside ------------------------------------------------------------------
-
-_SLICE = timedelta(milliseconds=50)
-_DROP_S = 0.02  # what Gloo's destructor takes if nothing is in flight
-
-
-def _drop_later(held: list[Any]) -> None:
-    """Drop the last references to a group in a thread: Gloo's destructor may wait for what never ends."""
-    thread = threading.Thread(target=held.clear, name="lockstep group's end", daemon=True)
-    thread.start()
-    thread.join(_DROP_S)
-
-
-@contextmanager
-def _interruptible_gloo(client: MembershipClient) -> Iterator[None]:
-    """Let Gloo connect the members in a thread during the body, which goes on without it when the generation is over.
-
-    Its constructor waits for all of them in C++, and nothing but its time limit ends that.
-    """
-    original: Any = c10d.ProcessGroupGloo
-
-    def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        made: list[Any] = []
-
-        def construct() -> None:
-            try:
-                made.append(original(store, rank, size, timeout=timeout))
-            except BaseException as error:
-                made.append(error)
-
-        thread = threading.Thread(target=construct, name="lockstep gloo", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(_SLICE.total_seconds() / 10)
-            client.check()
-        if isinstance(made[0], BaseException):
-            raise made[0]
-        return made.pop()
-
-    class Kind(type):
-        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> Any:
-            return connect(store, rank, size, timeout)
-
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, original)
-
-    c10d.ProcessGroupGloo = Kind("ProcessGroupGloo", (), {})
-    try:
-        yield
-    finally:
-        c10d.ProcessGroupGloo = original

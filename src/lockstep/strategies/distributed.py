@@ -124,6 +124,9 @@ class Distributed(Strategy):
 
     def regroup(self, model: nn.Module) -> None:
         """Adapt to the communicator's new workers."""
+        if self._ddp is not None:
+            # something may still refer to it, such as the frames of an error
+            self._ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
         self._ddp = None  # it holds the old group
         self._synchronise_buffers(model)
 

@@ -18,6 +18,7 @@ from ..data.nested import map_tensors
 from ..elastic.client import WorkerLeft
 from ..elastic.membership import NO_STATE, Commit, View
 from ..errors import ConfigError, InterruptedRunError
+from ..flight_recorder import named
 from .elastic_loop import JobSignals, share, without_check
 from .in_flight import StepsInFlight
 from .step import REGROUP, StepResult, TrainStep
@@ -335,7 +336,8 @@ class _ElasticSteps(Steps):
         if best[:1] > (self._training,):  # the others are in a later training than this worker, which has just joined
             raise WorkerLeft
         comm, source, joins = self._comm, view.members.index(view.source), NO_STATE in view.commits
-        progress: _Progress = comm.broadcast_object(self._progress(joins) if comm.rank == source else None, source)
+        with named("position in the loop"):  # which ranks get to from different places
+            progress: _Progress = comm.broadcast_object(self._progress(joins) if comm.rank == source else None, source)
         if any(commit != best for commit in view.commits):
             self._share(source, progress, best)
         self._step.regroup()

@@ -63,6 +63,12 @@ def interrupt(error: TransportError) -> None:
         patches.interrupt(error)
 
 
+def unfinished_works() -> list[Any]:
+    """Return the works of an elastic job's Gloo groups that have not ended, though the program's waits may have."""
+    patches = _loaded_patches()
+    return [] if patches is None else patches.unfinished_works()
+
+
 def exclude_group(group: Any) -> None:
     """Stop watching `group`; every rank of it must call this.
 

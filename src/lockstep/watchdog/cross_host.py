@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from .. import messages
 from ..flight_recorder import RecorderReader
 from ..flight_recorder.layout import GROUP_SLOTS, StateWords
+from ..gloo import SocketTracker
 from . import report as reports
 from .deadlock import CrossHostCycles, current_wait, is_recv, messages_needed
 from .diagnosis import (
@@ -31,7 +32,6 @@ from .diagnosis import (
     lost_finding,
     stopped_finding,
 )
-from .error_delivery import SocketTracker
 from .group_monitor import GroupMonitor
 from .host_state import GroupState, HostState, HostStates, Pending, RankRow, RecordRow, Wait
 from .mismatch import BATCH_ADVICE, Finding, describe_collective

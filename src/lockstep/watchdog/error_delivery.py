@@ -9,8 +9,6 @@ import faulthandler
 import os
 import re
 import signal
-import socket
-import stat
 import sys
 import threading
 import time
@@ -25,7 +23,6 @@ from .. import environment
 from ..errors import DesyncError, LockstepError, RankLostError, StallError, TransportError
 from ..flight_recorder import FlightRecorder, RecorderReader
 from ..flight_recorder.layout import StateWords
-from ..system.heartbeat import keep_alive
 from . import diagnosis, report_text
 from .call_sites import main_frame, stack_of
 from .group_monitor import GroupMonitor
@@ -34,7 +31,6 @@ from .shared_state import PendingCall, WatchdogState
 
 __all__ = [
     "ErrorDelivery",
-    "SocketTracker",
     "StackFile",
     "await_root_cause",
     "collect_stacks",
@@ -44,58 +40,6 @@ __all__ = [
     "make_error",
     "own_stack",
 ]
-
-
-# --- Waits inside Gloo: they end with an error when Gloo's sockets are shut down --------------------------------------
-
-
-class SocketTracker:
-    """The sockets that were opened while process groups were made.
-
-    Gloo has no call that ends a wait: its `abort` does nothing, and a signal does not interrupt it.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[int, int] = {}  # descriptor: inode, as the descriptor may have been reused since
-
-    @contextmanager
-    def tracking(self) -> Iterator[None]:
-        """Track new sockets during the body."""
-        before = _open_sockets()
-        try:
-            yield
-        finally:
-            self._found |= {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode}
-
-    def keep_alive(self, limit_s: float) -> None:
-        """Let the kernel close them when the other side has not responded for `limit_s` seconds."""
-        for descriptor in self._found:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6):
-                    keep_alive(copy, limit_s)
-
-    def shutdown(self) -> None:
-        """Shut all of them down."""
-        now = _open_sockets()
-        for descriptor, inode in self._found.items():
-            if now.get(descriptor) == inode:
-                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
-                    if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # without its listener Gloo aborts
-                        copy.shutdown(socket.SHUT_RDWR)
-
-
-def _open_sockets() -> dict[int, int]:
-    found = {}
-    try:
-        numbers = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - the names are all that is needed
-    except OSError:  # not Linux
-        return {}
-    for number in numbers:
-        with suppress(OSError):  # the descriptor of the listing itself
-            status = os.fstat(number)
-            if stat.S_ISSOCK(status.st_mode):
-                found[number] = status.st_ino
-    return found
 
 
 # --- Stacks of other ranks' main threads, also while they are in C code or hold the interpreter -----------------------
@@ -251,7 +195,10 @@ _ELASTIC_TIMEOUT_S = 0.25  # the same in an elastic job, whose membership hears 
 _CROSS_HOST_TIMEOUT_S = 8.0  # the same if there are ranks on other hosts, which may be unreachable
 _REJECTIONS = (ValueError, TypeError, NotImplementedError)
 _REJECTED = re.compile(r"ProcessGroup\w+::\w+: |Cannot use ReduceOp|Invalid scalar type")
-_TRANSPORT_WORDS = ("gloo/", "connection", "connect ", "peer", "socket", "timed out", "nccl", "shm:", "lockstep.errors")
+_TRANSPORT_WORDS = (
+    *("gloo/", "pair closure", "connection", "connect ", "peer", "socket", "timed out", "nccl", "shm:"),
+    "lockstep.errors",
+)
 
 
 def await_root_cause(

@@ -95,6 +95,8 @@ class GroupMonitor:
         completes_on_host: whether an operation has completed when its future has, and was not merely enqueued.
         used_by_ddp: whether a DistributedDataParallel reduces over the group.
         waits_in_slices: whether waits look again and again whether they have been interrupted, as in an elastic job.
+        awaited_messages: messages for which the program waits, in such a group.
+        abandoned: works of the group for which the program waited when it was interrupted, and which have not ended.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class GroupMonitor:
         self.threads_inside: set[int] = set()
         self.coalesced: dict[int, list[PendingCall]] = {}
         self.preflight: PreflightCheck | None = None
+        self.awaited_messages: list[Any] = []
+        self.abandoned: list[Any] = []
         self.completes_on_host = self.used_by_ddp = self.waits_in_slices = False
         recorder = state.recorder
         self.limit_s = limit_s
@@ -217,6 +221,19 @@ class GroupMonitor:
         self.pending_receives.clear()
 
     # --- completion
+
+    def unfinished_works(self) -> list[Any]:
+        """Return the works of Gloo, in an elastic job, that have been started and have not ended."""
+        if not self.waits_in_slices:
+            return []
+        with self.state.lock:
+            works = [*self.abandoned, *(pending.work for pending in self.pending)]
+        return [work for work in works if work is not None and not work.is_completed()]
+
+    def abort_messages(self) -> None:
+        """End the program's waits for messages over Gloo."""
+        for work in list(self.awaited_messages):
+            work.abort()
 
     def first_pending(self) -> PendingCall | None:
         """Return this rank's first collective that has not completed."""

@@ -22,10 +22,10 @@ from torch.distributed import distributed_c10d as c10d
 from .. import environment
 from ..errors import LockstepError, MembershipChangedError, TransportError
 from ..flight_recorder import FlightRecorder, RecordLog, current
+from ..gloo import SocketTracker
 from ..system.patching import Replaced
 from . import jobs
 from .call_sites import digest, is_internal
-from .error_delivery import SocketTracker
 from .jobs import NoSpaceError, rendezvous
 from .preflight import PreflightCheck
 from .process_groups import watch_group
@@ -435,6 +435,13 @@ def interrupt(error: TransportError) -> None:
     """See `watchdog.interrupt`."""
     if _watchdog is not None and _watchdog.session is not None:
         _watchdog.session.interrupt(error)
+
+
+def unfinished_works() -> list[Any]:
+    """See `watchdog.unfinished_works`."""
+    if _watchdog is None or _watchdog.session is None:
+        return []
+    return [work for monitor in list(_watchdog.session.monitors) for work in monitor.unfinished_works()]
 
 
 def exclude_group(group: Any) -> None:

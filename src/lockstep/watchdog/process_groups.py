@@ -26,15 +26,31 @@ _SLICE = timedelta(milliseconds=50)
 
 
 def _wait(work: Any, monitor: GroupMonitor) -> bool:
-    """Wait for a backend's work. Gloo's may never hear that its sockets were shut: an elastic job looks by itself."""
+    """Wait for a collective. One over Gloo may never end after the loss of a rank: an elastic job looks by itself."""
     while monitor.waits_in_slices:
         try:
             return bool(work.wait(_SLICE))
         except RuntimeError:
             if work.is_completed():  # with an error of its own, or in this moment
                 break
-            monitor.state.check()
+            try:
+                monitor.state.check()
+            except BaseException:
+                monitor.abandoned.append(work)
+                raise
     return bool(work.wait())
+
+
+def _wait_for_message(work: Any, monitor: GroupMonitor) -> bool:
+    """Wait for a message, without a limit: Gloo closes all connections of a group when one is over."""
+    monitor.awaited_messages.append(work)
+    try:
+        monitor.state.check()
+        answer = bool(work.wait())
+        monitor.state.check()  # the wait may have been aborted
+        return answer
+    finally:
+        monitor.awaited_messages.remove(work)
 
 
 # --- Works of asynchronous operations ---------------------------------------------------------------------------------
@@ -80,9 +96,13 @@ class WatchedWork(dist.Work):
             with state.blocking(self._pending.number, self._monitor.ranks, not self._pending.sequence):
                 if self._check is not None:
                     self._check.wait()
-                answer = self._inner.wait(timeout) if timeout else _wait(self._inner, self._monitor)
+                answer = self._inner.wait(timeout) if timeout else self._wait_without_limit()
         self._monitor.finish_wait(self._pending, self._inner, self._device)
         return answer
+
+    def _wait_without_limit(self) -> bool:
+        wait = _wait if self._pending.sequence or not self._monitor.waits_in_slices else _wait_for_message
+        return wait(self._inner, self._monitor)
 
     def _wait_for_completed(self) -> bool:
         try:

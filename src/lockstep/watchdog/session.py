@@ -14,10 +14,11 @@ from typing import Any
 
 from ..errors import InterruptedRunError, LockstepError, TransportError
 from ..flight_recorder import RecordLog
+from ..gloo import SocketTracker, abort_gloo
 from . import error_delivery, jobs
 from . import report as reports
 from .cross_host import CrossHost
-from .error_delivery import ErrorDelivery, SocketTracker, StackFile, collect_stacks
+from .error_delivery import ErrorDelivery, StackFile, collect_stacks
 from .group_monitor import GroupMonitor
 from .jobs import Rendezvous
 from .mismatch import Finding
@@ -173,10 +174,13 @@ class Session:
         self._end_waits()
 
     def _end_waits(self) -> None:
-        self._sockets.shutdown()
         for group in list(self.groups):
             with suppress(Exception):  # it may be destroyed already
+                abort_gloo(group)
                 group.abort()
+        self._sockets.shutdown()
+        for monitor in list(self.monitors):
+            monitor.abort_messages()
 
     def make_report(self, finding: Finding) -> reports.Report:
         """Return the report of a finding, with the stacks of the ranks that are not in a collective."""

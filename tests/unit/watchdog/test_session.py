@@ -153,10 +153,11 @@ def test_a_wait_in_slices_ends_when_it_is_interrupted() -> None:
         if work.waits == 3:
             raise MembershipChangedError(1)
 
-    monitor: Any = SimpleNamespace(waits_in_slices=True, state=SimpleNamespace(check=check))
+    monitor: Any = SimpleNamespace(waits_in_slices=True, state=SimpleNamespace(check=check), abandoned=[])
     with pytest.raises(MembershipChangedError):
         process_groups._wait(work, monitor)
     assert work.waits == 3
+    assert monitor.abandoned == [work]  # whose group has to be kept
 
 
 def test_a_work_that_fails_raises_its_own_error() -> None:

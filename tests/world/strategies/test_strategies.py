@@ -569,3 +569,40 @@ def test_parameters_may_be_given_to_the_optimizer_later(pool: Pool, add_layer: b
         assert others == pytest.approx(losses, rel=1e-9)
         for mine, got in zip(values, theirs, strict=True):
             assert got == pytest.approx(mine, rel=1e-9, abs=1e-12)
+
+
+class Summed(nn.Module):
+    """A step's forward pass: the sum of the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, data: torch.Tensor, size: int) -> tuple[torch.Tensor, int]:
+        return self.last(self.first(data)).sum(), size
+
+
+def regroup_after_an_interrupted_backward() -> None:
+    model = Summed()
+    strategy = Distributed(lockstep.init("cpu"))
+    strategy.prepare(model)
+    wrapped = strategy.wrap(model)
+    loss, _ = wrapped(torch.ones(1, 3), 1)
+
+    def interrupt(grad: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.first.bias.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    handle.remove()
+    strategy.regroup(model)
+    model.zero_grad()
+    loss, _ = strategy.wrap(model)(torch.ones(1, 3), 1)
+    loss.backward()
+    assert wrapped is not None  # as the frames of an error may refer to it
+    assert model.last.bias.grad is not None and model.last.bias.grad.tolist() == [1.0, 1.0]
+
+
+def test_what_was_wrapped_before_a_loss_takes_no_part_in_later_steps(pool: Pool) -> None:
+    pool.run(regroup_after_an_interrupted_backward)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import StallError, TransportError
+from ...gloo import abort_gloo
 from ..runtime.backoff import CHECK_S, Steps
 from ..runtime.c10d import PrefixStore, Store, backend_as_group
 from ..shm.context import ShmContext
@@ -81,9 +82,10 @@ class GlooConnection:
     def close(self) -> None:
         """Close the connections. Operations that are pending on other ranks end with an error there.
 
-        One that is pending here holds its sockets until the others have joined it, or its time limit is over; a
-        thread waits for that.
+        One that is pending here is ended as well, if Gloo can; a thread waits for it.
         """
+        if self._references:
+            abort_gloo(self._group)
         self._references.append(self._group)
         self._group = None
         references, self._references = self._references, []

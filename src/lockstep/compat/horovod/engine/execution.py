@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lockstep import Communicator
 from lockstep.communicator.adasum import adasum_
 from lockstep.errors import ConfigError
-from lockstep.watchdog.error_delivery import SocketTracker
+from lockstep.gloo import abort_gloo
 
 from ..common.exceptions import HorovodInternalError
 from .negotiation import SUMMABLE_DTYPES, RawCollectives, mismatch_message, missing_ranks_message
@@ -28,25 +28,10 @@ __all__ = [
     "neutral_request",
     "neutral_tensor",
     "reducescatter",
-    "with_tracked_sockets",
 ]
 
 
 # --- The process group of the engine ----------------------------------------------------------------------------------
-
-AnyCommunicator = TypeVar("AnyCommunicator", Communicator, Communicator | None)
-
-_sockets: dict[Any, SocketTracker] = {}  # by process group: the sockets that were opened for it
-
-
-def with_tracked_sockets(create: Callable[[], AnyCommunicator]) -> AnyCommunicator:
-    """Return the communicator that `create` returns, and track its sockets, so that `abort_waits` can close them."""
-    sockets = SocketTracker()
-    with sockets.tracking():
-        comm = create()
-    if comm is not None and comm.group is not None:
-        _sockets[comm.group] = sockets
-    return comm
 
 
 def abort_waits(comm: Communicator) -> None:
@@ -56,14 +41,12 @@ def abort_waits(comm: Communicator) -> None:
         return
     with suppress(Exception):  # not every backend supports it
         group.abort()
-    if group in _sockets:  # nothing else ends a wait of Gloo
-        _sockets[group].shutdown()
+    abort_gloo(group)
 
 
 def destroy_group(comm: Communicator) -> None:
     """Destroy the process group of `comm` without waiting for the other ranks."""
     group, comm.group = comm.group, None
-    _sockets.pop(group, None)
     if group is not None and dist.is_initialized():
         with suppress(ValueError):  # the program has destroyed it, or all groups
             dist.destroy_process_group(group)
@@ -253,7 +236,7 @@ def _allreduce_outputs(comm: Communicator, request: Request) -> list[torch.Tenso
 
 def _split(comm: Communicator, request: Request) -> Communicator | None:
     ranks = request.options["ranks"]
-    return with_tracked_sockets(lambda: comm.split(0 if comm.rank in ranks else None, comm.rank))
+    return comm.split(0 if comm.rank in ranks else None, comm.rank)
 
 
 def _no_op(comm: Communicator, request: Request) -> None:

@@ -12,7 +12,6 @@ from lockstep import Communicator
 from lockstep.errors import ConfigError
 
 from .engine import Engine
-from .execution import with_tracked_sockets
 from .regrouping import join_if_late
 
 __all__ = ["Job", "create_communicator", "current", "is_initialized", "shut_down", "start"]
@@ -104,14 +103,14 @@ def create_communicator(comm: Any = None) -> Communicator:
     world = lockstep.init("auto" if _has_gpu_per_rank() else "cpu")
     join_if_late(world)
     if comm is None:
-        return with_tracked_sockets(world.dup)
+        return world.dup()
     if hasattr(comm, "Get_rank"):
         comm = comm.allgather(world.rank)
     if not isinstance(comm, Sequence) or world.rank not in comm:
         hint = "Every rank passes a list in which it is."
         raise ConfigError("comm", "a list of ranks, this one among them, or a communicator of mpi4py", comm, hint)
     ranks = [int(rank) for rank in comm]
-    return with_tracked_sockets(lambda: world.split(min(ranks), ranks.index(world.rank)))
+    return world.split(min(ranks), ranks.index(world.rank))
 
 
 def _reset_after_fork() -> None:
