@@ -3,9 +3,11 @@
 - The pause: one of 4 workers is killed (SIGKILL) at a random moment, again and again. It lasts until a group without
   that worker has completed a step. So for LeNet, and for a model of 20 M parameters with AdamW, 240 MB of state, which
   each worker that joins is given. Over "shm" and Gloo.
-- The cost: steps of LeNet on two workers with and without --elastic, in turns; a round gives one ratio.
+- Hosts: one of three hosts is lost, each a network namespace with a worker: its processes are killed, or its network is
+  cut. It lasts until the others have completed a step. Left out where such hosts cannot be made.
+- The cost: steps of LeNet on two workers with and without --elastic, in turns; a round of two jobs gives one ratio.
 - Growth: memory, files, threads, mappings, child processes and segments of the launcher and of a survivor, before and
-  after 200 regroups (60 over Gloo).
+  after 200 regroups (60 over Gloo). Resident memory includes what is free and kept for later, allocated memory not.
 - Others: the same loss under torchrun and Ray Train with a checkpoint after every step, under hvd.elastic with a commit
   after every step (Lockstep's), and under torchft; each is left out where it is not installed.
 
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -40,13 +42,17 @@ from frame import Benchmark
 from meter import Job as Block
 from turns import command_of, speeds_of, train_in_turns
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.sshd import Hosts, make_hosts
+
 BENCHMARK = Benchmark("elastic", __doc__, "elastic.md")
 HERE = Path(__file__).resolve().parent
 WORKERS = 4
 TRANSPORTS = ("shm", "gloo")
 MODELS = {"lenet": "LeNet", "large": "20 M parameters, AdamW"}
 LIMIT_S = 60.0  # to wait for anything; beyond it something hangs
-PARTS = ("pause", "cost", "growth", "others")
+PARTS = ("pause", "hosts", "cost", "growth", "others")
 
 PAUSE = ("seen", "left", "formed", "begun", "step")
 """The parts of a pause: when the last survivor knows of the loss, has left its group, has formed the next one, and
@@ -80,14 +86,16 @@ class Job:
     Args:
         words: the command.
         folder: where its workers note their events.
+        variables: of the command, beside those of this process.
     """
 
-    def __init__(self, words: Sequence[str], folder: Path) -> None:
+    def __init__(self, words: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None) -> None:
         self.events: list[Event] = []
         self._path, self._read, self._log = folder / "events", 0, folder / "log"
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(words, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self.process = subprocess.Popen(words, cwd=folder, env=env, **streams)
 
     def update(self) -> None:
         """Read the events that are new."""
@@ -110,13 +118,13 @@ class Job:
                 return False
             time.sleep(0.005)
 
-    def at_work(self, steps: int = 3) -> list[int]:
+    def at_work(self, steps: int = 3, workers: int = WORKERS) -> list[int]:
         """The workers that have completed so many steps of the newest group, if all of them have; else []."""
         done = [event for event in self.events[-4000:] if event.kind == "step"]
         newest = max((event.generation for event in done), default=0)
         pids = [event.pid for event in done if event.generation == newest]
         enough = sorted(pid for pid in set(pids) if pids.count(pid) >= steps and psutil.pid_exists(pid))
-        return enough if len(enough) == WORKERS else []
+        return enough if len(enough) == workers else []
 
     def output(self) -> str:
         """The last lines that it has printed."""
@@ -137,10 +145,10 @@ class Job:
 
 
 @contextmanager
-def running(command: Callable[[str], Sequence[str]]) -> Iterator[Job]:
+def running(command: Callable[[str], Sequence[str]], variables: Mapping[str, str] | None = None) -> Iterator[Job]:
     """A job; `command` is given the folder for its events."""
     with tempfile.TemporaryDirectory(prefix="elastic-", ignore_cleanup_errors=True) as folder:
-        job = Job(command(folder), Path(folder))
+        job = Job(command(folder), Path(folder), variables)
         try:
             yield job
         finally:
@@ -255,7 +263,80 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f} ms"
 
 
+# --- hosts --------------------------------------------------------------------------------------------------
+
+LOST = {"killed": "all its processes are killed", "cut": "its network is cut"}
+
+
+def measure_hosts(losses: int) -> list[dict[str, Any]]:
+    """Jobs on three hosts, each of which loses one of them, whichever."""
+    found = []
+    draw = random.Random("hosts")
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, make_hosts(3, Path(folder)) as hosts:
+        for how in LOST:
+            pauses = []
+            for number in range(losses):
+                pauses.append(lose_host(hosts, how, draw))
+                progress(f"one of three hosts, {LOST[how]}: job {number + 1} of {losses}")
+            found.append({"how": how, "pauses": pauses})
+    print(file=sys.stderr)
+    return found
+
+
+def lose_host(hosts: Hosts, how: str, draw: random.Random) -> float:
+    """Start a job, lose a host at a random moment; returns the seconds until the others have completed a step."""
+
+    def command(folder: str) -> list[str]:
+        options = ["--elastic", "1:3", "-H", ",".join(hosts.namespaces), "-np", "3"]
+        words = [sys.executable, "-m", "lockstep", "run", "-q", *options]
+        return [*words, str(HERE / "side_elastic.py"), folder, "lenet", str(10**7), "shm"]
+
+    with running(command, {"PATH": hosts.path}) as job:
+        try:
+            if not job.wait(lambda: bool(job.at_work(20, 3))):
+                raise SystemExit(f"a job on three hosts did not start; its output ends with:\n{job.output()}")
+            time.sleep(draw.random())
+            name = draw.choice(list(hosts.namespaces))
+            survivors = set(job.at_work(3, 3)) - set(hosts.processes(name))
+            newest = max(event.generation for event in job.events)
+            lost = time.monotonic()
+            if how == "killed":
+                hosts.kill(name)
+            else:
+                hosts.link(name, "down")
+            if not job.wait(lambda: bool(after_loss(job.events, survivors, newest))):
+                raise SystemExit(f"a job did not go on without a host; its output ends with:\n{job.output()}")
+            return min(after_loss(job.events, survivors, newest)) - lost
+        finally:
+            for name in hosts.namespaces:
+                hosts.link(name, "up")
+                hosts.kill(name)
+
+
+def after_loss(events: Sequence[Event], survivors: Collection[int], newest: int) -> list[float]:
+    """When the survivors have completed steps of a group that is newer."""
+    steps = [event for event in events if event.kind == "step" and event.pid in survivors]
+    return [event.time for event in steps if event.generation > newest]
+
+
+def hosts_table(rows: list[dict[str, Any]]) -> str:
+    header = ["one of three hosts is lost (LeNet, one worker a host)", "median", "longest", "number of losses"]
+    cells = [
+        [
+            LOST[row["how"]],
+            f"{statistics.median(row['pauses']):.2f} s",
+            f"{max(row['pauses']):.2f} s",
+            len(row["pauses"]),
+        ]
+        for row in rows
+    ]
+    return markdown_table(header, [[str(cell) for cell in line] for line in cells])
+
+
 # --- the cost of --elastic ----------------------------------------------------------------------------------
+
+
+JOBS = 5  # of each side
 
 
 def measure_cost(rounds: int, timed_steps: int) -> dict[str, Any]:
@@ -281,7 +362,10 @@ def measure_cost(rounds: int, timed_steps: int) -> dict[str, Any]:
             *words,
         ]
 
-    speeds = speeds_of(train_in_turns("fixed and elastic", rounds, programs), timed_steps * 256)
+    speeds: dict[str, list[float]] = {}
+    for _ in range(JOBS):  # two jobs with the same program differ by more than the rounds of a job
+        for side, found in speeds_of(train_in_turns("fixed and elastic", rounds, programs), timed_steps * 256).items():
+            speeds.setdefault(side, []).extend(found)
     return {"samples_per_second": speeds, "ratio": ratio(speeds, "fixed", "elastic")}
 
 
@@ -299,9 +383,11 @@ COUNTS = ("MB resident", "open files", "threads", "mappings", "child processes")
 def snapshot(job: Job, survivor: int) -> dict[str, dict[str, float]]:
     """What the launcher and a survivor hold, and the segments of shared memory on this host."""
     processes = {"launcher": psutil.Process(job.process.pid), "survivor": psutil.Process(survivor)}
-    return {name: held_by(process) for name, process in processes.items()} | {
-        "host": {"segments in /dev/shm": len(list(Path("/dev/shm").iterdir()))}
-    }
+    found = {name: held_by(process) for name, process in processes.items()}
+    allocated = [event.values["mb"] for event in job.events if event.kind == "allocated" and event.pid == survivor]
+    if allocated and allocated[-1] is not None:
+        found["survivor"]["MB allocated"] = allocated[-1]
+    return found | {"host": {"segments in /dev/shm": len(list(Path("/dev/shm").iterdir()))}}
 
 
 def held_by(process: psutil.Process) -> dict[str, float]:
@@ -333,7 +419,7 @@ def measure_growth(transport: str, warm_up: int, losses: int) -> dict[str, Any]:
 
 def settled(job: Job, survivor: int) -> dict[str, dict[str, float]]:
     """Of a job that is complete again."""
-    job.wait(lambda: len(job.at_work(20)) == WORKERS)
+    job.wait(lambda: len(job.at_work(60)) == WORKERS)
     return snapshot(job, survivor)
 
 
@@ -464,7 +550,9 @@ def agreement(undisturbed: dict[str, Any], ended: Sequence[dict[str, Any]]) -> s
 
 
 def main() -> None:
-    parser = BENCHMARK.parser("60 losses (LeNet) and 8 (20 M parameters), 12 rounds, and 2 jobs of each side")
+    parser = BENCHMARK.parser(
+        "60 losses (LeNet) and 8 (20 M parameters), 12 rounds of 5 pairs of jobs, and 2 jobs of each side"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, help="only these parts")
     args = BENCHMARK.parse(parser, "only")
     parts = args.only or PARTS
@@ -475,6 +563,12 @@ def main() -> None:
         kills = {"lenet": 2 if quick else rounds or 60, "large": 1 if quick else rounds or 8}
         found["pauses"] = [measure_pauses(model, each, kills[model]) for model in MODELS for each in TRANSPORTS]
         texts.append(pauses_table(found["pauses"]))
+    if "hosts" in parts:
+        try:
+            found["hosts"] = measure_hosts(1 if quick else rounds or 10)
+            texts.append(hosts_table(found["hosts"]))
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"hosts are left out: they cannot be made here ({error})", file=sys.stderr)
     if "cost" in parts:
         found["cost"] = measure_cost(1 if quick else rounds or 12, 2 if quick else 20)
         texts.append(cost_line(found["cost"]))

@@ -7,6 +7,7 @@ Each worker appends what it does to FOLDER/events, a line of JSON each (`Notes`)
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -70,6 +71,25 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
     return kinds[labels] + torch.randn(SAMPLES, 1, 28, 28, generator=generator), labels
 
 
+class _Heap(ctypes.Structure):
+    """Glibc's ``struct mallinfo2``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "used", "free", "keepcost")
+    )
+
+
+def allocated_mb() -> float | None:
+    """What this process has allocated and not freed; None without glibc 2.33."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is None:
+        return None
+    function.restype = _Heap
+    heap = function()
+    return round(float(heap.used + heap.hblkhd) / 1e6, 1)
+
+
 class Noting(lockstep.callbacks.Callback):
     """Notes each step, on every worker."""
 
@@ -82,6 +102,8 @@ class Noting(lockstep.callbacks.Callback):
         """A step is complete."""
         generation = getattr(getattr(trainer.comm, "client", None), "generation", 0)
         self.notes.write("step", generation, step=result.step, size=trainer.comm.size)
+        if result.step % 50 == 0:
+            self.notes.write("allocated", generation, mb=allocated_mb())
 
 
 def note_around(owner: Any, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
