@@ -381,9 +381,14 @@ def test_two_launchers_on_one_host_run_one_job(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = ["-m", "lockstep", "run", "--no-prefix", "-q", "-np", 1, "--nnodes", 2, "--master-addr", "127.0.0.1"]
-    nodes = [[*words, "--master-port", port, "--node-rank", node, program] for node in range(2)]
-    with warm_python.popen(nodes[0]) as first, warm_python.popen(nodes[1]) as second:
+    words = ["-m", "lockstep", "run", "--no-prefix", "-q", "-np", 1, "--master-port", port]
+    by_hand = [*words, "--nnodes", 2, "--node-rank", 0, "--master-addr", "127.0.0.1", program]
+    placed = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}
+    by_scheduler = [*words, "--nodes", "auto", program]
+    with (
+        warm_python.popen(by_hand) as first,
+        warm_python.popen(by_scheduler, env={**os.environ, **placed}) as second,
+    ):
         outputs = [node.communicate(timeout=DEADLINE) for node in (first, second)]
     assert outputs == [("0 2 3.0\n", ""), ("1 2 3.0\n", "")]
 
@@ -400,6 +405,9 @@ def test_two_launchers_on_one_host_run_one_job(tmp_path: Path) -> None:
         (["--start-method", "fork", "x.py"], "--start-method: expected forkserver or spawn, got 'fork'"),
         (["-H", "a:2", "--hostfile", "b", "x.py"], "--hostfile: expected either -H or --hostfile, got both"),
         (["-H", "a:2,b:1", "-np", "4", "x.py"], "-np: expected at most 3, the slots of a:2, b:1, got 4"),
+        (["--nodes", "auto", "x.py"], "--nnodes: expected a node of SkyPilot, "),
+        (["--nodes", "all", "x.py"], "--nnodes: expected auto, or a whole number from 1 to 65536, got 'all'"),
+        (["--nodes", "auto", "--node-rank", "1", "x.py"], "--node-rank: expected not to be given with --nodes auto"),
         (["--nnodes", "2", "x.py"], "--master-addr: expected the name or address of the first host"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x.py"], "--node-rank: expected a number from 0"),
         (["--hots", "a", "x.py"], "--hosts"),

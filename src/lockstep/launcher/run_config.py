@@ -102,6 +102,19 @@ def _parse_integer(name: str, text: object, least: int, most: int) -> int:
     return value
 
 
+AUTO = 0
+"""The value of `RunConfig.nnodes` for ``auto``."""
+
+
+def _node_count(name: str, text: object) -> int:
+    if str(text).strip() == "auto":
+        return AUTO
+    try:
+        return _parse_integer(name, text, 1, 1 << 16)
+    except ConfigError:
+        raise ConfigError(name, f"auto, or a whole number from 1 to {1 << 16}", text) from None
+
+
 def _worker_count(name: str, text: object) -> int | None:
     return None if text == "auto" else _parse_integer(name, text, 1, 120_000)  # 120 per host, as `launch`
 
@@ -305,8 +318,9 @@ class RunConfig:
         "host in `ps`); PYTHONPATH and the variables of Lockstep, PyTorch, NCCL and Gloo are always passed",
     )
     nnodes: int = _option(
-        1, "--nnodes", group=HOSTS, metavar="N", parse=_integer(1, 1 << 16),
-        help="number of hosts, if `lockstep run` is started by hand on each (default: 1)",
+        1, "--nnodes", "--nodes", group=HOSTS, metavar="N", parse=_node_count,
+        help="number of hosts, if `lockstep run` is started on each; `auto`: as the scheduler says that has started it "
+        "(Kubernetes, Kubeflow Trainer, SkyPilot, dstack, SageMaker; Slurm's srun needs no option) (default: 1)",
     )
     node_rank: int = _option(
         0, "--node-rank", group=HOSTS, metavar="I", parse=_integer(0, 1 << 16),
@@ -396,9 +410,13 @@ class RunConfig:
 
     def _check(self) -> None:
         """Raise ConfigError for options that contradict each other."""
-        if self.hosts and self.nnodes > 1:
-            raise ConfigError("nnodes", "none with -H or --hostfile, which start all hosts", self.nnodes)
-        if self.node_rank >= self.nnodes:
+        if self.hosts and self.nnodes != 1:
+            found = "auto" if self.nnodes == AUTO else self.nnodes
+            raise ConfigError("nnodes", "none with -H or --hostfile, which start all hosts", found=str(found))
+        if self.nnodes == AUTO and (self.node_rank or self.master_addr is not None):
+            name = "node_rank" if self.node_rank else "master_addr"
+            raise ConfigError(name, "not to be given with --nodes auto, which finds it", found="both")
+        if self.nnodes != AUTO and self.node_rank >= self.nnodes:
             expected = f"a number from 0 to {self.nnodes - 1} (--nnodes {self.nnodes})"
             raise ConfigError("node_rank", expected, self.node_rank)
         if self.nnodes > 1 and self.master_addr is None and not self.as_host:
@@ -429,7 +447,7 @@ class RunConfig:
         for name, is_given in given.items():
             if is_given:
                 raise ConfigError(name, "not to be given with --elastic", found="both")
-        several = self.nnodes > 1 or self.as_host  # where it is the number on each host
+        several = self.nnodes != 1 or self.as_host  # where it is the number on each host
         if self.workers is not None and not several and not least <= self.workers <= most:
             raise ConfigError("workers", f"a number from {least} to {most}, as --elastic {least}:{most}", self.workers)
 

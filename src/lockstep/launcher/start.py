@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 
 from .. import environment
 from ..activity import Activity
+from ..environment.schedulers import SCHEDULERS, find_node
 from ..errors import ConfigError, LockstepError
 from ..topology import World
 from .fork_server import default_workers, prepare_workers
 from .log_multiplexer import LogMultiplexer
 from .remote_command import requested_variables
-from .run_config import RunConfig, check_debug_rank
+from .run_config import AUTO, RunConfig, check_debug_rank
 from .script import HOROVOD_SETUP, Script
 
 __all__ = ["config_for_slurm_task", "start"]
@@ -56,6 +58,32 @@ def config_for_slurm_task(config: RunConfig, world: World, variables: Mapping[st
     return replace(config, nnodes=world.nodes, node_rank=world.node, master_addr=host, master_port=port)
 
 
+# --- A launcher on each of a scheduler's nodes ------------------------------------------------------------------------
+
+
+def config_for_node(config: RunConfig, variables: Mapping[str, str], host: str) -> RunConfig:
+    """Return `config` with the place that a scheduler has given this node, for ``--nodes auto``.
+
+    Args:
+        config: of the user.
+        variables: of the environment.
+        host: the fully qualified name of this host.
+
+    Raises:
+        ConfigError: no scheduler has, or its variables are incomplete.
+    """
+    place = find_node(variables, host)
+    if place is None:
+        hint = (
+            "`env | sort` shows what there is. Under Slurm: srun --ntasks-per-node=1 lockstep run ...; without a "
+            "scheduler: --nnodes N --node-rank I --master-addr ADDR, or -H."
+        )
+        names = ", ".join(scheduler.title for scheduler in SCHEDULERS)
+        raise ConfigError("nnodes", f"a node of {names}, or a step of Slurm", found="no variables of any", hint=hint)
+    port = place.port or config.master_port
+    return replace(config, nnodes=place.nodes, node_rank=place.node, master_addr=place.address, master_port=port)
+
+
 # --- Starting a run ---------------------------------------------------------------------------------------------------
 
 
@@ -69,6 +97,8 @@ def start(config: RunConfig) -> None:
         LockstepError: workers cannot be started.
     """
     config = _apply_slurm_step(config)
+    if config.nnodes == AUTO:
+        config = config_for_node(config, environment.variables(), socket.getfqdn())
     if os.isatty(1) and not config.as_host:
         environment.set_defaults({"LOCKSTEP_DISPLAY": str(shutil.get_terminal_size().columns)})
     if not config.hosts:

@@ -415,6 +415,7 @@ class ElasticLoop(Loop):
         if any(commit != best for commit in view.commits):
             self._share(view, best)
         trainer.step.regroup()
+        trainer.steps_in_flight.regroup()
         repeat = tuple(view.events) < self._commit()
         self._events.take_rank(self._comm.rank, trainer, view.states, repeat)
         self._run.hold_run_directory()

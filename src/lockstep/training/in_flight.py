@@ -83,6 +83,7 @@ class _Queued:
     result: StepResult
     on_host: HostCopy
     reported: bool = False
+    of_earlier_group: bool = False
 
 
 class StepsInFlight:
@@ -130,6 +131,14 @@ class StepsInFlight:
         """Forget the steps in flight: the run has been given another state."""
         self._queue.clear()
 
+    def regroup(self) -> None:
+        """Keep the losses of the steps in flight, and nothing else: workers that have joined know nothing of them.
+
+        Sums for the comparison of replicas are those of another number of workers. Requests are repeated.
+        """
+        for queued in self._queue:
+            queued.of_earlier_group = True
+
     def check(self) -> None:
         """Check that every loss is finite. The steps stay in flight, because their stop flags are read later.
 
@@ -146,7 +155,7 @@ class StepsInFlight:
 
     def _inspect(self, queued: _Queued) -> float:
         loss, stop, norm, *marks = queued.on_host.read()
-        if queued.result.replicas is not None:
+        if queued.result.replicas is not None and not queued.of_earlier_group:
             queued.result.replicas.settle(queued.result.step, marks)
         if loss - loss != 0:  # NaN or infinite
             self._failed = True
@@ -156,4 +165,4 @@ class StepsInFlight:
             if self._on_loss is not None:
                 known = queued.result.grad_norm is not None
                 self._on_loss(replace(queued.result, grad_norm=torch.tensor(norm)) if known else queued.result, loss)
-        return stop
+        return 0.0 if queued.of_earlier_group else stop

@@ -6,6 +6,7 @@ import gc
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,22 @@ def test_losses_come_in_order_when_so_many_steps_are_queued(max_steps_in_flight:
     steps_in_flight.add(result_of(8, 4.0))
     steps_in_flight.settle()
     assert len(told) == (9 if max_steps_in_flight == 1 else 8)
+
+
+def test_after_a_regroup_only_the_losses_of_earlier_steps_count() -> None:
+    told: list[tuple[int, float]] = []
+    compared: list[int] = []
+    steps_in_flight = StepsInFlight(OTHER, 3, lambda result, loss: told.append((result.step, loss)))
+    replicas: Any = SimpleNamespace(settle=lambda step, sums: compared.append(step))
+    requested = replace(result_of(0, 0.5), stop=torch.tensor(1.0), replicas=replicas, marks=torch.ones(4))
+    steps_in_flight.add(requested)
+    steps_in_flight.regroup()
+    steps_in_flight.check()
+    assert (told, compared) == ([(0, 0.5)], [])
+    for step in (1, 2, 3):
+        steps_in_flight.add(replace(requested, step=step))
+        assert steps_in_flight.settle() == (step == 3)  # that of step 1, in place of which step 0 has no say
+    assert compared == [1]
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 3])
