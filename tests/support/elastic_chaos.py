@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -178,8 +179,10 @@ class Chaos:
         elif fault.what == "leave":
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            waker = os.fork()
+            stopped, waker = psutil.Process(), os.fork()
             if waker == 0:
+                while stopped.is_running() and stopped.status() != psutil.STATUS_STOPPED:
+                    time.sleep(0.0002)  # a signal to go on that came first would be lost
                 time.sleep(random.Random(f"{fault}").random() * 0.3)
                 os.kill(os.getppid(), signal.SIGCONT)
                 os._exit(0)

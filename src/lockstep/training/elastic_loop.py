@@ -89,6 +89,21 @@ class ElasticCallbacks(CallbackGroup):
         self._seen = {(self._at, hook, getattr(of[0], "step", None) if of else None) for hook, of in events}
         self._seen.add((self._epoch_key(trainer), "on_train_epoch_start", None))
 
+    def catch_up(self, trainer: TrainingContext, done: int) -> None:
+        """Call what `set_events` was given, if this is the worker of rank 0 and was so before.
+
+        Args:
+            trainer: the run.
+            done: steps that this worker had done itself, whose events it has called.
+        """
+        if self._rank != 0:
+            return  # `take_rank` does so
+        for hook, arguments in self._after_commit:
+            step = getattr(arguments[0], "step", None) if arguments else None
+            for member in self._members if step is None or step >= done else ():
+                if not member.every_rank:  # else it has been given its state
+                    getattr(member, hook)(trainer, *arguments)
+
     def changed_states(self) -> bytes | None:
         """Return the states of the callbacks that run on rank 0 only, if they have changed since the last call."""
         states = {
@@ -412,10 +427,10 @@ class ElasticLoop(Loop):
         trainer, best = self._trainer, max(view.commits)
         if best[:1] > (self._fit,):  # the others are in a later training than this worker, which has just joined
             raise WorkerLeft
+        trainer.steps_in_flight.regroup()
         if any(commit != best for commit in view.commits):
             self._share(view, best)
         trainer.step.regroup()
-        trainer.steps_in_flight.regroup()
         repeat = tuple(view.events) < self._commit()
         self._events.take_rank(self._comm.rank, trainer, view.states, repeat)
         self._run.hold_run_directory()
@@ -429,6 +444,8 @@ class ElasticLoop(Loop):
         trainer, source = self._trainer, view.members.index(view.source)
         behind = self._commit() != best
         state = None
+        if self._has_state:
+            trainer.steps_in_flight.check()  # those who are behind forget them
         if self._comm.rank == source:
             last = trainer.checkpoint_manager.last
             state = trainer.state.state_dict(full=False) | {
@@ -440,6 +457,7 @@ class ElasticLoop(Loop):
         received = share(self._comm, source, state, behind)
         if not behind:
             return
+        done = trainer.step.steps_done
         self._has_state = False  # as long as it is loaded, which an error may interrupt
         trainer.steps_in_flight.clear()
         trainer.state.load_state_dict(received)
@@ -447,6 +465,8 @@ class ElasticLoop(Loop):
         trainer.steps_before_epoch = received["before_epoch"]
         self._events.load_shared_states(received["callbacks"])
         self._events.set_events(trainer, pickle.loads(bytes(received["events"])))
+        if self._comm.rank == 0:
+            self._events.catch_up(trainer, done)
         last = received["last_checkpoint"]
         trainer.checkpoint_manager.last = None if last is None else (last[0], Path(last[1]))
         self._save_due, self._has_state = None, True

@@ -84,7 +84,7 @@ class GlooConnection:
 
         One that is pending here is ended as well, if Gloo can; a thread waits for it.
         """
-        if self._references:
+        if self._references and not self.is_lazy:  # which would connect ranks, and wait for them
             abort_gloo(self._group)
         self._references.append(self._group)
         self._group = None
