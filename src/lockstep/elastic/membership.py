@@ -794,7 +794,7 @@ class _Keys:
                 self._values[message.key] = str(total).encode()
                 yield number, Answer(message.request, number=total)
             case Check():
-                yield number, Answer(message.request, number=all(key in self._values for key in message.keys))
+                yield number, Answer(message.request, number=int(all(key in self._values for key in message.keys)))
             case CompareSet():
                 value = self._values.get(message.key)
                 if message.expected == (value or b""):

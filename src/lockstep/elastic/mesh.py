@@ -66,11 +66,19 @@ class HostEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Knock(Tagged, frozen=True):
-    """The first message of who dials: its half of the key, and who it is; `host.number` may be `NEW` or `ASKS`."""
+    """The first message of who dials.
+
+    Attributes:
+        key: its half of the key.
+        host: who it is; the number may be `NEW` or `ASKS`.
+        about: a new host's description, as JSON.
+        to: the number of the host that is dialled; `NEW` for any.
+    """
 
     key: str
     host: HostEntry
-    about: str = ""  # a new host's description, as JSON
+    about: str = ""
+    to: Integer = NEW
 
 
 class Welcome(Tagged, frozen=True):
@@ -84,7 +92,7 @@ class Welcome(Tagged, frozen=True):
 
 
 class Refused(Tagged, frozen=True):
-    """The answer to a new host that cannot join, and why, or which other host to ask."""
+    """The answer to a host that is not let in, and why, or which other host to ask."""
 
     reason: str
     ask: HostEntry | None = None
@@ -306,7 +314,7 @@ class Mesh:
             peer = _Peer(self._connection(end), host, is_dialled=True)
             self._strangers.append(peer)
             self._listen(peer)
-            self._send(peer, Knock(self._dials, self.own))
+            self._send(peer, Knock(self._dials, self.own, to=host))
         if end is None and refused:
             self._refused.add(host)
         if probes and host in self._probing:
@@ -373,6 +381,9 @@ class Mesh:
                 raise OSError("another program listens there")
             self._strangers.remove(peer)
             self._connect(peer, peer.host)
+        elif isinstance(message, Refused) and peer.is_dialled and peer in self._strangers:
+            self._refused.add(peer.host)
+            self.forget(peer.host)
         elif peer.host >= 0 and self._peers.get(peer.host) is peer and not isinstance(message, Wire):
             self.on_message(peer.host, message)
 
@@ -380,6 +391,10 @@ class Mesh:
         if peer not in self._strangers or peer.is_dialled or not hmac.compare_digest(knock.key, self._dials):
             raise OSError("a stranger")
         self._strangers.remove(peer)
+        if knock.host.number >= 0 and knock.to != self.own.number:
+            self._send(peer, Refused(f"host {knock.to} has joined again as {self.own.number}"))
+            self._close(peer)
+            return
         if knock.host.number >= 0:
             self._send(peer, Welcome(self._answers))
             self.hosts.setdefault(knock.host.number, knock.host)

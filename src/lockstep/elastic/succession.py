@@ -6,7 +6,9 @@ proposes a view without it; when the leader is lost, the most senior of the othe
 proposal is agreed on when all of its hosts have accepted it, and they are a quorum of each view that it may succeed:
 
 - all hosts of that view, or the one side that has claimed its succession by a file on storage that all hosts share;
-- where they share none: more than half of those that have not ended for certain.
+- where they share none: more than half of them, or of those that have not ended for certain. A host that has ended may
+  have accepted another proposal before, so each host tells all others what it accepts, and who counts a host as ended
+  needs a quorum of what that host had accepted, too.
 
 So of two sides of a cut network at most one goes on. A host accepts only what is newer than all that it has accepted,
 nothing from a stranger while its leader is connected, and tells the proposer what it knows. Terms and numbers of views
@@ -67,6 +69,7 @@ class Accept(Tagged, frozen=True):
         agreed: the newest view that the sender knows to be agreed on.
         pending: the newer ones that it has accepted, any of which may have been agreed on.
         ended: the hosts that have ended while they were connected to the sender.
+        ended_after: the views that these had accepted, newer than `agreed`.
         report: what it knows of its workers.
     """
 
@@ -75,7 +78,14 @@ class Accept(Tagged, frozen=True):
     agreed: HostView | None
     pending: List[HostView]
     ended: List[Integer]
+    ended_after: List[HostView]
     report: bytes
+
+
+class Accepted(Tagged, frozen=True):
+    """The sender has accepted `view`, which the receiver did not propose."""
+
+    view: HostView
 
 
 class Reject(Tagged, frozen=True):
@@ -103,7 +113,7 @@ class Resigned(Tagged, frozen=True):
     is_outside: bool = False
 
 
-HostMessage = Propose | Accept | Reject | Agreed | Outside | Resigned
+HostMessage = Propose | Accept | Accepted | Reject | Agreed | Outside | Resigned
 """Between the launchers of two hosts."""
 
 
@@ -140,6 +150,7 @@ class Succession:
     _pending: dict[Key, HostView] = field(default_factory=dict)  # accepted from others, newer than `agreed`
     _proposal: HostView | None = None
     _accepts: dict[int, Accept] = field(default_factory=dict)  # of the proposal
+    _accepted_by: dict[int, dict[Key, HostView]] = field(default_factory=dict)  # what others told, newer than `agreed`
     _own: set[Key] = field(default_factory=set)  # proposals of this host since it has agreed or followed
     _withdrawn: set[Key] = field(default_factory=set)  # proposals that will not be agreed on
     _winners: dict[Key, Key] = field(default_factory=dict)  # of claims
@@ -177,7 +188,8 @@ class Succession:
     @property
     def unanswered(self) -> list[int]:
         """The hosts of the newest view that do not answer, and have not ended for certain."""
-        views = [view for view in (self.agreed, self._proposal, *self._pending.values()) if view is not None]
+        open_views = (self.agreed, self._proposal, *self._pending.values(), *self._ended_after())
+        views = [view for view in open_views if view is not None]
         hosts = {host for view in views for host in view.hosts}
         return sorted(host for host in hosts if self._links.get(host) is Link.SILENT)
 
@@ -213,6 +225,9 @@ class Succession:
         if link is Link.CONNECTED and before is not Link.CONNECTED:
             if self.leader != self.me:
                 self._send(host, Resigned(tuple(self._withdrawn)))  # it may believe that this host leads
+            for view in (self.agreed, *self._pending.values(), self._proposal):
+                if view is not None and view.leader != host:
+                    self._send(host, Accepted(view))
             self._greet(host)
         if link is not before:
             self._excluded.clear()  # the rest may not be enough now
@@ -251,6 +266,7 @@ class Succession:
             self._propose(proposal.hosts)
         else:
             self._winners.clear()
+            self._accepts = {self.me: self._acceptance(proposal)}  # the others may know more by now
             self._ask()
 
     def _ask_for_leader(self) -> None:
@@ -267,9 +283,13 @@ class Succession:
         """Another host has sent a message."""
         match message:
             case Propose(view):
+                self._note_accepted(host, view)
                 self._answer(host, view)
             case Accept():
                 self._note_accept(host, message)
+            case Accepted(view):
+                self._note_accepted(host, view)
+                self._note_left(host, view)
             case Reject(term):
                 self._term, self._is_rejected = max(self._term, term), True
                 if self.is_acting and self.agreed is not None:
@@ -294,14 +314,19 @@ class Succession:
             return
         if host != self.leader and self.has_leader:
             self._refuse(host, view)
+        elif self.agreed is not None and not self._has_part(host):
+            self._send(host, Reject(self._term))
+            self._send(host, Outside(self.agreed))
         elif accepted is None or (view.key > accepted.key and self._is_better(view)):
             self._follow(host, view)
         elif host == self.leader and view == accepted:  # it was sent twice
             self._send(host, self._acceptance(view))
         else:
             self._send(host, Reject(self._term))
-            if self.agreed is not None and host not in self.agreed.hosts:
-                self._send(host, Outside(self.agreed))
+
+    def _has_part(self, host: int) -> bool:
+        """Return whether a host is in a view that may be the newest agreed one."""
+        return any(host in view.hosts for view in (self.agreed, *self._pending.values()) if view is not None)
 
     def _tell_outsiders(self) -> None:
         """Tell the hosts that are not in the agreed view; those that know a newer one ignore it."""
@@ -341,11 +366,33 @@ class Succession:
             self._greet(host)
 
     def _follow(self, host: int, view: HostView) -> None:
+        for other in self._links:
+            if other != host and self._is_connected(other):
+                self._send(other, Accepted(view))  # before the acceptance: if this host ends now, the others know it
         self._send(host, self._acceptance(view))
         self._resign()
         self.leader = host
         self._pending[view.key] = view
         self._adding.clear()
+
+    def _note_accepted(self, host: int, view: HostView) -> None:
+        if self.agreed is None or view.key > self.agreed.key:
+            self._accepted_by.setdefault(host, {})[view.key] = view
+
+    def _note_left(self, host: int, view: HostView) -> None:
+        """Lead no more if a host of the newest view follows another one, that goes on without this host."""
+        newest = self.newest
+        if newest is None or self.leader != self.me or self.me in view.hosts:
+            return
+        if host in newest.hosts and view.key > newest.key:
+            self._term = max(self._term, view.term)
+            self._resign()
+
+    def _ended_after(self) -> list[HostView]:
+        """Return the views that hosts had accepted that have ended while they were connected to this one."""
+        ended = [host for host, link in self._links.items() if link is Link.ENDED]
+        views = {key: view for host in ended for key, view in self._accepted_by.get(host, {}).items()}
+        return list(views.values())
 
     def _note_outside(self, host: int, view: HostView) -> None:
         accepted = self._accepted
@@ -359,7 +406,8 @@ class Succession:
 
     def _acceptance(self, view: HostView) -> Accept:
         ended = tuple(host for host, link in self._links.items() if link is Link.ENDED)
-        return Accept(view.term, view.number, self.agreed, tuple(self._pending.values()), ended, self.report())
+        pending, ended_after = tuple(self._pending.values()), tuple(self._ended_after())
+        return Accept(view.term, view.number, self.agreed, pending, ended, ended_after, self.report())
 
     def _greet(self, host: int) -> None:
         """Tell a host that the others have gone on without it, or ask it again for its answer."""
@@ -409,6 +457,9 @@ class Succession:
         self.leader, self._proposal, self._accepts = self.me, view, {self.me: self._acceptance(view)}
         self._own.add(view.key)
         self._is_rejected = False
+        for host in self._links:
+            if host not in view.hosts and self._is_connected(host):
+                self._send(host, Accepted(view))
         self._ask()
 
     def _ask(self) -> None:
@@ -431,8 +482,7 @@ class Succession:
             return
         for view in self._predecessors():
             if not self._is_quorum(view, proposal):
-                if view.claims and view.key not in self._winners:
-                    self._claim = view
+                self._look_for_quorum(view, proposal)
                 return
         self.reports = {host: accept.report for host, accept in self._accepts.items()}
         self._adding = [host for host in self._adding if host not in proposal.hosts]
@@ -443,14 +493,36 @@ class Succession:
                 self._send(host, Agreed(proposal))
         self._tell_outsiders()
 
+    def _look_for_quorum(self, view: HostView, proposal: HostView) -> None:
+        """Claim the succession of `view`, or propose what may find a quorum of it."""
+        missing = [host for host in view.hosts if self._is_connected(host) and host not in proposal.hosts]
+        joining = [host for host, accept in self._accepts.items() if accept.agreed is None and view in accept.pending]
+        if view.claims:
+            self._claim = view if view.key not in self._winners else None
+        elif missing and self._excluded.isdisjoint(missing):
+            self._propose((*proposal.hosts, *missing))
+        elif joining:  # without them, the others need not know of this view
+            self._excluded.update(joining)
+            self._adding = [host for host in self._adding if host not in joining]
+            self._propose(host for host in proposal.hosts if host not in joining)
+
     def _predecessors(self) -> list[HostView]:
         """Return the views that may be the newest agreed one, by what the accepting hosts know."""
         agreed = [accept.agreed for accept in self._accepts.values() if accept.agreed is not None]
         newest = max(agreed, key=lambda view: view.key)
         pending = [view for accept in self._accepts.values() for view in accept.pending]
-        later = {view.key: view for view in pending if view.key > newest.key}
         dead = self._own | self._withdrawn
-        return [newest, *(view for key, view in later.items() if key not in dead)]
+        later = {view.key: view for view in pending if view.key > newest.key and view.key not in dead}
+        if all(self._is_majority(view) for view in (newest, *later.values())):
+            return [newest, *later.values()]
+        # some hosts are counted as ended: others may have gone on with them before
+        ended_after = [view for accept in self._accepts.values() for view in accept.ended_after] + self._ended_after()
+        later |= {view.key: view for view in ended_after if view.key > newest.key and view.key not in dead}
+        return [newest, *later.values()]
+
+    def _is_majority(self, view: HostView) -> bool:
+        """Return whether more than half of a view's hosts accept the proposal; storage that they share decides, too."""
+        return bool(view.claims) or 2 * len(self._accepts.keys() & set(view.hosts)) > len(view.hosts)
 
     def _is_quorum(self, view: HostView, proposal: HostView) -> bool:
         """Return whether the hosts of the proposal may go on after `view`."""
@@ -463,12 +535,14 @@ class Succession:
         if view.claims:
             winner = self._winners.get(view.key)
             return winner in self._own or winner in {known.key for known in self._predecessors()}
-        return 2 * len(present) > len(alive)
+        return 2 * len(present) > len(alive) or not alive
 
     def _set_agreed(self, view: HostView) -> None:
         self.agreed = view
         self._excluded.clear()
         self._pending = {key: pending for key, pending in self._pending.items() if key > view.key}
+        for host, views in self._accepted_by.items():
+            self._accepted_by[host] = {key: each for key, each in views.items() if key > view.key}
         self._own.clear()
 
     def _send_to_all(self, message: HostMessage) -> None:

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from lockstep.elastic.membership import (
@@ -37,6 +38,15 @@ from lockstep.elastic.membership import (
     View,
     Wish,
 )
+
+DOWN: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
+UP: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
+
+
+def down(message: Down) -> Down:
+    """The message as it arrives at a worker."""
+    return DOWN.decode(msgspec.msgpack.encode(message))
+
 
 # --- random schedules ---------------------------------------------------------------------------------------
 # A step of a group: every member contributes; when all have, each receives the sum and commits, or fails to, if a
@@ -313,7 +323,7 @@ class World:
         self.coordinator.lost(number)
 
     def send_up(self, node: Node, message: Up) -> None:
-        host = self.hosts[node.host]
+        host, message = self.hosts[node.host], UP.decode(msgspec.msgpack.encode(message))
         host.memory.note_up(node.number, message)
         host.up.append((node.number, message))
 
@@ -324,7 +334,7 @@ class World:
         number, message = host.down.popleft()
         host.memory.note_down(number, message)
         if number >= 0 and not self.nodes[number].is_dead:
-            self.nodes[number].inbox.append(message)
+            self.nodes[number].inbox.append(down(message))
 
     def run(self) -> None:
         for _ in range(4000):
@@ -365,9 +375,9 @@ class World:
         assert not (alive and begun) or "outside" in self.coordinator.failure, self.coordinator.failure
 
 
-@pytest.mark.parametrize("hosts", [1, 1, 2, 3])
-def test_every_schedule_ends_with_all_steps_made_once(hosts: int) -> None:
-    for seed in range(hosts * 2500, hosts * 2500 + 2500):
+@pytest.mark.parametrize(("block", "hosts"), [*enumerate([1, 2, 2, 3])])
+def test_every_schedule_ends_with_all_steps_made_once(block: int, hosts: int) -> None:
+    for seed in range(block * 2500, block * 2500 + 2500):
         try:
             World(seed, hosts).run()
         except AssertionError as error:
@@ -391,7 +401,7 @@ def formed(workers: int, **options: int) -> Coordinator:
 
 
 def told(coordinator: Coordinator) -> list[tuple[int, Down]]:
-    return list(coordinator.take_messages())
+    return [(number, down(message)) for number, message in coordinator.take_messages()]
 
 
 def test_below_the_minimum_the_members_wait_until_a_worker_has_joined() -> None:

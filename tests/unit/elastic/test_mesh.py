@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from lockstep.elastic import mesh as mesh_module
@@ -208,6 +209,14 @@ def test_a_launcher_that_has_joined_again_does_not_dial_itself(two: tuple[Host, 
     first.mesh.own = HostEntry(2, again.name, again.address, again.port, 2)
     first.mesh.add_hosts([HostEntry(0, again.name, again.address, again.port, 2)])
     assert not first.mesh._dialling
+
+
+def test_a_launcher_that_has_joined_again_is_not_taken_for_the_host_that_it_was() -> None:
+    with a_host(0) as first, a_host(1) as second:
+        first.mesh.own = msgspec.structs.replace(first.entry, number=2)
+        second.mesh.add_hosts([first.entry])
+        turn_until(lambda: second.mesh.have_ended([0]), first, second)
+        assert not first.links and not second.links and not second.mesh._dialling
 
 
 # --- A new host -------------------------------------------------------------------------------------------------------
