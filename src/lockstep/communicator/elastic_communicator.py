@@ -157,8 +157,10 @@ class ElasticCommunicator(Communicator):
     def leave_group(self) -> None:
         """Leave the process group without waiting for the others; no operation may follow until `regroup`."""
         self.group = None
-        if not dist.is_initialized():
+        if not c10d._world.pg_map:
             return
+        if not dist.is_initialized():  # the next change came while the group was made
+            c10d._update_default_pg(next(iter(c10d._world.pg_map)))
         self._interrupt()
         groups = list(c10d._world.pg_map)  # those of the program as well
         for group in groups:

@@ -188,8 +188,8 @@ class Succession:
     @property
     def unanswered(self) -> list[int]:
         """The hosts of the newest view that do not answer, and have not ended for certain."""
-        open_views = (self.agreed, self._proposal, *self._pending.values(), *self._ended_after())
-        views = [view for view in open_views if view is not None]
+        views = [view for view in (self.agreed, self._proposal, *self._pending.values(), *self._ended_after()) if view]
+        views += [view for accept in self._accepts.values() for view in accept.pending if self._proposal is not None]
         hosts = {host for view in views for host in view.hosts}
         return sorted(host for host in hosts if self._links.get(host) is Link.SILENT)
 
@@ -497,14 +497,15 @@ class Succession:
         """Claim the succession of `view`, or propose what may find a quorum of it."""
         missing = [host for host in view.hosts if self._is_connected(host) and host not in proposal.hosts]
         joining = [host for host, accept in self._accepts.items() if accept.agreed is None and view in accept.pending]
+        rest = msgspec.structs.replace(proposal, hosts=tuple(host for host in proposal.hosts if host not in joining))
         if view.claims:
             self._claim = view if view.key not in self._winners else None
         elif missing and self._excluded.isdisjoint(missing):
             self._propose((*proposal.hosts, *missing))
-        elif joining:  # without them, the others need not know of this view
-            self._excluded.update(joining)
+        elif joining and self.agreed is not None and self._is_quorum(self.agreed, rest):
+            self._excluded.update(joining)  # the others need not know of this view
             self._adding = [host for host in self._adding if host not in joining]
-            self._propose(host for host in proposal.hosts if host not in joining)
+            self._propose(rest.hosts)
 
     def _predecessors(self) -> list[HostView]:
         """Return the views that may be the newest agreed one, by what the accepting hosts know."""
