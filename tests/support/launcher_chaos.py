@@ -203,6 +203,8 @@ class Job:
         out = "\n".join(self.lines)
         if "fingerprint" not in out:
             return "" if not staying else f"nobody has completed the training, though {staying} have not been lost"
+        if out.count("fingerprint") > 1:
+            return "it has trained again what was complete"
         epochs, bits = fingerprint(out)
         if (epochs, bits) != (str(EPOCHS), undisturbed()):
             return f"another fingerprint after {epochs} epochs: {bits}"
@@ -210,8 +212,9 @@ class Job:
             return "other rows in metrics.csv"
         if (self.folder / "run-2").exists():
             return "a second run folder"
-        failed = [index for index in staying if self.hosts[index].returncode != 0]
-        return f"hosts {failed} have failed" if failed else ""
+        codes = {index: self.hosts[index].returncode for index in staying}
+        failed = ", ".join(f"host {index} with {code}" for index, code in codes.items() if code != 0)
+        return f"failed: {failed}" if failed else ""
 
     def may_fail(self, index: int) -> bool:
         """Return whether a host may fail: it wanted to join when the job was over."""

@@ -356,7 +356,8 @@ class ElasticJob:
             if is_error and not self.state.stops:
                 self._end_with_error()
                 return  # and the others do not go on
-        if code == 0 and end.is_finished:
+        was_told = number in self._dismissed and coordinator.complete and code == -signal.SIGTERM
+        if (code == 0 and end.is_finished) or was_told:  # told to leave when the training was complete
             coordinator.left(number)
             self._note_good_end(number, rank, was_member, was_candidate)
             return

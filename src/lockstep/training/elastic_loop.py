@@ -260,6 +260,15 @@ class _Boundary(Exception):  # noqa: N818 - no error
     """All members have agreed to regroup after this step."""
 
 
+def leave_later(signals: StopSignals, client: MembershipClient) -> None:
+    """Note that this worker was told to leave a training that is complete by now: it leaves the next one, if any.
+
+    The signal would end the program around the training, while the other workers may need this one.
+    """
+    if signals.received is not None:
+        client.leaving, signals.received = True, None
+
+
 class JobSignals(StopSignals):
     """The signals of the whole job; one to this worker alone means that it leaves."""
 
@@ -323,6 +332,7 @@ class ElasticLoop(Loop):
                 self._client.enter(self._fit, self._most, folder)
             with self._events.running(trainer):
                 self._run_until_complete(loader)
+            leave_later(self._signals, self._client)
         finally:
             self._comm.keeps_values = True
         self._comm.note_result(trainer.history)

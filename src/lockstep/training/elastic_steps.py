@@ -19,7 +19,7 @@ from ..elastic.client import WorkerLeft
 from ..elastic.membership import NO_STATE, Commit, View
 from ..errors import ConfigError, InterruptedRunError
 from ..flight_recorder import named
-from .elastic_loop import JobSignals, share, without_check
+from .elastic_loop import JobSignals, leave_later, share, without_check
 from .in_flight import StepsInFlight
 from .step import REGROUP, StepResult, TrainStep
 from .stopping import StopSignals
@@ -227,6 +227,7 @@ class _ElasticSteps(Steps):
                     yield self._loaded()
                     self._end_body()
                 self._complete()
+                leave_later(self._signals, self._client)
         finally:
             self._step.replacement, comm.keeps_values = None, True
         comm.note_result(True)

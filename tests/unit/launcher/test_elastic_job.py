@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lockstep.elastic.membership import Arrived, Enter, Hello, Ready
+from lockstep.elastic.membership import Arrived, Done, Enter, Hello, Ready
 from lockstep.elastic.mesh import HostEntry
 from lockstep.errors import LockstepError
 from lockstep.launcher import elastic_job
@@ -137,6 +137,18 @@ def test_a_host_that_is_removed_gets_no_workers_and_its_own_leave() -> None:
     assert not world.of(Start)
     with pytest.raises(LockstepError, match="alpha is the job's last host"):
         world.job.ask(0, Ask(2, "remove", host="alpha"))
+
+
+def test_workers_that_are_told_to_leave_when_the_training_is_complete_are_not_lost() -> None:
+    world = World((1, 1), 2)
+    world.train()
+    for number in (0, 1):
+        world.job.receive(number, Done(world.job.coordinator.generation))
+    assert world.job.coordinator.complete
+    world.job.ask(1, Ask(1, "leave"))
+    world.end(1, host=1, code=-signal.SIGTERM)
+    world.end(0, host=0, code=0)
+    assert world.job.is_over and not world.job.coordinator.failure and not world.of(Start)
 
 
 def test_a_host_cannot_be_removed_below_the_minimum_but_may_leave() -> None:

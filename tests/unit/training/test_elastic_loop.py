@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from lockstep.communicator.elastic_communicator import failure_reason
 from lockstep.errors import DesyncError, MembershipChangedError, RankLostError, StallError, TransportError
 from lockstep.training.callbacks import Callback
-from lockstep.training.elastic_loop import ElasticCallbacks
+from lockstep.training.elastic_loop import ElasticCallbacks, leave_later
+from lockstep.training.stopping import StopSignals
 
 
 @pytest.mark.parametrize(
@@ -81,3 +83,16 @@ def test_rank_0_is_given_the_events_of_a_step_that_only_others_have_completed(ra
     callbacks.call("on_loss", ahead, a_result(5), 0.5)  # when the step is settled
     assert on_all.losses == [(4, 0.25)]  # what it keeps comes with the others' state
     assert (own.losses, own.rows) == (([(4, 0.25), (5, 0.5)], [{"step": 6}]) if rank == 0 else ([], []))
+
+
+def test_a_worker_that_was_told_to_leave_a_complete_training_does_not_end_there() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    client: Any = SimpleNamespace(leaving=False)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGTERM)
+            leave_later(signals, client)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert client.leaving and not received
