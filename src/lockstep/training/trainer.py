@@ -37,6 +37,7 @@ from .in_flight import StepsInFlight, check_in_flight
 from .loop import Loop
 from .losses import LossFn
 from .modes import TrainingModes
+from .own_loss import with_own_loss
 from .run_state import EpochTotals, Position, Row, RunState, check_epochs, check_max_steps, check_validate_every
 from .step import StepOptions, TrainStep, make_strategy
 from .stopping import StopSignals
@@ -62,7 +63,8 @@ class Trainer:
     Args:
         model: the model; moved to the worker's device, with rank 0's values on all workers.
         optimizer: over parameters of `model`.
-        loss_fn: see `lockstep.training.losses.LossFn`.
+        loss_fn: see `lockstep.training.losses.LossFn`; when None, the model computes its loss from the batch, as those
+            of Hugging Face do from its "labels", see `lockstep.training.own_loss`.
         global_batch_size: samples in one step, over all workers.
         seed: the seed of the order of samples and of dropout.
         run_dir: the run directory, for checkpoints and the files of callbacks; when None, nothing is written.
@@ -91,8 +93,8 @@ class Trainer:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loss_fn: LossFn,
-        global_batch_size: int,
+        loss_fn: LossFn = None,
+        global_batch_size: int | None = None,
         *,
         seed: int = 0,
         run_dir: str | Path | None = None,
@@ -110,6 +112,9 @@ class Trainer:
         if unknown := step.keys() - StepOptions.__annotations__.keys():
             raise unexpected_argument("Trainer", min(unknown), _elsewhere())
         self.comm = init()
+        if global_batch_size is None:
+            raise ConfigError("global_batch_size", "the number of samples in one step, over all workers", found="none")
+        loss_fn, step["forward"] = with_own_loss(loss_fn, step.get("forward"))
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.global_batch_size, self.seed, self._num_workers = global_batch_size, seed, num_workers
         self.metrics = default_metrics(loss_fn) if metrics is None else metrics
