@@ -80,6 +80,8 @@ class Trainer:
         async_save: write checkpoints in the background, one at a time, from a copy of the state in memory; `fit` waits
             for the last one.
         allow_different_hardware: with virtual workers, resume even under determinism settings that give other bits.
+        save_frozen: whether checkpoints have the parameters that are not trained as well; when None, unless the model
+            is one of PEFT. Without them, a run resumes with the same pretrained weights only, which is checked.
         step: precision, gradient_accumulation_steps, max_grad_norm, schedule, forward, virtual_workers, threads and
             replica_check, see `TrainStep`.
 
@@ -107,6 +109,7 @@ class Trainer:
         max_steps_in_flight: int = IN_FLIGHT,
         async_save: bool = False,
         allow_different_hardware: bool = False,
+        save_frozen: bool | None = None,
         **step: Unpack[StepOptions],
     ) -> None:
         if unknown := step.keys() - StepOptions.__annotations__.keys():
@@ -122,8 +125,10 @@ class Trainer:
         chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
         self.step = TrainStep(model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step)
         self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, step.get("forward"))
-        self.state = RunState(self.step, global_batch_size, allow_different_hardware)
-        callbacks = defaults(self.run_dir is not None) if callbacks is None else callbacks
+        save_frozen = not hasattr(model, "peft_config") if save_frozen is None else save_frozen
+        self.state = RunState(self.step, global_batch_size, allow_different_hardware, save_frozen)
+        if callbacks is None:
+            callbacks = defaults(self.run_dir is not None, hasattr(model, "save_pretrained"))
         elastic = isinstance(self.comm, ElasticCommunicator) and self.step.strategy.can_regroup
         self._elastic = cast(ElasticCommunicator, self.comm) if elastic else None
         self._callbacks = (CallbackGroup if self._elastic is None else ElasticCallbacks)(callbacks, self.comm.rank)
