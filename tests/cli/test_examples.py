@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,24 @@ def test_ddp_runs_as_it_is_under_lockstep_run(tmp_path: Path, here: Here, monkey
     assert last_accuracy(ended.stdout) > 60
     assert {name.split(".")[0] for name in load_weights(tmp_path / "ddp.pt")} == {"0", "2", "6"}
     assert "lockstep" not in (EXAMPLES / "ddp.py").read_text().split('"""')[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("finetune_transformers", "transformers"), ("lora", "peft"), ("images_folder", "PIL")],
+)
+def test_the_bits_are_those_of_one_worker(
+    here: Here, name: str, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(needs)
+    monkeypatch.chdir(tmp_path)
+    ended = here("run", "-np", 2, "--threads", 1, EXAMPLES / f"{name}.py")
+    assert ended.returncode == 0, ended.stderr
+    assert fingerprints(ended.stdout) == fingerprints(run(str(EXAMPLES / f"{name}.py"), cwd=tmp_path)) != []
+
+
+def fingerprints(shown: str) -> list[str]:
+    return re.findall(r"\b[0-9a-f]{64}\b", shown)
 
 
 @pytest.mark.parametrize(("name", "line"), [("sharded", "epoch 2: train loss"), ("pipeline", "step 60: loss")])

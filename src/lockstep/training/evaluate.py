@@ -24,6 +24,7 @@ from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
 from .losses import Computation, Forward, LossFn, LossSum, classification_loss, default_forward
 from .modes import evaluating
+from .own_loss import NotCounted, with_own_loss
 from .precision import Precision, full_precision
 from .sample_sums import NotAMean, SampleSum, raise_not_a_mean
 
@@ -202,7 +203,7 @@ def predict(
 def evaluate(
     model: nn.Module,
     loader: Loader | DataLoader[Any],
-    loss_fn: LossFn,
+    loss_fn: LossFn = None,
     metrics: Mapping[str, Metric] | None = None,
     *,
     precision: Precision | None = None,
@@ -315,6 +316,7 @@ class Evaluation(Computation):
     ) -> None:
         super().__init__(model)
         check_metrics(metrics)
+        loss_fn, forward = with_own_loss(loss_fn, forward)
         self._loss, self._forward = LossSum(loss_fn, device), forward or default_forward
         self._stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if _is_stateful(metric)}
         of_samples = {name: metric for name, metric in metrics.items() if name not in self._stateful}
@@ -400,9 +402,9 @@ class Evaluation(Computation):
         given = [key for name in ("loss", *self._names) for key in results if key == name or key.startswith(f"{name}_")]
         return {name: results[name] for name in dict.fromkeys(given)}
 
-    def _check(self, precision: Precision) -> NotAMean | None:
+    def _check(self, precision: Precision) -> NotAMean | NotCounted | None:
         """Check the functions that have not been checked yet; returns the first that is not a mean over samples."""
-        results = [self._loss.parts.check(precision.autocast)]
+        results = [self._loss.problem, self._loss.parts.check(precision.autocast)]
         results += [metric.check(precision.autocast, gradients=False) for metric in self._metrics.values()]
         return next((result for result in results if result is not None), None)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,8 @@ from ..data.nested import map_tensors
 from ..errors import ConfigError
 from ..strategies.sync_batchnorm import SyncBatchNorm, placeholder_batch
 from ..strategies.unused_parameters import connect_parameters
-from .modes import evaluating
+from .modes import evaluating, preserving_buffers
+from .own_loss import NotCounted, OwnLoss
 from .sample_sums import (
     Call,
     Difference,
@@ -32,9 +32,10 @@ from .sample_sums import (
 
 __all__ = ["Computation", "Forward", "LossFn", "LossModule", "LossSum", "default_forward"]
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Callable[[Any, Any], Any] | None
 """(output, target) → the mean over the samples (a scalar), or the samples' losses (shape (n,)), or (sum, count) if the
-mean is over something else, e.g. tokens. `nn.CrossEntropyLoss` and `nn.NLLLoss` are recognised, and so are their
+mean is over something else, e.g. tokens. None for a model that computes its loss itself, see
+`lockstep.training.own_loss`. `nn.CrossEntropyLoss` and `nn.NLLLoss` are recognised, and so are their
 functions with keywords bound by `functools.partial`: ignored labels do not count, and class weights count as in torch.
 Other losses are checked with the first batch, see `lockstep.training.sample_sums`."""
 
@@ -90,6 +91,11 @@ class LossSum:
             self.parts.close()
         self._checked = False
         self.counts_samples = False
+
+    @property
+    def problem(self) -> NotCounted | None:
+        """Why it is not known what the loss counts that the model computes itself; None if it is known."""
+        return self.parts.fn.problem if isinstance(self.parts.fn, OwnLoss) else None
 
     def __call__(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Return the loss of `size` samples.
@@ -246,12 +252,14 @@ class LossModule(Computation):
             raise
         return self._loss(output, target, size)
 
-    def check(self, passes: Passes) -> NotAMean | None:
+    def check(self, passes: Passes) -> NotAMean | NotCounted | None:
         """Check after the first step's passes that the loss is a mean over samples, see `SampleSum.check`.
 
         If the model computes the loss itself, the check calls the model on halves of the batch, in evaluation mode.
         """
         first, self._first = self._first, None
+        if self._loss.problem is not None:
+            return self._loss.problem
         not_a_mean = self._loss.parts.check(passes)
         if not_a_mean is None and first is not None and self._loss.parts.opaque and not self._communicates:
             return self._check_model(*first, passes)
@@ -269,7 +277,7 @@ class LossModule(Computation):
                 return None
             # Eager, because a compiled model would be recompiled for halves. The gradient of the last parameter costs
             # the least.
-            with evaluating(model), _preserve_buffers(model), torch.compiler.set_stance("force_eager"), passes():
+            with evaluating(model), preserving_buffers(model), torch.compiler.set_stance("force_eager"), passes():
                 return Halves(compute, call, rows, trained[-1:]).difference(bool(trained))
 
         difference = compare_or_skip(compare, device_of(data))
@@ -287,22 +295,6 @@ class LossModule(Computation):
             output, _ = self._forward(model, placeholder)
         map_tensors(lambda tensor: parts.append(tensor.reshape(-1)[:0].sum().float()), output)
         return connect_parameters(torch.stack(parts).sum(), parameters)
-
-
-@contextmanager
-def _preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers after a `with` block; unchanged buffers keep their versions."""
-    saved = [
-        (m, name, b, b._version, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
-    ]
-    try:
-        yield
-    finally:
-        for module, name, buffer, version, values in saved:
-            module._buffers[name] = buffer
-            if buffer._version != version:
-                with torch.no_grad():
-                    buffer.copy_(values)
 
 
 def _too_few(error: ValueError, size: int) -> ConfigError:

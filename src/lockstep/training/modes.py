@@ -1,13 +1,14 @@
-"""Training and evaluation modes of a model's layers; frozen layers stay in evaluation mode."""
+"""Training and evaluation modes of a model's layers, frozen ones included, and passes that leave no trace in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
-__all__ = ["TrainingModes", "evaluating"]
+__all__ = ["TrainingModes", "evaluating", "preserving_buffers"]
 
 
 class TrainingModes:
@@ -41,3 +42,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def preserving_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers after a `with` block; unchanged buffers keep their versions."""
+    saved = [
+        (m, name, b, b._version, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, version, values in saved:
+            module._buffers[name] = buffer
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(values)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..checkpoint.folder import read_tensors
@@ -19,6 +20,7 @@ from ..checkpoint.serialization import StoredTensor
 from ..data.loader import Loader
 from ..errors import CheckpointError, ConfigError
 from ..invariance.determinism import differences
+from ..invariance.fingerprints import checksum_of
 from ..strategies.base import accumulation_dtype
 from .step import TrainStep
 
@@ -327,8 +329,24 @@ def check_fits(state: Mapping[str, Any], model: nn.Module, hyperparameters: Sequ
     missing = [part for part in _PARTS if part not in state]
     if missing:
         raise CheckpointError(f"expected a checkpoint of a training run, got one without {', '.join(missing)}")
-    _check_same_model(state["model"], model)
+    frozen = state.get("frozen") or {"names": (), "checksum": ""}
+    _check_same_model(state["model"], model, frozen["names"])
     check_same_parameters(state["hyperparameters"], hyperparameters)
+    if frozen["checksum"] not in ("", ours := _checksum(model, frozen["names"])):
+        raise CheckpointError(
+            "the checkpoint has trained parameters only, and this model's other ones are not those that it was trained "
+            f"with: expected the checksum {frozen['checksum']}, got {ours}. Load the same pretrained weights first."
+        )
+
+
+def _checksum(model: nn.Module, names: Collection[str]) -> str:
+    """Return a checksum of parameters; "" where some are sharded over the workers."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = [parameters[name] for name in names if name in parameters]
+    if any(isinstance(parameter, DTensor) for parameter in found):
+        return ""
+    by_device = [[p for p in found if p.device == device] for device in dict.fromkeys(p.device for p in found)]
+    return "-".join(f"{int(checksum_of(each)):x}" for each in by_device)
 
 
 def check_determinism(
@@ -357,10 +375,10 @@ def check_determinism(
         _log.warning("the run continues under other determinism settings, and with other bits: %s", changes)
 
 
-def _check_same_model(saved: Any, model: nn.Module) -> None:
+def _check_same_model(saved: Any, model: nn.Module, left_out: Collection[str]) -> None:
     ours = {name: _shape(value) for name, value in model.state_dict().items()}
     theirs = {str(name): _shape(value) for name, value in saved.items()}
-    for name in [*ours, *theirs]:
+    for name in [*(name for name in ours if name in theirs or name not in left_out), *theirs]:
         our_shape, saved_shape = ours.get(name, "missing"), theirs.get(name, "missing")
         if our_shape != saved_shape:
             difference = f"{name}: here {our_shape}, in the checkpoint {saved_shape}"
@@ -381,6 +399,7 @@ class RunState:
         step: the training step, with its model, optimizer, strategy and communicator.
         global_batch_size: samples in one step, over all workers.
         allow_different_hardware: whether to resume under determinism settings that give other bits.
+        saves_frozen: whether parameters that are not trained are in the state.
 
     Attributes:
         step: the training step.
@@ -391,8 +410,15 @@ class RunState:
         epoch: the epoch in progress, from 0.
     """
 
-    def __init__(self, step: TrainStep, global_batch_size: int, allow_different_hardware: bool = False) -> None:
-        self.step, self.global_batch_size = step, global_batch_size
+    def __init__(
+        self,
+        step: TrainStep,
+        global_batch_size: int,
+        allow_different_hardware: bool = False,
+        saves_frozen: bool = True,
+    ) -> None:
+        self.step, self.global_batch_size, self._saves_frozen = step, global_batch_size, saves_frozen
+        self._frozen: dict[str, Any] = {}
         self._allow_different = allow_different_hardware
         self.hyperparameters = named_param_groups(step.model, step.optimizer)
         self.position, self.totals = Position(), EpochTotals(step.comm.device)
@@ -420,8 +446,11 @@ class RunState:
         """
         strategy, model, optimizer = self.step.strategy, self.step.model, self.step.optimizer
         added = named_param_groups(model, optimizer)[len(self.hyperparameters) :]
+        saved = strategy.model_state(model) if full else model.state_dict()
+        frozen = {} if self._saves_frozen else self._left_out()
         return {
-            "model": strategy.model_state(model) if full else model.state_dict(),
+            "model": {name: value for name, value in saved.items() if name not in frozen.get("names", ())},
+            **({"frozen": frozen} if frozen else {}),
             "optimizer": strategy.optimizer_state(model, optimizer) if full else optimizer.state_dict(),
             "hyperparameters": [*self.hyperparameters, *added],
             "step": self.step.state_dict(),
@@ -430,6 +459,14 @@ class RunState:
             "history": self.history,
             "determinism_settings": self.determinism_settings(),
         }
+
+    def _left_out(self) -> dict[str, Any]:
+        """Return the names of the parameters that are not trained, and their checksum, which is computed once."""
+        parameters = self.step.model.named_parameters(remove_duplicate=False)
+        names = [name for name, parameter in parameters if not parameter.requires_grad]
+        if names != self._frozen.get("names"):
+            self._frozen = {"names": names, "checksum": _checksum(self.step.model, names)}
+        return self._frozen
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state.
@@ -443,7 +480,7 @@ class RunState:
         """
         strategy, model, optimizer = self.step.strategy, self.step.model, self.step.optimizer
         check_fits(state, model, self.hyperparameters)
-        strategy.load_model_state(model, state["model"])
+        strategy.load_model_state(model, {**model.state_dict(), **state["model"]})
         load = partial(strategy.load_optimizer_state, model, optimizer)
         changes = load_optimizer(load, state["optimizer"], state["hyperparameters"], self.hyperparameters)
         if changes and self.step.comm.rank == 0:

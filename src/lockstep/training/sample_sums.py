@@ -21,6 +21,7 @@ from ..data.nested import map_tensors, tensors_of
 from ..errors import ConfigError, TransportError
 from ..invariance.randomness import preserve_generators
 from .errors_on_all import raise_on_all
+from .own_loss import NotCounted
 
 __all__ = [
     "Call",
@@ -152,7 +153,7 @@ def _odd_shapes(output: Any, target: Any) -> str:
     return ""
 
 
-def raise_not_a_mean(found: NotAMean | None, comm: Communicator) -> None:
+def raise_not_a_mean(found: NotAMean | NotCounted | None, comm: Communicator) -> None:
     """Raise an error on every rank if any rank has found a function that is not a mean; called by all ranks.
 
     Raises:

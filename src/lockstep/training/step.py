@@ -27,6 +27,7 @@ from ..strategies.distributed import Distributed
 from ..strategies.invariant import Invariant
 from .formats import REPLICA_CHECK
 from .losses import Forward, LossFn, LossModule, LossSum
+from .own_loss import Counting, OwnLoss, with_own_loss
 from .precision import Precision, clip, scale_gradients
 from .replica_check import ReplicaCheck
 from .sample_sums import raise_not_a_mean
@@ -379,7 +380,7 @@ class TrainStep:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loss_fn: LossFn,
+        loss_fn: LossFn = None,
         *,
         strategy: Strategy | None = None,
         precision: str = "fp32",
@@ -402,6 +403,8 @@ class TrainStep:
         self.replacement: Callable[[Batch], StepResult] | None = None  # of `run`, see `lockstep.elastic.steps`
         self.strategy.check(optimizer, precision)
         self._prepare()
+        loss_fn, forward = with_own_loss(loss_fn, forward)
+        self._own_loss = loss_fn if isinstance(loss_fn, OwnLoss) else None
         loss = LossSum(loss_fn, self.comm.device)
         self._loss = LossModule(model, loss, forward, collective_forward=self.strategy.collective_forward)
         self._loss_checked = False
@@ -530,13 +533,20 @@ class TrainStep:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps done and the state of the gradient scaler, without model and optimizer."""
-        return {"steps_done": self.steps_done, "precision": self.precision.state_dict()}
+        """Return the number of steps done and the state of the gradient scaler, without model and optimizer.
+
+        If the model computes its loss, what that counts is in it as well, once it is known.
+        """
+        state = {"steps_done": self.steps_done, "precision": self.precision.state_dict()}
+        counting = None if self._own_loss is None else self._own_loss.counting
+        return state if counting is None else {**state, "loss_counts": counting.name}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self.steps_done = int(state["steps_done"])
         self.precision.load_state_dict(state["precision"])
+        if self._own_loss is not None and "loss_counts" in state:
+            self._own_loss.counting = Counting[state["loss_counts"]]
 
 
 def _fill_missing_gradients(parameters: list[nn.Parameter]) -> None:

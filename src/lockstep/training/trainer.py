@@ -37,6 +37,7 @@ from .in_flight import StepsInFlight, check_in_flight
 from .loop import Loop
 from .losses import LossFn
 from .modes import TrainingModes
+from .own_loss import with_own_loss
 from .run_state import EpochTotals, Position, Row, RunState, check_epochs, check_max_steps, check_validate_every
 from .step import StepOptions, TrainStep, make_strategy
 from .stopping import StopSignals
@@ -62,7 +63,8 @@ class Trainer:
     Args:
         model: the model; moved to the worker's device, with rank 0's values on all workers.
         optimizer: over parameters of `model`.
-        loss_fn: see `lockstep.training.losses.LossFn`.
+        loss_fn: see `lockstep.training.losses.LossFn`; when None, the model computes its loss from the batch, as those
+            of Hugging Face do from its "labels", see `lockstep.training.own_loss`.
         global_batch_size: samples in one step, over all workers.
         seed: the seed of the order of samples and of dropout.
         run_dir: the run directory, for checkpoints and the files of callbacks; when None, nothing is written.
@@ -78,6 +80,8 @@ class Trainer:
         async_save: write checkpoints in the background, one at a time, from a copy of the state in memory; `fit` waits
             for the last one.
         allow_different_hardware: with virtual workers, resume even under determinism settings that give other bits.
+        save_frozen: whether checkpoints have the parameters that are not trained as well; when None, unless the model
+            is one of PEFT. Without them, a run resumes with the same pretrained weights only, which is checked.
         step: precision, gradient_accumulation_steps, max_grad_norm, schedule, forward, virtual_workers, threads and
             replica_check, see `TrainStep`.
 
@@ -91,8 +95,8 @@ class Trainer:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loss_fn: LossFn,
-        global_batch_size: int,
+        loss_fn: LossFn = None,
+        global_batch_size: int | None = None,
         *,
         seed: int = 0,
         run_dir: str | Path | None = None,
@@ -105,11 +109,15 @@ class Trainer:
         max_steps_in_flight: int = IN_FLIGHT,
         async_save: bool = False,
         allow_different_hardware: bool = False,
+        save_frozen: bool | None = None,
         **step: Unpack[StepOptions],
     ) -> None:
         if unknown := step.keys() - StepOptions.__annotations__.keys():
             raise unexpected_argument("Trainer", min(unknown), _elsewhere())
         self.comm = init()
+        if global_batch_size is None:
+            raise ConfigError("global_batch_size", "the number of samples in one step, over all workers", found="none")
+        loss_fn, step["forward"] = with_own_loss(loss_fn, step.get("forward"))
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.global_batch_size, self.seed, self._num_workers = global_batch_size, seed, num_workers
         self.metrics = default_metrics(loss_fn) if metrics is None else metrics
@@ -117,8 +125,10 @@ class Trainer:
         chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
         self.step = TrainStep(model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step)
         self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, step.get("forward"))
-        self.state = RunState(self.step, global_batch_size, allow_different_hardware)
-        callbacks = defaults(self.run_dir is not None) if callbacks is None else callbacks
+        save_frozen = not hasattr(model, "peft_config") if save_frozen is None else save_frozen
+        self.state = RunState(self.step, global_batch_size, allow_different_hardware, save_frozen)
+        if callbacks is None:
+            callbacks = defaults(self.run_dir is not None, hasattr(model, "save_pretrained"))
         elastic = isinstance(self.comm, ElasticCommunicator) and self.step.strategy.can_regroup
         self._elastic = cast(ElasticCommunicator, self.comm) if elastic else None
         self._callbacks = (CallbackGroup if self._elastic is None else ElasticCallbacks)(callbacks, self.comm.rank)

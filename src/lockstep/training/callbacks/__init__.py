@@ -7,6 +7,7 @@ from .checkpoints import Checkpoints
 from .csv_log import CSVLog
 from .curve import Curve
 from .early_stopping import EarlyStopping
+from .pretrained import Pretrained
 from .progress import Progress
 from .tensorboard import TensorBoard
 
@@ -16,6 +17,7 @@ __all__ = [
     "Checkpoints",
     "Curve",
     "EarlyStopping",
+    "Pretrained",
     "Progress",
     "TensorBoard",
     "TrainingContext",
@@ -23,6 +25,13 @@ __all__ = [
 ]
 
 
-def defaults(with_folder: bool) -> list[Callback]:
-    """Return a progress display and, for a run with a run directory, a CSV log, a plot and checkpoints by epoch."""
-    return [Progress(), *([CSVLog(), Curve(), Checkpoints()] if with_folder else [])]
+def defaults(with_folder: bool, pretrained: bool = False) -> list[Callback]:
+    """Return a progress display and, for a run with a run directory, a CSV log, a plot and checkpoints by epoch.
+
+    Args:
+        with_folder: whether the run has a run directory.
+        pretrained: whether to save the model with its own ``save_pretrained`` as well, at the end.
+    """
+    if not with_folder:
+        return [Progress()]
+    return [Progress(), CSVLog(), Curve(), Checkpoints(), *([Pretrained()] if pretrained else [])]
