@@ -64,8 +64,11 @@ class Mds:
         """Return the samples of the block."""
         number, first, count = place
         shard = _read_index(path)[number]
-        data, base = _read_samples(path.parent / shard.name, shard, first, count)
-        return _Samples(data, base, [(name, _decoder(name, kind), size) for name, kind, size in shard.columns])
+        try:
+            data, offsets = _read_samples(path.parent / shard.name, shard, first, count)
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise ValueError(f"shard {shard.name}: {error}") from None
+        return _Samples(shard, data, offsets)
 
 
 def _read_index(path: Path) -> list[_Shard]:
@@ -102,16 +105,16 @@ def _shard(entry: dict[str, Any]) -> _Shard:
 def _read_samples(path: Path, shard: _Shard, first: int, count: int) -> tuple[bytes, NDArray[np.int64]]:
     """Return the bytes of some samples of a shard, and where each of them begins, and the last ends."""
     if path.stat().st_size != shard.size:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, in the index {shard.size}")
+        raise ValueError(f"{path.stat().st_size} bytes, in the index {shard.size}")
     with path.open("rb") as stored:
         file = stored if not shard.compression else io.BytesIO(_decompress(stored.read(), shard))
         found = int(np.frombuffer(file.read(4), np.uint32)[0])
         if found != shard.samples:
-            raise ValueError(f"{path.name} has {found} samples, in the index {shard.samples}")
+            raise ValueError(f"{found} samples, in the index {shard.samples}")
         file.seek(4 + 4 * first)
         offsets = np.frombuffer(file.read(4 * (count + 1)), np.uint32).astype(np.int64)
         if len(offsets) != count + 1 or (np.diff(offsets) < 0).any() or offsets[-1] > shard.raw_size:
-            raise ValueError(f"the offsets of samples in {path.name} are damaged")
+            raise ValueError("the offsets of its samples are damaged")
         file.seek(int(offsets[0]))
         data = file.read(int(offsets[-1] - offsets[0]))
     return data, offsets - offsets[0]
@@ -132,15 +135,16 @@ def _decompress(data: bytes, shard: _Shard) -> bytes:
     else:
         raise ConfigError("read", "MDS shards compressed with gz, bz2 or zstd, or not", found=f"{kind} ({shard.name})")
     if len(raw) != shard.raw_size:
-        raise ValueError(f"{shard.name} does not have {shard.raw_size} bytes when it is decompressed")
+        raise ValueError(f"it does not have {shard.raw_size} bytes when it is decompressed")
     return raw
 
 
 class _Samples(Sequence[Any]):
     """Samples of a shard, each decoded when it is taken."""
 
-    def __init__(self, data: bytes, offsets: NDArray[np.int64], columns: Sequence[tuple[str, Any, int]]) -> None:
-        self._data, self._offsets, self._columns = data, offsets, columns
+    def __init__(self, shard: _Shard, data: bytes, offsets: NDArray[np.int64]) -> None:
+        self._shard, self._data, self._offsets = shard, data, offsets
+        self._columns = [(name, _decoder(name, encoding), size) for name, encoding, size in shard.columns]
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -148,15 +152,16 @@ class _Samples(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         data = self._data[self._offsets[index] : self._offsets[index + 1]]
         variable = sum(not size for _, _, size in self._columns)
-        sizes = iter(np.frombuffer(data[: 4 * variable], np.uint32).tolist())
+        stored = iter(np.frombuffer(data[: 4 * variable], np.uint32).tolist())
+        sizes = [size or next(stored, 0) for _, _, size in self._columns]
         at, sample = 4 * variable, {}
-        for name, decode, size in self._columns:
-            stop = at + (size or next(sizes))
-            if stop > len(data):
-                raise ValueError(f"column {name} ends behind its sample")
-            sample[name], at = decode(data[at:stop]), stop
-        if at != len(data):
-            raise ValueError(f"{len(data) - at} bytes behind its last column")
+        if at + sum(sizes) != len(data):
+            raise ValueError(f"shard {self._shard.name}: the sizes of its columns do not fit")
+        for (name, decode, _), size in zip(self._columns, sizes, strict=True):
+            try:
+                sample[name], at = decode(data[at : at + size]), at + size
+            except (ArithmeticError, LookupError, OSError, ValueError) as error:
+                raise ValueError(f"shard {self._shard.name}, column {name}: {error}") from None
         return sample
 
 

@@ -1,4 +1,4 @@
-"""A data set in sharded files: which blocks are read, by whom, and how often; positions and other numbers of workers."""
+"""A data set in sharded files: which blocks are read, by whom, how often; positions, other numbers of workers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_same_batches_at_any_number_of_workers(log: Path, options: dict[str,
         for step, parts in enumerate(steps):
             assert torch.cat([part.indices for part in parts]).equal(expected[step])
             for part in parts:
-                data = torch.cat([shard for shard in part.data]) if part.virtual_workers else part.data
+                data = torch.cat(list(part.data)) if part.virtual_workers else part.data
                 assert data.equal(part.indices)
 
 
@@ -180,7 +180,7 @@ class Augmented:
             "half": torch.rand(3).to(torch.bfloat16),
             "nothing": torch.zeros(0),
             "one": torch.tensor(number / 3),
-            "array": np.random.rand(number % 3 + 1),  # noqa: NPY002
+            "array": np.random.rand(number % 3 + 1),
             "python": random.random(),
             "text": list(f"é{number}".encode()),
         }
@@ -220,7 +220,10 @@ def fail_at_7(number: int) -> int:
 def test_a_function_that_fails_is_named_with_the_record(log: Path, num_workers: int) -> None:
     _, stream = made(log, 3, map=fail_at_7)
     said = r"made\.x: record 7 \(sample 7 of the stream\): KeyError: 'label', at test_stream.py:\d+ in fail_at_7"
-    with Loader(stream, 30, num_workers=num_workers, comm=rank_of(0, 1)) as loader, pytest.raises(DataError, match=said):
+    with (
+        Loader(stream, 30, num_workers=num_workers, comm=rank_of(0, 1)) as loader,
+        pytest.raises(DataError, match=said),
+    ):
         list(loader)
 
 
@@ -229,7 +232,9 @@ def test_a_function_that_fails_is_named_with_the_record(log: Path, num_workers: 
 
 def test_a_stream_shorter_than_a_global_batch_is_refused_unless_it_is_not_shuffled(log: Path) -> None:
     _, stream = made(log, 3)
-    with pytest.raises(ConfigError, match=r"global_batch_size: expected at most .* Stream\(.*made.x: 60 samples\), got 64"):
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size: expected at most .* Stream\(.*made.x: 60 samples\), got 64"
+    ):
         Loader(stream, 64, comm=rank_of(0, 1))
     assert len(indices(Loader(stream, 64, shuffle=False, comm=rank_of(0, 1)).epoch(0))) == 1
 
@@ -261,7 +266,9 @@ def test_a_file_that_has_changed_since_is_an_error(log: Path) -> None:
     _, stream = made(log, 5)
     assert stream[3] == 3
     log.with_name("made.x").write_text("more")
-    with pytest.raises(DataError, match=r"made\.x: block 4 \(records 80 to 99\): .*changed since its samples were counted"):
+    with pytest.raises(
+        DataError, match=r"made\.x: block 4 \(records 80 to 99\): .*changed since its samples were counted"
+    ):
         stream[-1]
 
 
