@@ -22,7 +22,7 @@ def write_files(folder, files=4, rows=1000):
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
     for number in range(files):
-        arms, angles = generator.integers(0, 2, rows), generator.uniform(0.5, 6.0, rows)
+        arms, angles = generator.integers(0, 2, rows), generator.uniform(0.5, 12.0, rows)
         points = angles[:, None] * np.stack([np.cos(angles + arms * np.pi), np.sin(angles + arms * np.pi)], 1)
         table = pyarrow.table({"point": list(points.astype(np.float32)), "arm": arms})
         pyarrow.parquet.write_table(
@@ -49,7 +49,7 @@ trainer = lockstep.Trainer(
 )
 train = lockstep.data.Stream([folder / f"{number}.parquet" for number in range(3)], map=sample, shuffle_window=1000)
 test = lockstep.data.Stream(folder / "3.parquet", map=sample)
-trainer.fit(train, epochs=4, validate=test)
+trainer.fit(train, epochs=8, validate=test)
 found = trainer.evaluate(test)  # on all workers
 if comm.rank == 0:
-    print(f"{len(train)} samples, accuracy {found['accuracy']:.1%}")
+    print(f"{len(train)} samples, loss {found['loss']:.5f}, accuracy {found['accuracy']:.1%}")
