@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lockstep.communicator import Communicator
-from lockstep.data.loader import Batch, Loader
+from lockstep.data.loader import Batch, Loader, dataloader_settings
 from lockstep.data.stream import Stream
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.topology import World
@@ -165,6 +166,26 @@ def test_an_evaluation_in_mid_epoch_does_not_make_the_training_read_again(log: P
     assert read == [*range(100)]
     next(training)
     assert reader.read_by() == {}
+
+
+def test_an_epoch_that_was_left_in_the_middle_leaves_nothing_to_the_next(log: Path) -> None:
+    _, stream = made(log, 30)
+    with Loader(stream, 64, num_workers=2, comm=rank_of(0, 1)) as loader:
+        left, following = loader.epoch(0), loader.epoch(1)
+        next(left)
+        found = [next(following).data.tolist()]
+        with pytest.raises(ConfigError, match=r"one epoch at a time .* before the last batch of epoch 0"):
+            next(left)
+        found += [batch.data.tolist() for batch in following]
+    assert found == indices(Loader(stream, 64, comm=rank_of(0, 1)).epoch(1))
+
+
+def test_a_data_loader_of_torch_over_a_stream(log: Path) -> None:
+    _, stream = made(log, 30)
+    given = dataloader_settings(DataLoader(stream, batch_size=64, shuffle=True), "train", 64)
+    prefetch, dataset = given.pop("prefetch"), given.pop("dataset")
+    found = indices(Loader(dataset, 64, prefetch=prefetch, comm=rank_of(0, 1), **given).epoch(1))
+    assert found == indices(Loader(stream, 64, comm=rank_of(0, 1)).epoch(1))
 
 
 # --- samples --------------------------------------------------------------------------------------------------
