@@ -186,11 +186,11 @@ class _BatchInParts:
     indices: list[int] | tuple[list[int], ...]
 
 
-class _Batches(Dataset[Any]):
-    """A data set whose keys are `Request`s and whose items are batches.
+_AnyRequest = Request | _BatchInParts | _BlockRequest
 
-    For a `_BlockRequest` it returns a list of samples, which a loader process packs.
-    """
+
+class _Batches(Dataset[Any]):
+    """A data set whose keys are requests and whose items are batches; for a `_BlockRequest`, samples as `_Packed`."""
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self.dataset, self.collate = dataset, collate or default_collate
@@ -208,17 +208,18 @@ class _Batches(Dataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, dataset=state["dataset"].value, collate=state["collate"].value)
 
-    def __getitem__(self, request: Request | _BlockRequest) -> Any:
-        process = get_worker_info()
+    def __getitem__(self, request: _AnyRequest) -> Any:
         try:
+            if isinstance(request, _BatchInParts):
+                return self.joined(request, self._from_blocks(*request.parts))
             if isinstance(request, _BlockRequest):
-                samples = self._from_blocks(request)
-                return samples if process is None else _Packed.of(samples)
+                return _Packed.of(self._from_blocks(request))
             key, indices = request
             if isinstance(indices, tuple):
                 return [self._batch(key, part) if part else None for part in indices]
             return self._batch(key, indices)
         except DataError as error:
+            process = get_worker_info()
             if process is None:
                 raise
             # Returned, because torch would put the traceback of the loader process into the message.
@@ -356,9 +357,9 @@ class _RequestSampler:
     """The requests of the current epoch; replaced for each epoch, so that the loader processes can be kept."""
 
     def __init__(self) -> None:
-        self.requests: Iterable[Request | _BlockRequest] = ()
+        self.requests: Iterable[_AnyRequest] = ()
 
-    def __iter__(self) -> Iterator[Request | _BlockRequest]:
+    def __iter__(self) -> Iterator[_AnyRequest]:
         return iter(self.requests)
 
 
@@ -398,9 +399,14 @@ class Fetcher:
     def fetch_in_parts(self, requests: Iterable[_BatchInParts]) -> Iterator[Any]:
         """Return an iterator over the batches of a data set in blocks; otherwise as `fetch`.
 
-        Each loader process has the same part of every batch, so that it reads other blocks than its siblings. This
-        process puts the parts together and collates them.
+        Of several loader processes, each has the same part of every batch, so that it reads other blocks than its
+        siblings. This process puts the parts together and collates them.
         """
+        if self.parts == 1:
+            return self._fetch(requests, self._pin)
+        return self._join(requests)
+
+    def _join(self, requests: Iterable[_BatchInParts]) -> Iterator[Any]:
         ahead: deque[_BatchInParts] = deque()
 
         def of_parts() -> Iterator[_BlockRequest]:
@@ -413,27 +419,27 @@ class Fetcher:
             parts = [first, *islice(loaded, self.parts - 1)]
             if len(parts) < self.parts:
                 return
-            samples = [sample for part in parts for sample in (part.samples() if isinstance(part, _Packed) else part)]
+            samples = [sample for part in parts for sample in part.samples()]
             with preserve_generators():
                 data = self._batches.joined(ahead.popleft(), samples)
             yield map_tensors(pinned, data) if self._pin else data
 
-    def _fetch(self, requests: Iterable[Request | _BlockRequest], pin: bool) -> Iterator[Any]:
+    def _fetch(self, requests: Iterable[_AnyRequest], pin: bool) -> Iterator[Any]:
         if not self._processes:
             return self._fetch_in_process(requests, pin)
         self._end_running()
         self._running = self._fetch_from_processes(requests)
         return self._running
 
-    def _fetch_in_process(self, requests: Iterable[Request | _BlockRequest], pin: bool) -> Iterator[Any]:
+    def _fetch_in_process(self, requests: Iterable[_AnyRequest], pin: bool) -> Iterator[Any]:
         # Whole batches are not seeded. Restoring the generators costs 80 µs, most of it for NumPy's.
-        guard = preserve_generators if self._batches.by_sample else nullcontext
+        guard = preserve_generators if self._batches.by_sample or self._in_parts else nullcontext
         for request in requests:
             with guard():
                 data = self._batches[request]
             yield map_tensors(pinned, data) if pin else data
 
-    def _fetch_from_processes(self, requests: Iterable[Request | _BlockRequest]) -> Generator[Any, None, None]:
+    def _fetch_from_processes(self, requests: Iterable[_AnyRequest]) -> Generator[Any, None, None]:
         self._sampler.requests = requests
         if self._loader is None:
             self._loader = self._start()
@@ -446,12 +452,14 @@ class Fetcher:
         return DataLoader(
             self._batches,
             batch_size=None,
+            # What a collate function returns stays as it is: by default, arrays would become tensors.
+            collate_fn=_unchanged if self._in_parts else None,
             sampler=self._sampler,
             num_workers=self._processes,
             # A batch in parts is one request for each process. DataLoader gives requests to its processes in turn.
             prefetch_factor=self._prefetch if self._in_parts else self._prefetch // self._processes,
             persistent_workers=True,
-            pin_memory=self._pin and not self._in_parts,
+            pin_memory=self._pin and not (self._in_parts and self.parts > 1),
             worker_init_fn=partial(_ignore_signals, new_group=multiprocessing.parent_process() is None),
             # A separate generator: otherwise each epoch draws a seed from the global one.
             generator=torch.Generator(),
@@ -470,6 +478,10 @@ class Fetcher:
         if iterator is not None:
             # Dropping the reference would do the same, unless a traceback still holds one of its frames.
             iterator._shutdown_workers()
+
+
+def _unchanged(data: Any) -> Any:
+    return data
 
 
 def _ignore_signals(_: int, new_group: bool) -> None:

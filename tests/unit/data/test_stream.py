@@ -212,11 +212,12 @@ def collate(samples: list[Any]) -> Any:
     return [draws, *samples]
 
 
-def test_samples_and_draws_are_the_same_in_loader_processes(log: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_samples_and_draws_are_the_same_in_loader_processes(log: Path, processes: int) -> None:
     _, stream = made(log, 10, map=Augmented())
     state = torch.get_rng_state()
     alone = [batch.data for batch in Loader(stream, 32, collate_fn=collate, comm=rank_of(0, 1)).epoch(1)]
-    with Loader(stream, 32, collate_fn=collate, num_workers=2, comm=rank_of(0, 1)) as loader:
+    with Loader(stream, 32, collate_fn=collate, num_workers=processes, comm=rank_of(0, 1)) as loader:
         loaded = [batch.data for batch in loader.epoch(1)]
     assert torch.equal(state, torch.get_rng_state())
     assert len(alone) == len(loaded) == 7
