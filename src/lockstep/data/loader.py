@@ -213,7 +213,7 @@ class _Batches(Dataset[Any]):
             if isinstance(request, _BatchInParts):
                 return self.joined(request, self._from_blocks(*request.parts))
             if isinstance(request, _BlockRequest):
-                return _Packed.of(self._from_blocks(request))
+                return self._packed(request)
             key, indices = request
             if isinstance(indices, tuple):
                 return [self._batch(key, part) if part else None for part in indices]
@@ -244,6 +244,17 @@ class _Batches(Dataset[Any]):
         if isinstance(request.indices, tuple):
             return [collated(shard) if shard else None for shard in request.indices]
         return collated(request.indices)
+
+    def _packed(self, request: _BlockRequest) -> _Packed:
+        samples = self._from_blocks(request)
+        try:
+            return _Packed.of(samples)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            what = (
+                f"samples of {type(self.dataset).__name__} cannot leave a loader process: {describe_exception(error)}"
+            )
+            hint = "Return tensors, arrays and plain values, or use one loader process"
+            raise DataError(f"{what}. {hint}") from error if environment.debugging() else None
 
     def _from_blocks(self, request: _BlockRequest) -> list[Any]:
         if self.blocks is None:

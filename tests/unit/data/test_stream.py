@@ -249,6 +249,22 @@ def test_a_function_that_fails_is_named_with_the_record(log: Path, num_workers: 
         list(loader)
 
 
+def unsendable(number: int) -> Any:
+    return lambda: number
+
+
+def test_samples_that_cannot_be_sent_by_a_loader_process_are_one_line(log: Path) -> None:
+    _, stream = made(log, 3, map=unsendable)
+    with Loader(stream, 30, num_workers=2, collate_fn=list, comm=rank_of(0, 1)) as loader:
+        with pytest.raises(
+            DataError, match=r"samples of Stream cannot leave a loader process: .*use one loader"
+        ) as caught:
+            list(loader)
+        assert "\n" not in str(caught.value)
+    with Loader(stream, 30, collate_fn=list, comm=rank_of(0, 1)) as loader:
+        assert next(iter(loader)).data[0]() >= 0
+
+
 # --- bad input ------------------------------------------------------------------------------------------------
 
 
