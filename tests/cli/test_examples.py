@@ -89,6 +89,14 @@ def test_model_parallel_loses_as_one_worker_does(pool: Pool, here: Here, name: s
     assert loss_after(line, ended.stdout) == pytest.approx(loss_after(line, alone(pool, f"{name}.py")), rel=1e-3)
 
 
+def test_parquet_files_train_the_same_on_two_workers(pool: Pool, here: Here, tmp_path: Path) -> None:
+    ended = here("run", "-np", 2, "--threads", 1, EXAMPLES / "stream_parquet.py", tmp_path / "two")
+    assert ended.returncode == 0, ended.stderr
+    shown = alone(pool, "stream_parquet.py", str(tmp_path / "one"))
+    assert last_accuracy(shown) > 95
+    assert loss_after("3000 samples, loss", ended.stdout) == pytest.approx(loss_after("samples, loss", shown), rel=1e-2)
+
+
 def loss_after(line: str, shown: str) -> float:
     return float(shown.partition(line)[2].split()[0].strip(","))
 

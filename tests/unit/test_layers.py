@@ -13,11 +13,13 @@ ROOT = Path(__file__).parents[2]
 
 # package → the modules that may import it at their top; all others import it in the functions that need it
 OPTIONAL: dict[str, tuple[str, ...]] = {
+    "PIL": (),
     "accelerate": (),
     "matplotlib": (),
     "mpi4py": (),
     "pooch": (),
     "psutil": (),
+    "pyarrow": (),
     "rich": (),
     "sklearn": (),
     "tensorboard": (),

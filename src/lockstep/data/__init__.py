@@ -9,6 +9,8 @@ from ..registry import Registry, import_object
 if TYPE_CHECKING:
     from .loader import Batch, LengthBatchSampler, Loader
     from .sets import ImageSet, cifar10, digits, fashion_mnist, mnist, synthetic
+    from .shard_readers import ShardReader
+    from .stream import Stream
 
 __all__ = [
     "DATA",
@@ -16,6 +18,8 @@ __all__ = [
     "ImageSet",
     "LengthBatchSampler",
     "Loader",
+    "ShardReader",
+    "Stream",
     "cifar10",
     "digits",
     "fashion_mnist",
@@ -40,6 +44,8 @@ _LAZY = {
     "ImageSet": "lockstep.data.sets:ImageSet",
     "LengthBatchSampler": "lockstep.data.loader:LengthBatchSampler",
     "Loader": "lockstep.data.loader:Loader",
+    "ShardReader": "lockstep.data.shard_readers:ShardReader",
+    "Stream": "lockstep.data.stream:Stream",
     **{target.partition(":")[2]: target for target in DATA.targets.values()},
 }
 

@@ -13,12 +13,12 @@ import random
 import signal
 import sys
 import traceback
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,6 +55,7 @@ __all__ = [
     "PickledByValue",
     "Request",
     "dataloader_settings",
+    "describe_exception",
     "seed_draws",
     "to_device",
 ]
@@ -149,17 +150,51 @@ def _unpack(data: bytes) -> PickledByValue:
 
 Collate = Callable[[list[Any]], Any]
 
+_COLLATE = 1  # part of the key of a collate function's draws for a data set in blocks
+
 Request = tuple[int, list[int] | tuple[list[int], ...]]
 """(key of the epoch's random draws, indices of the samples of a batch).
 
 With a tuple of lists of indices, the result is a list with a collated batch for each of them, None for an empty one."""
 
 
+@dataclass(frozen=True, slots=True)
+class _BlockRequest:
+    """Samples of a data set in blocks, not collated.
+
+    Attributes:
+        key: key of the epoch's random draws.
+        indices: the samples.
+        keep: the blocks to keep from now on; None for those of the request before.
+    """
+
+    key: int
+    indices: list[int]
+    keep: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchInParts:
+    """A batch of a data set in blocks.
+
+    Attributes:
+        parts: requests for its parts, in order.
+        indices: the samples, or those of each shard, which are collated separately.
+    """
+
+    parts: list[_BlockRequest]
+    indices: list[int] | tuple[list[int], ...]
+
+
+_AnyRequest = Request | _BatchInParts | _BlockRequest
+
+
 class _Batches(Dataset[Any]):
-    """A data set whose keys are `Request`s and whose items are batches."""
+    """A data set whose keys are requests and whose items are batches; for a `_BlockRequest`, samples as `_Packed`."""
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self.dataset, self.collate = dataset, collate or default_collate
+        self.blocks: Any = None  # reads samples, and keeps the blocks of a window
         plain = collate is None
         # Only this class itself: a subclass may transform samples.
         self.in_tensors = plain and type(dataset) is TensorDataset
@@ -167,14 +202,19 @@ class _Batches(Dataset[Any]):
         self.by_sample = not (self.in_tensors or self.by_batch)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "dataset": PickledByValue(self.dataset), "collate": PickledByValue(self.collate)}
+        by_value = {"dataset": PickledByValue(self.dataset), "collate": PickledByValue(self.collate)}
+        return {**self.__dict__, **by_value, "blocks": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, dataset=state["dataset"].value, collate=state["collate"].value)
 
-    def __getitem__(self, request: Request) -> Any:
-        key, indices = request
+    def __getitem__(self, request: _AnyRequest) -> Any:
         try:
+            if isinstance(request, _BatchInParts):
+                return self.joined(request, self._from_blocks(*request.parts))
+            if isinstance(request, _BlockRequest):
+                return self._packed(request)
+            key, indices = request
             if isinstance(indices, tuple):
                 return [self._batch(key, part) if part else None for part in indices]
             return self._batch(key, indices)
@@ -190,16 +230,47 @@ class _Batches(Dataset[Any]):
             return [tensor[indices] for tensor in self.dataset.tensors]
         if self.by_batch:
             return self.dataset.collated_batch(indices)
-        return self._collated([self._sample(key, index) for index in indices], indices)
+        return self._collated([self._sample(self.dataset, key, index) for index in indices], indices)
 
-    def _sample(self, key: int, index: int) -> Any:
+    def joined(self, request: _BatchInParts, samples: list[Any]) -> Any:
+        """Return the samples of the parts of a batch as a batch, or as a list of shards."""
+        key, rest = mix((request.parts[0].key, _COLLATE)), iter(samples)
+
+        def collated(indices: list[int]) -> Any:
+            # Draws of the collate function are the same whichever process has loaded the samples.
+            seed_draws(key, indices[0])
+            return self._collated(list(islice(rest, len(indices))), indices)
+
+        if isinstance(request.indices, tuple):
+            return [collated(shard) if shard else None for shard in request.indices]
+        return collated(request.indices)
+
+    def _packed(self, request: _BlockRequest) -> _Packed:
+        samples = self._from_blocks(request)
+        try:
+            return _Packed.of(samples)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            what = (
+                f"samples of {type(self.dataset).__name__} cannot leave a loader process: {describe_exception(error)}"
+            )
+            hint = "Return tensors, arrays and plain values, or use one loader process"
+            raise DataError(f"{what}. {hint}") from error if environment.debugging() else None
+
+    def _from_blocks(self, request: _BlockRequest) -> list[Any]:
+        if self.blocks is None:
+            self.blocks = self.dataset.reader()
+        if request.keep is not None:
+            self.blocks.keep(request.keep)
+        return [self._sample(self.blocks, request.key, index) for index in request.indices]
+
+    def _sample(self, source: Any, key: int, index: int) -> Any:
         seed_draws(key, index)
         try:
-            return self.dataset[index]
+            return source[index]
         except LockstepError:
             raise
         except Exception as error:
-            what = f"sample {index} of {type(self.dataset).__name__}: {_describe(error)}"
+            what = f"sample {index} of {type(self.dataset).__name__}: {describe_exception(error)}"
             raise DataError(what) from error if environment.debugging() else None
 
     def _collated(self, samples: list[Any], indices: list[int]) -> Any:
@@ -209,7 +280,7 @@ class _Batches(Dataset[Any]):
             raise
         except Exception as error:
             shown = ", ".join(map(str, indices[:5])) + (f" and {len(indices) - 5} more" if len(indices) > 5 else "")
-            what = f"a batch of samples {shown} of {type(self.dataset).__name__}: {_describe(error)}"
+            what = f"a batch of samples {shown} of {type(self.dataset).__name__}: {describe_exception(error)}"
             if self.collate is default_collate:
                 what += ". Samples of different sizes need a collate_fn that pads them, of a Loader or a DataLoader"
             raise DataError(what) from error if environment.debugging() else None
@@ -222,8 +293,70 @@ class _Failure:
     message: str
 
 
-def _describe(error: Exception) -> str:
-    """Return an exception of a data set with the line of the program that raised it, in one line."""
+class _Tree(pickle.Pickler):
+    """Pickles samples without the numbers of their tensors, which become buffers."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
+        if not plain or obj.requires_grad or obj.is_conj() or obj.is_neg() or obj.is_quantized:
+            return NotImplemented
+        numbers = obj.contiguous().reshape(-1).view(torch.uint8).numpy()  # NumPy does not have all types of torch
+        return _from_bytes, (numbers, obj.dtype, obj.shape)
+
+
+def _from_bytes(numbers: np.ndarray[Any, Any], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(numbers).view(dtype).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Samples on their way from a loader process, with all their numbers in one piece of shared memory.
+
+    Sent one by one, each tensor would take an open file. The samples are those of this program: they are pickled as
+    torch pickles batches.
+
+    Attributes:
+        tree: the pickled samples without their numbers.
+        numbers: the numbers of all tensors and arrays, uint8.
+        sizes: number of bytes of each tensor or array.
+    """
+
+    tree: bytes
+    numbers: torch.Tensor
+    sizes: list[int]
+
+    _ALIGNMENT: ClassVar[int] = 64
+
+    @classmethod
+    def of(cls, samples: list[Any]) -> Self:
+        buffers: list[pickle.PickleBuffer] = []
+        tree = io.BytesIO()
+        _Tree(tree, protocol=5, buffer_callback=buffers.append).dump(samples)
+        views = [buffer.raw() for buffer in buffers]
+        sizes = [view.nbytes for view in views]
+        numbers = torch.empty(sum(map(cls._padded, sizes)), dtype=torch.uint8)
+        target, at = memoryview(numbers.numpy()), 0  # type: ignore[arg-type]
+        for view, size in zip(views, sizes, strict=True):
+            target[at : at + size] = view
+            at += cls._padded(size)
+        return cls(tree.getvalue(), numbers, sizes)
+
+    @classmethod
+    def _padded(cls, size: int) -> int:
+        return -(-size // cls._ALIGNMENT) * cls._ALIGNMENT
+
+    def samples(self) -> list[Any]:
+        """Return the samples, whose tensors share the memory of `numbers`."""
+        source, at, views = memoryview(self.numbers.numpy()), 0, []  # type: ignore[arg-type]
+        for size in self.sizes:
+            views.append(source[at : at + size])
+            at += self._padded(size)
+        found: list[Any] = pickle.loads(self.tree, buffers=views)
+        return found
+
+
+def describe_exception(error: Exception) -> str:
+    """Return an exception of a data set in one line, with the line of the program that raised it."""
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the frame here
     own = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
@@ -235,9 +368,9 @@ class _RequestSampler:
     """The requests of the current epoch; replaced for each epoch, so that the loader processes can be kept."""
 
     def __init__(self) -> None:
-        self.requests: Iterable[Request] = ()
+        self.requests: Iterable[_AnyRequest] = ()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[_AnyRequest]:
         return iter(self.requests)
 
 
@@ -254,32 +387,70 @@ class Fetcher:
             `close`.
         prefetch: maximum number of batches that loader processes load ahead; at least one for each.
         pin: put batches in page-locked memory, from which copies to a GPU overlap its computation.
+        in_parts: use `fetch_in_parts`, not `fetch`: `dataset` is in blocks.
+
+    Attributes:
+        parts: number of parts of a batch that `fetch_in_parts` loads beside each other.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, processes: int, prefetch: int, pin: bool) -> None:
+    def __init__(
+        self, dataset: Any, collate: Collate | None, processes: int, prefetch: int, pin: bool, in_parts: bool = False
+    ) -> None:
         self._batches = _Batches(dataset, collate)
         self._processes, self._prefetch, self._pin = processes, prefetch, pin
+        self._in_parts, self.parts = in_parts, max(1, processes)
         self._sampler = _RequestSampler()
         self._loader: DataLoader[Any] | None = None
         self._running: Generator[Any, None, None] | None = None
 
     def fetch(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Return an iterator over the batches of `requests`; with loader processes, it ends an earlier iterator."""
+        return self._fetch(requests, self._pin)
+
+    def fetch_in_parts(self, requests: Iterable[_BatchInParts]) -> Iterator[Any]:
+        """Return an iterator over the batches of a data set in blocks; otherwise as `fetch`.
+
+        Of several loader processes, each has the same part of every batch, so that it reads other blocks than its
+        siblings. This process puts the parts together and collates them.
+        """
+        if self.parts == 1:
+            return self._fetch(requests, self._pin)
+        return self._join(requests)
+
+    def _join(self, requests: Iterable[_BatchInParts]) -> Iterator[Any]:
+        ahead: deque[_BatchInParts] = deque()
+
+        def of_parts() -> Iterator[_BlockRequest]:
+            for request in requests:
+                ahead.append(request)
+                yield from request.parts
+
+        loaded = self._fetch(of_parts(), pin=False)
+        for first in loaded:
+            parts = [first, *islice(loaded, self.parts - 1)]
+            if len(parts) < self.parts:
+                return
+            samples = [sample for part in parts for sample in part.samples()]
+            with preserve_generators():
+                data = self._batches.joined(ahead.popleft(), samples)
+            yield map_tensors(pinned, data) if self._pin else data
+
+    def _fetch(self, requests: Iterable[_AnyRequest], pin: bool) -> Iterator[Any]:
         if not self._processes:
-            return self._fetch_in_process(requests)
+            return self._fetch_in_process(requests, pin)
         self._end_running()
         self._running = self._fetch_from_processes(requests)
         return self._running
 
-    def _fetch_in_process(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def _fetch_in_process(self, requests: Iterable[_AnyRequest], pin: bool) -> Iterator[Any]:
         # Whole batches are not seeded. Restoring the generators costs 80 µs, most of it for NumPy's.
-        guard = preserve_generators if self._batches.by_sample else nullcontext
+        guard = preserve_generators if self._batches.by_sample or self._in_parts else nullcontext
         for request in requests:
             with guard():
                 data = self._batches[request]
-            yield map_tensors(pinned, data) if self._pin else data
+            yield map_tensors(pinned, data) if pin else data
 
-    def _fetch_from_processes(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
+    def _fetch_from_processes(self, requests: Iterable[_AnyRequest]) -> Generator[Any, None, None]:
         self._sampler.requests = requests
         if self._loader is None:
             self._loader = self._start()
@@ -292,11 +463,14 @@ class Fetcher:
         return DataLoader(
             self._batches,
             batch_size=None,
+            # What a collate function returns stays as it is: by default, arrays would become tensors.
+            collate_fn=_unchanged if self._in_parts else None,
             sampler=self._sampler,
             num_workers=self._processes,
-            prefetch_factor=self._prefetch // self._processes,
+            # A batch in parts is one request for each process. DataLoader gives requests to its processes in turn.
+            prefetch_factor=self._prefetch if self._in_parts else self._prefetch // self._processes,
             persistent_workers=True,
-            pin_memory=self._pin,
+            pin_memory=self._pin and not (self._in_parts and self.parts > 1),
             worker_init_fn=partial(_ignore_signals, new_group=multiprocessing.parent_process() is None),
             # A separate generator: otherwise each epoch draws a seed from the global one.
             generator=torch.Generator(),
@@ -315,6 +489,10 @@ class Fetcher:
         if iterator is not None:
             # Dropping the reference would do the same, unless a traceback still holds one of its frames.
             iterator._shutdown_workers()
+
+
+def _unchanged(data: Any) -> Any:
+    return data
 
 
 def _ignore_signals(_: int, new_group: bool) -> None:
@@ -471,12 +649,13 @@ class Loader:
         self.dataset, self.samples = dataset, _length(dataset)
         self.global_batch_size, self.seed, self.shuffle, self.drop_last = global_batch_size, seed, shuffle, drop_last
         self._batch_sampler = batch_sampler
+        self._in_blocks = batch_sampler is None and hasattr(dataset, "epoch_order")
         self._check(num_workers)
         prefetch = _check_prefetch(prefetch, num_workers)
         pin = self.comm.device.type == "cuda"
         self.num_workers = num_workers
         self._collate_fn = collate_fn
-        self._fetcher = Fetcher(dataset, collate_fn, num_workers, prefetch, pin)
+        self._fetcher = Fetcher(dataset, collate_fn, num_workers, prefetch, pin, in_parts=self._in_blocks)
         self._epoch, self._step = 0, 0
         self._resume_at: tuple[int, int] | None = None  # the loaded position, until its epoch starts
         self._batches_digest = 0  # of the current epoch's batches, with a batch sampler
@@ -501,6 +680,8 @@ class Loader:
                 f"at most the {self.samples} samples of the data set with drop_last",
                 self.global_batch_size,
             )
+        if self._in_blocks and self.samples < self.global_batch_size and self.shuffle:
+            raise ConfigError("global_batch_size", f"at most the samples of {self.dataset}", self.global_batch_size)
         if self.samples < self.global_batch_size and self.shuffle and self.comm.rank == 0:
             what = "global_batch_size=%d is more than the %d samples of the data set: an epoch is a single step"
             _log.warning(what, self.global_batch_size, self.samples)
@@ -530,6 +711,9 @@ class Loader:
         """Return the samples of an epoch in the order in which they form global batches: int64, shape (samples,)."""
         if self._batch_sampler is not None:
             return torch.tensor([index for batch in self._read_batches(epoch) for index in batch])
+        if self._in_blocks:
+            blocks = self._block_order(epoch)
+            return torch.cat([blocks.samples(step, 0, blocks.global_size(step)) for step in range(blocks.steps)])
         return self._order(epoch).long()
 
     def _read_batches(self, epoch: int) -> list[list[int]]:
@@ -608,14 +792,10 @@ class Loader:
         first = self._resume_at[1] if self._resume_at is not None and self._resume_at[0] == epoch else 0
         self._resume_at = None
         self._epoch, self._step = epoch, first
-        order: _WorkerOrder | _SampledOrder
-        if self._batch_sampler is None:
-            order = _WorkerOrder(self, self._order(epoch))
-        else:
-            order = _SampledOrder(self, self._agreed_batches(epoch))
         steps = range(first, len(self))
+        order, fetched = self._start(epoch, steps)
         loop = mix((self.samples, self.global_batch_size, self.shuffle)) or 1
-        batches = to_device(self._fetcher.fetch(self._requests(order, epoch, steps)), self.comm.device)
+        batches = to_device(fetched, self.comm.device)
         for step in steps:
             indices, global_size = order.part(step)
             data = next(batches, _ENDED)
@@ -632,6 +812,38 @@ class Loader:
                 raise
         note_batch((epoch + 1) * len(self), finished=True, loop=loop)
         self._epoch, self._step = epoch + 1, 0
+
+    def _start(self, epoch: int, steps: range) -> tuple[_WorkerOrder | _SampledOrder | _BlockOrder, Iterator[Any]]:
+        """Return the order of an epoch, and its batches in the memory of the CPU."""
+        if self._in_blocks:
+            self._compare_files()
+            blocks = self._block_order(epoch)
+            key = mix((self.seed, _SAMPLES, epoch))
+            return blocks, self._fetcher.fetch_in_parts(blocks.request(key, step) for step in steps)
+        order = (
+            _WorkerOrder(self, self._order(epoch))
+            if self._batch_sampler is None
+            else _SampledOrder(self, self._agreed_batches(epoch))
+        )
+        return order, self._fetcher.fetch(self._requests(order, epoch, steps))
+
+    def _block_order(self, epoch: int) -> _BlockOrder:
+        order = self.dataset.epoch_order(self.global_batch_size, self.seed, epoch, self.shuffle)
+        return _BlockOrder(self, order, self._fetcher.parts)
+
+    def _compare_files(self) -> None:
+        """Check that all workers have the same files.
+
+        Raises:
+            MismatchError: on every worker, if they differ.
+        """
+        if self.comm.group is None:
+            return
+        with named("comparison of the files"):
+            by_rank = self.comm.allgather_object(self.dataset.order_settings())
+        for rank, other in enumerate(by_rank):
+            if other != by_rank[0]:
+                raise MismatchError(f"the data of ranks 0 and {rank} differ: {by_rank[0]} and {other}")
 
     def _requests(self, order: _WorkerOrder | _SampledOrder, epoch: int, steps: range) -> Iterator[Request]:
         key = mix((self.seed, _SAMPLES, epoch))
@@ -695,7 +907,10 @@ class Loader:
         self._batches_digest = int(state.get("batches", 0))
 
     def _settings(self) -> dict[str, Any]:
+        files = self.dataset.order_settings() if self._in_blocks else {}
         return {
+            **dict.fromkeys(("files", "shuffle_window", "lanes")),
+            **files,
             "samples": self.samples,
             "global_batch_size": self.global_batch_size,
             "seed": self.seed,
@@ -759,6 +974,58 @@ class _SampledOrder:
     def part(self, step: int) -> tuple[torch.Tensor, int]:
         """Return this worker's samples of `step`, int64, and the size of the global batch."""
         return self._parts[step], self._sizes[step]
+
+
+class _BlockOrder:
+    """This worker's part of an epoch's order of a data set in blocks, step by step; see `_WorkerOrder`.
+
+    Args:
+        loader: the loader.
+        order: a `StreamOrder`.
+        parts: number of parts into which this worker's part of a batch is divided, one for each loader process.
+    """
+
+    def __init__(self, loader: Loader, order: Any, parts: int) -> None:
+        self._loader, self._order, self._parts = loader, order, parts
+        self._ahead: dict[int, torch.Tensor] = {}
+        self._kept: tuple[int, int, int] | None = None
+        self.steps = steps_per_epoch(loader.samples, loader.global_batch_size)
+
+    def global_size(self, step: int) -> int:
+        """Return the size of the global batch."""
+        size: int = self._order.batch_size(step)
+        return size
+
+    def samples(self, step: int, low: int, high: int) -> torch.Tensor:
+        """Return the samples [low, high) of a global batch, int64."""
+        return torch.from_numpy(self._order.part(step, low, high))
+
+    def part(self, step: int) -> tuple[torch.Tensor, int]:
+        """Return this worker's samples of `step`, int64, and the size of the global batch."""
+        size = self.global_size(step)
+        indices = self._ahead.pop(step, None)
+        if indices is None:
+            # Each step is asked for twice: for its request, and when its batch is used.
+            indices = self._ahead[step] = self.samples(step, *self._loader.local_range(size))
+        return indices, size
+
+    def request(self, key: int, step: int) -> _BatchInParts:
+        """Return the request for this worker's part of a batch, with the blocks to keep where they change."""
+        indices, size = self.part(step)
+        low, high = self._loader.local_range(size)
+        if low == high and not self._loader.virtual_workers:
+            # As for other data sets: a sample, for the shapes, which is removed by `narrow`.
+            rest = [_BlockRequest(key, [], []) for _ in range(self._parts - 1)]
+            return _BatchInParts([_BlockRequest(key, [0], []), *rest], [0])
+        cuts = self._order.cuts(step, low, high, self._parts)
+        window = self._order.window(step), low, high
+        keeps = [None if window == self._kept else self._order.blocks(step, *cut).tolist() for cut in cuts]
+        self._kept = window
+        parts = [
+            _BlockRequest(key, indices[start - low : stop - low].tolist(), keep)
+            for (start, stop), keep in zip(cuts, keeps, strict=True)
+        ]
+        return _BatchInParts(parts, self._loader._by_shard(indices, size) or indices.tolist())
 
 
 def _indices(batch: Any) -> list[int]:
