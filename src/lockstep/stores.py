@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from torch.distributed import TCPStore
 
 from . import messages
-from .errors import StallError, TransportError
+from .errors import MembershipChangedError, StallError, TransportError
 
 __all__ = [
     "LOOPBACK",
@@ -164,6 +164,8 @@ def exchange(store: Store, topic: str, rank: int, text: str, names: Sequence[int
     keys = _keys(topic, len(names))
     try:
         return _exchange(store, topic, rank, text, keys, combine, lambda key: store.get(key))
+    except MembershipChangedError:
+        raise  # nobody is late: there is another group at once
     except RuntimeError as error:
         missing = _missing(store, keys)
         if not missing:  # the last rank ended before it stored the result
@@ -185,6 +187,8 @@ def exchange_available(
 
     try:
         return _exchange(store, topic, rank, text, keys, combine, wait)
+    except MembershipChangedError:
+        raise
     except RuntimeError:
         missing = set(_missing(store, keys))
         return _read_combined(store, {rank: key for rank, key in keys.items() if rank not in missing}, combine)

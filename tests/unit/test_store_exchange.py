@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import StallError
+from lockstep.errors import MembershipChangedError, StallError
 from lockstep.stores import combine_nothing, exchange, exchange_available, from_ranges, get_available, to_ranges
 from lockstep.transports.runtime import host_identity
 from lockstep.watchdog import jobs
@@ -118,3 +118,12 @@ def test_ranks_as_runs(ranks: set[int]) -> None:
     runs = to_ranges(sorted(ranks))
     assert from_ranges(runs, 64) == sorted(ranks)
     assert all(stop < following for (_, stop), (following, _) in pairwise(runs))
+
+
+def test_a_change_of_the_members_is_no_stall_of_ranks_that_have_not_arrived() -> None:
+    class Changed(CountingStore):
+        def get(self, key: str) -> bytes:
+            raise MembershipChangedError(3)
+
+    with pytest.raises(MembershipChangedError):
+        exchange(Changed(dist.HashStore()), "topic", 1, "text", range(2), everything)

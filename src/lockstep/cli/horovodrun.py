@@ -53,7 +53,7 @@ OPTIONS = {
         _option("--network-interfaces", "--network-interface", dest="network_interfaces", metavar="A,B",
                 action="append", help=_RUN["network_interface"].help),
     ],
-    "elastic jobs (on one host; on several the number of workers is fixed at the start)": [
+    "elastic jobs": [
         _option("--min-np", "--min-num-proc", dest="min_np", metavar="N", help="the training waits below so many "
                 "workers (default: -np)"),
         _option("--max-np", "--max-num-proc", dest="max_np", metavar="N", help="at most so many workers (default: -np, "
@@ -188,7 +188,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     chosen["env"] = [name for name in names if name.removeprefix("HOROVOD_") not in _RANK_VARIABLES]
     if "verbose" in given:
         _log(shlex.join(_equivalent_command(chosen)))
-    if "elastic" in chosen:
+    if "elastic" in chosen and _are_here(_given_hosts(chosen)):
         for name in ("hosts", "hostfile"):
             chosen.pop(name, None)
     with _follower(discovery, elastic):
@@ -252,7 +252,7 @@ def _elastic_job(given: Mapping[str, Any], variables: Mapping[str, str]) -> tupl
         if "min_np" not in given and "max_np" not in given:
             return {}, None
         slots = sum(host.slots for host in _given_hosts(given)) or _MOST
-        if _is_fixed(given, _given_hosts(given)):
+        if _is_fixed(given):
             return {}, None
         most = min(most or bound, slots, _MOST)
         return {"elastic": f"{least}:{most}", "workers": str(min(bound, most))}, None
@@ -263,9 +263,17 @@ def _elastic_job(given: Mapping[str, Any], variables: Mapping[str, str]) -> tupl
     discovery = Discovery(script, numbers["workers"] or least, numbers["slots_per_host"] or 1, seconds)
     hosts = discovery.find()
     workers = min(sum(host.slots for host in hosts), most or sys.maxsize)
-    if _is_fixed(given, hosts):
-        return {"workers": str(workers), "hosts": ",".join(_host_text(host) for host in hosts)}, None
-    return {"elastic": f"{least}:{min(most or _MOST, _MOST)}", "workers": str(min(workers, _MOST))}, discovery
+    names = {"hosts": ",".join(_host_text(host) for host in hosts)}
+    if _is_fixed(given):
+        return {"workers": str(workers), **names}, None
+    elastic = {"elastic": f"{least}:{min(most or _MOST, _MOST)}", "workers": str(min(workers, _MOST))}
+    if _are_here(hosts):
+        return elastic, discovery
+    _log(
+        "the script is not followed on several hosts: `lockstep join` adds one, and `lockstep resize --remove` takes "
+        "one out"
+    )
+    return {**elastic, **names}, None
 
 
 def _given_hosts(given: Mapping[str, Any]) -> list[Host]:
@@ -274,13 +282,15 @@ def _given_hosts(given: Mapping[str, Any]) -> list[Host]:
     return parse_hosts(given["hosts"]) if "hosts" in given else []
 
 
-def _is_fixed(given: Mapping[str, Any], hosts: Sequence[Host]) -> bool:
+def _is_fixed(given: Mapping[str, Any]) -> bool:
     """Return whether the number of workers stays as it is at the start, and say so."""
-    if all(is_this_host(host.name) for host in hosts) and "output_dir" not in given:
-        return False
-    why = "with --output-filename" if "output_dir" in given else "on several hosts"
-    _log(f"{why} the number of workers is fixed at the start, and the loss of one ends the job")
-    return True
+    if "output_dir" in given:
+        _log("with --output-filename the number of workers is fixed at the start, and the loss of one ends the job")
+    return "output_dir" in given
+
+
+def _are_here(hosts: Sequence[Host]) -> bool:
+    return all(is_this_host(host.name) for host in hosts)
 
 
 def _follower(discovery: Discovery | None, elastic: Mapping[str, str]) -> AbstractContextManager[object]:

@@ -310,6 +310,41 @@ def test_two_hosts_without_shared_storage_wait_for_each_other(hosts: Hosts, star
     assert "of 1\n" not in first.out() + other.out()
 
 
+HOROVOD = """
+import os, time, torch, horovod.torch as hvd
+hvd.init()
+state = hvd.elastic.ObjectState(done=0)
+
+@hvd.elastic.run
+def train(state):
+    print("begin at", state.done, "as", hvd.rank(), "of", hvd.size(), flush=True)
+    while not hvd.broadcast_object(os.path.exists("enough")):
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="ones").item()
+        assert total == hvd.size(), total
+        state.done += 1
+        print("step", state.done, "of", hvd.size(), flush=True)
+        time.sleep(0.02)
+        state.commit()
+
+train(state)
+print("ended with", hvd.size(), flush=True)
+"""
+
+
+def test_a_horovod_program_goes_on_after_the_loss_of_the_first_host(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(HOROVOD)
+    with start("1:3", "--as-horovod", "-np", 3, "-H", "alpha:1,beta:1,gamma:1", program) as job:
+        job.wait_for(r"step 9 of 3")
+        seen = len(job.out())
+        hosts.kill("alpha")
+        job.wait_for(r"begin at \d+ as 0 of 2", seen)
+        job.wait_for(r"step \d+ of 2", seen)
+        enough(tmp_path)
+        assert job.end() == 0, job
+        assert job.out().count("ended with 2") == 2, job
+
+
 def test_a_host_is_told_to_leave_and_then_the_job_to_end(hosts: Hosts, start: Start, tmp_path: Path) -> None:
     program = write(tmp_path, 1000, shared=True)
     with start("1:2", "-H", "alpha,beta", "-np", 2, program) as job:
