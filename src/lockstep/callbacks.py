@@ -10,6 +10,8 @@ from .training.callbacks import (
     EarlyStopping,
     Progress,
     TensorBoard,
+    TextSamples,
+    TokenColumns,
     TrainingContext,
     defaults,
 )
@@ -22,6 +24,8 @@ __all__ = [
     "EarlyStopping",
     "Progress",
     "TensorBoard",
+    "TextSamples",
+    "TokenColumns",
     "TrainingContext",
     "defaults",
 ]

@@ -9,6 +9,7 @@ from ..registry import Registry, import_object
 if TYPE_CHECKING:
     from .loader import Batch, LengthBatchSampler, Loader
     from .sets import ImageSet, cifar10, digits, fashion_mnist, mnist, synthetic
+    from .text_files import TextBlocks, text
 
 __all__ = [
     "DATA",
@@ -16,11 +17,13 @@ __all__ = [
     "ImageSet",
     "LengthBatchSampler",
     "Loader",
+    "TextBlocks",
     "cifar10",
     "digits",
     "fashion_mnist",
     "mnist",
     "synthetic",
+    "text",
 ]
 
 DATA = Registry(
@@ -31,6 +34,7 @@ DATA = Registry(
         "mnist": "lockstep.data.sets:mnist",
         "cifar10": "lockstep.data.sets:cifar10",
         "synthetic": "lockstep.data.sets:synthetic",
+        "text": "lockstep.data.text_files:text",
     },
     open_ended=True,
 )
@@ -40,6 +44,7 @@ _LAZY = {
     "ImageSet": "lockstep.data.sets:ImageSet",
     "LengthBatchSampler": "lockstep.data.loader:LengthBatchSampler",
     "Loader": "lockstep.data.loader:Loader",
+    "TextBlocks": "lockstep.data.text_files:TextBlocks",
     **{target.partition(":")[2]: target for target in DATA.targets.values()},
 }
 

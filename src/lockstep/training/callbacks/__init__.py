@@ -7,6 +7,7 @@ from .checkpoints import Checkpoints
 from .csv_log import CSVLog
 from .curve import Curve
 from .early_stopping import EarlyStopping
+from .language import TextSamples, TokenColumns
 from .progress import Progress
 from .tensorboard import TensorBoard
 
@@ -18,6 +19,8 @@ __all__ = [
     "EarlyStopping",
     "Progress",
     "TensorBoard",
+    "TextSamples",
+    "TokenColumns",
     "TrainingContext",
     "defaults",
 ]
