@@ -245,14 +245,14 @@ class _Tokens:
     """
 
     def __init__(self, path: Path, dtype: str, count: int) -> None:
-        self.path, self._dtype, self._count = path, dtype, count
+        self.path, self._dtype, self._count = path.absolute(), dtype, count
         self.values = np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", shape=(count,))
 
     def __len__(self) -> int:
         return self._count
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path.absolute(), self._dtype, self._count)
+        return type(self), (self.path, self._dtype, self._count)
 
 
 _FORMAT = 1  # of the files of tokens; part of their digest

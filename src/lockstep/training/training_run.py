@@ -339,8 +339,9 @@ def run(options: TrainOptions) -> dict[str, Any]:
     with Activity("lockstep train: loading the data", shown):
         train, test = load_data(options)
     directory = RunDirectory(options)
+    callbacks = [directory, *_language_callbacks(options, train, test), *make_callbacks(options)]
     with Activity("lockstep train: building the model", shown):
-        trainer = make_trainer(options, train, [directory, *make_callbacks(options, train, test)])
+        trainer = make_trainer(options, train, callbacks)
     trainer.numbers_run_dir = False  # the command has chosen the directory
     with directory.removed_on_failure(trainer), ExitStack() as stack:
         loader = stack.enter_context(closing(trainer.loader(train)))
@@ -452,13 +453,9 @@ def _schedule(options: TrainOptions, samples: int) -> Schedule:
     return make_schedule(options.schedule, options.epochs * steps, warmup, start)
 
 
-def make_callbacks(options: TrainOptions, train: Any = None, test: Any = None) -> list[Callback]:
-    """Create the callbacks for the options, and those for the data if they are text."""
-    tokens = None if _vocabulary(train) is None else _shape(train)[0]
-    chosen: list[Callback] = [] if tokens is None else [TokenColumns(tokens)]
-    chosen += [] if options.quiet else [Progress(tokens)]
-    if isinstance(train, TextBlocks):
-        chosen.append(_samples_of_text(options, test or train))
+def make_callbacks(options: TrainOptions) -> list[Callback]:
+    """Create the callbacks for the options."""
+    chosen: list[Callback] = [] if options.quiet else [Progress(options.context)]
     chosen += [CSVLog(), Curve(), Checkpoints(options.checkpoint_every)]
     if "tensorboard" in options.logs():
         check_installed("log")
@@ -467,6 +464,16 @@ def make_callbacks(options: TrainOptions, train: Any = None, test: Any = None) -
 
 
 _SAMPLES, _PROMPT = 3, 16  # texts to continue after each epoch, and the tokens that are given of each
+
+
+def _language_callbacks(options: TrainOptions, train: Any, test: Any) -> list[Callback]:
+    """Create the callbacks for data that are tokens; they come before those that show and write rows."""
+    if _vocabulary(train) is None:
+        return []
+    chosen: list[Callback] = [TokenColumns(_shape(train)[0])]
+    if isinstance(train, TextBlocks):
+        chosen.append(_samples_of_text(options, test or train))
+    return chosen
 
 
 def _samples_of_text(options: TrainOptions, blocks: TextBlocks) -> TextSamples:
