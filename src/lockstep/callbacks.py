@@ -11,6 +11,8 @@ from .training.callbacks import (
     Pretrained,
     Progress,
     TensorBoard,
+    TextSamples,
+    TokenColumns,
     TrainingContext,
     defaults,
 )
@@ -24,6 +26,8 @@ __all__ = [
     "Pretrained",
     "Progress",
     "TensorBoard",
+    "TextSamples",
+    "TokenColumns",
     "TrainingContext",
     "defaults",
 ]

@@ -30,12 +30,19 @@ your own model and data:
   --data mydata:load     load() in mydata.py returns (train, test), or only
                          train; each item is a pair (input, label); for the
                          built-in models train has an attribute classes, their
-                         number or names (in a TensorDataset they are counted)
+                         number or names (in a TensorDataset they are counted);
+                         data with an attribute vocabulary are text: both parts
+                         of an item are tokens, and the model returns logits
+                         (n, t, vocabulary)
 
 examples:
   lockstep train --epochs 30 --optimizer adamw
   lockstep train --data fashion-mnist --workers 2
   lockstep train --model resnet18 --data cifar10 --precision bf16 --epochs 30
+      a language model on a text file, whose last tenth is held out:
+  lockstep train --model gpt --data text:book.txt
+  lockstep train --model gpt --data text:book.txt --tokenizer tokenizer.json \
+      --context 512 --layers 6 --heads 6 --width 384 --dropout 0.1
   lockstep train --model mynet:Net --data mydata:load --optimizer adamw
       several devices in one process:
   lockstep train --strategy replicas --devices cpu,cpu
@@ -161,19 +168,25 @@ def _print_summary(run_dir: Path, result: dict[str, Any]) -> None:
     from rich.console import Console
 
     rows = []
+    epochs = "1 epoch" if result["epochs"] == 1 else f"{result['epochs']} epochs"
     if result["val_accuracy"] is not None:
-        epochs = "1 epoch" if result["epochs"] == 1 else f"{result['epochs']} epochs"
         rows.append(("accuracy", f"{result['val_accuracy']:.2%} of the test set, after {epochs}"))
+    if result.get("val_perplexity") is not None:
+        rows.append(("perplexity", f"{result['val_perplexity']:.4g} on the text held out, after {epochs}"))
     noun = "worker" if result["workers"] == 1 else "workers"
     if len(result["devices"]) > result["workers"]:
         noun += f" on {len(result['devices'])} devices"
-    rows.append(("speed", f"{result['samples_per_second']:,.0f} samples/s with {result['workers']} {noun}"))
+    unit = "tokens" if "tokens_per_second" in result else "samples"
+    rows.append(("speed", f"{result[f'{unit}_per_second']:,.0f} {unit}/s with {result['workers']} {noun}"))
     rows += [
         ("model", str(run_dir / "model.safetensors")),
+        *([("samples", str(run_dir / "samples.txt"))] if (run_dir / "samples.txt").exists() else []),
         ("curve", str(run_dir / "curve.png")),
         ("all files", str(run_dir)),
     ]
     console = Console(highlight=False, markup=False, emoji=False)  # paths are printed unchanged
     console.print()
     for name, text in rows:
-        console.print(f"{name:<13}  {text}", soft_wrap=True, style="bold" if name == "accuracy" else None)
+        console.print(
+            f"{name:<13}  {text}", soft_wrap=True, style="bold" if name in ("accuracy", "perplexity") else None
+        )

@@ -180,7 +180,7 @@ def resolve(arguments: argparse.Namespace) -> TrainOptions:
         values = {**_merge(files, flags), "resume": str(checkpoint)}
     options = TrainOptions(**values)
     options.check()
-    options.run_dir = str(choose_folder(options.run_dir, run, f"{options.model}-{options.data}"))
+    options.run_dir = str(choose_folder(options.run_dir, run, options.title))
     return options
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .sets import ImageSet, cifar10, digits, fashion_mnist, mnist, synthetic
     from .shard_readers import ShardReader
     from .stream import Stream
+    from .text_files import TextBlocks, text
 
 __all__ = [
     "DATA",
@@ -20,11 +21,13 @@ __all__ = [
     "Loader",
     "ShardReader",
     "Stream",
+    "TextBlocks",
     "cifar10",
     "digits",
     "fashion_mnist",
     "mnist",
     "synthetic",
+    "text",
 ]
 
 DATA = Registry(
@@ -35,6 +38,7 @@ DATA = Registry(
         "mnist": "lockstep.data.sets:mnist",
         "cifar10": "lockstep.data.sets:cifar10",
         "synthetic": "lockstep.data.sets:synthetic",
+        "text": "lockstep.data.text_files:text",
     },
     open_ended=True,
 )
@@ -46,6 +50,7 @@ _LAZY = {
     "Loader": "lockstep.data.loader:Loader",
     "ShardReader": "lockstep.data.shard_readers:ShardReader",
     "Stream": "lockstep.data.stream:Stream",
+    "TextBlocks": "lockstep.data.text_files:TextBlocks",
     **{target.partition(":")[2]: target for target in DATA.targets.values()},
 }
 

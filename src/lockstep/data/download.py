@@ -16,7 +16,7 @@ from ..errors import DataError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["RemoteFile", "fetch"]
+__all__ = ["RemoteFile", "fetch", "locked"]
 
 _BLOCK = 1 << 16  # pooch writes and flushes each block; its default is 1 KiB
 
@@ -46,7 +46,7 @@ def fetch(files: Sequence[RemoteFile], folder: Path) -> list[Path]:
         DataError: no address provides the correct file, or the folder cannot be written; names the file, its addresses,
             the error of each, and what to do. New folders are removed again if they are empty.
     """
-    with _locked(folder):
+    with locked(folder, "to download into"):
         return [_fetch_one(file, folder, [other.name for other in files]) for file in files]
 
 
@@ -85,19 +85,27 @@ def _root_cause(error: BaseException) -> str:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Create and lock the folder, so that other processes do not download into it; remove it again after a failure."""
+def locked(folder: Path, purpose: str) -> Iterator[None]:
+    """Create and lock `folder`, so that other processes do not write to it; remove it again after a failure.
+
+    Args:
+        folder: the folder.
+        purpose: what it is for, as errors say it: "to download into".
+
+    Raises:
+        DataError: it cannot be created or read.
+    """
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise DataError(
-            f"{folder}: expected a folder to download into, got {error.strerror or error}. "
+            f"{folder}: expected a folder {purpose}, got {error.strerror or error}. "
             f"Name another: data_dir in a script, --data-dir on the command line"
         ) from None
     try:
-        # Some network file systems cannot lock folders; on these, each process downloads.
+        # Some network file systems cannot lock folders; on these, each process makes the files.
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
+from pathlib import PurePath
 from typing import Any
 
 from ..data import DATA
@@ -19,6 +20,7 @@ __all__ = ["GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_param_groups
 
 GROUPS = ("what to train", "workers", "the step", "the run", "files and display")
 LOGS = ("csv", "tensorboard")
+_GPT = {"layers": 4, "heads": 4, "width": 128, "dropout": 0.0}  # the defaults of lockstep.models.gpt
 _PER_CALL = ("run_dir", "resume", "allow_different_hardware", "quiet")
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
@@ -36,9 +38,21 @@ class TrainOptions:
     """All options of ``lockstep train``, with their defaults. Names are those of the flags with ``_`` for ``-``."""
 
     model: str = _option("lenet", GROUPS[0], _names(MODELS), "NAME")
-    data: str = _option("digits", GROUPS[0], _names(DATA), "NAME")
+    data: str = _option("digits", GROUPS[0], _names(DATA) + "; text is text:FILE, for gpt", "NAME")
     data_dir: str | None = _option(
         None, GROUPS[0], "folder of the data's files; missing ones are downloaded into it", "DIR"
+    )
+    context: int | None = _option(None, GROUPS[0], "for text: tokens in a sample (default: 256)", "N")
+    tokenizer: str | None = _option(
+        None, GROUPS[0], "for text: a tokenizer.json of the package tokenizers (default: each byte is a token)", "FILE"
+    )
+    layers: int | None = _option(None, GROUPS[0], "for gpt: blocks of attention and MLP (default: 4)", "N")
+    heads: int | None = _option(None, GROUPS[0], "for gpt: attention heads in a block (default: 4)", "N")
+    width: int | None = _option(
+        None, GROUPS[0], "for gpt: numbers for a token between blocks, a multiple of 2 x heads (default: 128)", "N"
+    )
+    dropout: float | None = _option(
+        None, GROUPS[0], "for gpt and convnet: probability with which numbers are zeroed in training", "X"
     )
 
     workers: str = _option(
@@ -82,10 +96,12 @@ class TrainOptions:
     )
 
     global_batch_size: int = _option(
-        None, GROUPS[2], "samples in one step, over all workers (default: 256; 64 for digits)", "N"
+        None, GROUPS[2], "samples in one step, over all workers (default: 256; 64 for digits, 32 for text)", "N"
     )
     lr: float = _option(None, GROUPS[2], "learning rate (default: 0.05 for sgd, 0.001 for adam and adamw)", "X")
-    optimizer: str = _option("sgd", GROUPS[2], "optimizer", choices=("sgd", "adam", "adamw"))
+    optimizer: str = _option(
+        None, GROUPS[2], "optimizer (default: sgd; adamw for text)", choices=("sgd", "adam", "adamw")
+    )
     momentum: float = _option(0.9, GROUPS[2], "momentum of sgd", "X")
     beta1: float = _option(0.9, GROUPS[2], "first beta of adam and adamw", "X")
     beta2: float = _option(0.999, GROUPS[2], "second beta of adam and adamw", "X")
@@ -152,7 +168,15 @@ class TrainOptions:
     def __post_init__(self) -> None:
         small = self.data == "digits"  # 1,437 samples
         if self.global_batch_size is None:
-            self.global_batch_size = 64 if small else 256
+            self.global_batch_size = 64 if small else 32 if self.text_file is not None else 256
+        if self.text_file is not None and self.context is None:
+            self.context = 256
+        if self.model == "gpt":  # config.yaml then says all that a program needs to build it again
+            for name, value in _GPT.items():
+                if getattr(self, name) is None:
+                    setattr(self, name, value)
+        if self.optimizer is None:
+            self.optimizer = "sgd" if self.text_file is None else "adamw"
         if self.epochs is None:
             self.epochs = 15 if small else 10
         if self.lr is None:
@@ -179,7 +203,7 @@ class TrainOptions:
         for name in ("loader_workers", "replica_check"):
             _whole(name, getattr(self, name), 0)
         _whole("seed", self.seed, 0, 2**63 - 1)  # torch takes 64 bits
-        for name in ("base_batch_size", "virtual_workers", "threads"):
+        for name in ("base_batch_size", "virtual_workers", "threads", "context", "layers", "heads", "width"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1)
         for name, above in (("lr", True), ("momentum", False), ("weight_decay", False), ("warmup_epochs", False)):
@@ -187,6 +211,9 @@ class TrainOptions:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(name, "a number from 0 to below 1", getattr(self, name))
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ConfigError("dropout", "a probability from 0 to below 1", self.dropout)
+        self._check_text()
         parse_param_groups(self.param_groups or "")
         if self.max_grad_norm is not None:
             _number("max_grad_norm", self.max_grad_norm, above=True)
@@ -202,6 +229,14 @@ class TrainOptions:
         self._check_names()
         self._check_interval()
 
+    def _check_text(self) -> None:
+        if self.text_file is None:
+            for name in ("context", "tokenizer"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(name, f"nothing, as the data {self.data} is no text", getattr(self, name))
+        elif not self.text_file:
+            raise ConfigError("data", "text:FILE, the path of a text file", self.data)
+
     def _check_names(self) -> None:
         for option in fields(self):
             choices = option.metadata["choices"]
@@ -215,6 +250,23 @@ class TrainOptions:
         from .callbacks.checkpoints import parse_interval
 
         parse_interval(self.checkpoint_every)
+
+    @property
+    def text_file(self) -> str | None:
+        """The text file in `data`; None for other data, and "" if its path is missing."""
+        name, _, file = self.data.partition(":")
+        return file if name == "text" else None
+
+    @property
+    def title(self) -> str:
+        """A short name of what is trained, such as "lenet-digits"; of text, the file's name."""
+        data = self.data if not self.text_file else PurePath(self.text_file).stem
+        return f"{self.model}-{data}"
+
+    def model_options(self) -> dict[str, Any]:
+        """Return the options that are arguments of the model, as far as they are given."""
+        names = ("layers", "heads", "width", "dropout")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def logs(self) -> list[str]:
         """Return the names in `log`."""

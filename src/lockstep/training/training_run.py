@@ -18,13 +18,23 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ..activity import Activity
 from ..checkpoint.folder import save_weights
 from ..communicator import init
-from ..data import DATA
+from ..data import DATA, TextBlocks, text
 from ..errors import OUTPUT_FAILED, ConfigError, InterruptedRunError, LockstepError, unknown_name
 from ..invariance.shards import steps_per_epoch
-from ..models import MODELS, build
+from ..models import MODELS, build, next_token_loss
 from ..replicas import as_devices
 from ..system import atomic_files
-from .callbacks import Callback, Checkpoints, CSVLog, Curve, Progress, TensorBoard, TrainingContext
+from .callbacks import (
+    Callback,
+    Checkpoints,
+    CSVLog,
+    Curve,
+    Progress,
+    TensorBoard,
+    TextSamples,
+    TokenColumns,
+    TrainingContext,
+)
 from .callbacks.tensorboard import check_installed
 from .losses import check_fit
 from .modes import evaluating
@@ -59,6 +69,8 @@ def load_data(options: TrainOptions) -> tuple[Any, Any]:
         ConfigError: for an unknown name, or a factory that fails or returns something else.
         DataError: for missing or invalid files.
     """
+    if options.text_file is not None:
+        return text(options.text_file, int(options.context or 0), options.tokenizer, data_dir=options.data_dir)
     with _running("data", "a module that can be imported", options.data):
         factory = DATA.load(options.data)
     result = _call(factory, options)
@@ -134,7 +146,9 @@ def build_model(options: TrainOptions, dataset: Any) -> nn.Module:
         ConfigError: for an unknown name, a factory or model that fails, or an output that does not fit the labels.
     """
     with _running("data", "a data set with known classes and shape", options.data):
-        classes, shape = _classes(dataset), _shape(dataset)
+        vocabulary = _vocabulary(dataset)
+        classes, shape = vocabulary or _classes(dataset), _shape(dataset)
+    _check_kind(options, vocabulary)
     if classes is None and options.model in MODELS.targets:
         raise ConfigError(
             "data",
@@ -143,9 +157,41 @@ def build_model(options: TrainOptions, dataset: Any) -> nn.Module:
             "The model's number of outputs is taken from it.",
         )
     with _running("model", "a factory that returns a torch.nn.Module", options.model):
-        model = build(options.model, classes, shape)
-    _try_model(model, _samples(dataset, 2), classes, options.model)
+        model = build(options.model, classes, shape, vocabulary, **options.model_options())
+    if vocabulary is None:
+        _try_model(model, _samples(dataset, 2), classes, options.model)
+    else:
+        _try_language_model(model, _samples(dataset, 2), vocabulary, options.model)
     return model
+
+
+def _vocabulary(dataset: Any) -> int | None:
+    """Return the number of different tokens of a data set of text, which says it; None for other data."""
+    found = getattr(dataset, "vocabulary", None)
+    return found if isinstance(found, int) else None
+
+
+def _check_kind(options: TrainOptions, vocabulary: int | None) -> None:
+    """Check that a model known by name is one for text exactly if the data are."""
+    if vocabulary is None and options.model == "gpt":
+        expected = "text:FILE for the model gpt, or data of your own with an attribute vocabulary"
+        raise ConfigError("data", expected, options.data)
+    if vocabulary is not None and options.model in MODELS.targets and options.model != "gpt":
+        raise ConfigError("model", "gpt, or a model of your own, for text", options.model)
+
+
+@torch.no_grad()
+def _try_language_model(model: nn.Module, samples: Any, vocabulary: int, name: str) -> None:
+    tokens, targets = samples
+    expected = f"a model (n, t) → (n, t, {vocabulary}), for tokens of shape {list(tokens.shape)}"
+    with evaluating(model), _running("model", expected, name):
+        logits = model(tokens)
+    shape = list(logits.shape) if isinstance(logits, torch.Tensor) else None
+    if shape != [*tokens.shape, vocabulary]:
+        got = type(logits).__name__ if shape is None else f"an output of shape {shape}"
+        raise ConfigError("model", expected, found=got)
+    with _running("data", "targets that are tokens, one for each input", name):
+        next_token_loss(logits, targets)
 
 
 @torch.no_grad()
@@ -241,6 +287,9 @@ _HEAD = """\
 """
 
 
+_SPEEDS = ("samples_per_second", "tokens_per_second")
+
+
 def _results(trainer: Trainer, epochs_before: int) -> dict[str, Any]:
     strategy = trainer.step.strategy
     names_by_rank = trainer.comm.allgather_object([_device_name(device) for device in strategy.devices])
@@ -252,10 +301,11 @@ def _results(trainer: Trainer, epochs_before: int) -> dict[str, Any]:
     return {
         "val_accuracy": last.get("val_accuracy"),
         "val_loss": last.get("val_loss"),
+        **({"val_perplexity": last.get("val_perplexity")} if "tokens_per_second" in last else {}),
         "train_loss": last["train_loss"],
         "epochs": trainer.position.epoch,
         "seconds_per_epoch": statistics.median(row["seconds"] for row in recent),
-        "samples_per_second": statistics.median(row["samples_per_second"] for row in recent),
+        **{name: statistics.median(row[name] for row in recent) for name in _SPEEDS if name in last},
         "workers": trainer.comm.size,
         "devices": [name for names in names_by_rank for name in names],
         "global_batch_size": trainer.global_batch_size,
@@ -289,8 +339,9 @@ def run(options: TrainOptions) -> dict[str, Any]:
     with Activity("lockstep train: loading the data", shown):
         train, test = load_data(options)
     directory = RunDirectory(options)
+    callbacks = [directory, *_language_callbacks(options, train, test), *make_callbacks(options)]
     with Activity("lockstep train: building the model", shown):
-        trainer = make_trainer(options, train, [directory, *make_callbacks(options)])
+        trainer = make_trainer(options, train, callbacks)
     trainer.numbers_run_dir = False  # the command has chosen the directory
     with directory.removed_on_failure(trainer), ExitStack() as stack:
         loader = stack.enter_context(closing(trainer.loader(train)))
@@ -337,7 +388,7 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
     return Trainer(
         model,
         make_optimizer(model, options),
-        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss() if _vocabulary(train) is None else next_token_loss,
         options.global_batch_size,
         seed=options.seed,
         run_dir=options.run_dir,
@@ -404,9 +455,29 @@ def _schedule(options: TrainOptions, samples: int) -> Schedule:
 
 def make_callbacks(options: TrainOptions) -> list[Callback]:
     """Create the callbacks for the options."""
-    chosen: list[Callback] = [] if options.quiet else [Progress()]
+    chosen: list[Callback] = [] if options.quiet else [Progress(options.context)]
     chosen += [CSVLog(), Curve(), Checkpoints(options.checkpoint_every)]
     if "tensorboard" in options.logs():
         check_installed("log")
         chosen.append(TensorBoard())
     return chosen
+
+
+_SAMPLES, _PROMPT = 3, 16  # texts to continue after each epoch, and the tokens that are given of each
+
+
+def _language_callbacks(options: TrainOptions, train: Any, test: Any) -> list[Callback]:
+    """Create the callbacks for data that are tokens; they come before those that show and write rows."""
+    if _vocabulary(train) is None:
+        return []
+    chosen: list[Callback] = [TokenColumns(_shape(train)[0])]
+    if isinstance(train, TextBlocks):
+        chosen.append(_samples_of_text(options, test or train))
+    return chosen
+
+
+def _samples_of_text(options: TrainOptions, blocks: TextBlocks) -> TextSamples:
+    """Return a callback that continues the beginnings of some blocks."""
+    count, length = min(_SAMPLES, len(blocks)), min(_PROMPT, blocks.context)
+    prompts = [blocks[number * len(blocks) // count][0][:length].tolist() for number in range(count)]
+    return TextSamples(prompts, blocks.decode, blocks.context, seed=options.seed, show=not options.quiet)

@@ -52,6 +52,15 @@ def part_of_the_time() -> nn.Module:
     return Skipping()
 
 
+def small_gpt() -> nn.Module:
+    return lockstep.models.gpt(11, 8, layers=2, heads=2, width=16, dropout=0.1)
+
+
+def blocks() -> TensorDataset:
+    found = torch.randint(11, (22, 9), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(found[:, :-1], found[:, 1:])
+
+
 KNOWN: list[dict[str, Any]] = [
     {"make": named("mlp"), "optimizer": momentum, "steps": 2},
     {"make": named("mlp"), "optimizer": adamw, "steps": 2},
@@ -74,6 +83,13 @@ OTHERS: list[dict[str, Any]] = [
     {"make": busy, "optimizer": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True)},
     {"make": busy, "optimizer": lambda p: torch.optim.Adam(p, 1e-3, foreach=True)},
     {"make": part_of_the_time},
+    {
+        "make": small_gpt,
+        "data": blocks(),
+        "loss_fn": lockstep.models.next_token_loss,
+        "optimizer": adamw,
+        "max_grad_norm": 0.1,
+    },
     {"make": lambda: named("lenet")().to(memory_format=torch.channels_last), "max_grad_norm": 0.01},
 ]
 

@@ -7,6 +7,7 @@ from .checkpoints import Checkpoints
 from .csv_log import CSVLog
 from .curve import Curve
 from .early_stopping import EarlyStopping
+from .language import TextSamples, TokenColumns
 from .pretrained import Pretrained
 from .progress import Progress
 from .tensorboard import TensorBoard
@@ -20,6 +21,8 @@ __all__ = [
     "Pretrained",
     "Progress",
     "TensorBoard",
+    "TextSamples",
+    "TokenColumns",
     "TrainingContext",
     "defaults",
 ]

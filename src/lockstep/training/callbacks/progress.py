@@ -34,9 +34,13 @@ class Progress(Callback):
 
     On a terminal it is a progress bar below a line for each epoch; in a notebook one table that updates in place;
     elsewhere a line for each epoch, and one whenever 10 s have passed without any.
+
+    Args:
+        tokens: the number of tokens in a sample, to show tokens per second; None to show samples per second.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int | None = None) -> None:
+        self._unit, self._per_sample = ("samples", 1) if tokens is None else ("tokens", tokens)
         self._display: _Display | None = None
         self._status = _Status()
         self._lock = threading.Lock()
@@ -76,7 +80,7 @@ class Progress(Callback):
             return
         status, done = self._status, trainer.step.steps_done
         status.step = trainer.steps_in_epoch
-        status.speed = f"{trainer.totals.samples_per_second:,.0f}"
+        status.speed = f"{trainer.totals.samples_per_second * self._per_sample:,.0f} {self._unit}/s"
         rate = (now - self._began) / (done - self._steps_before)
         status.left = as_duration(rate * (trainer.total_steps - done))
         self._show(now)
@@ -145,7 +149,7 @@ class _Status:
     step: int = 0
     steps: int = 1
     loss: str = "–"
-    speed: str = "–"
+    speed: str = "– samples/s"
     left: str = "–"
     activity: str = ""
     since: float = 0.0
@@ -158,7 +162,7 @@ class _Status:
     def as_line(self) -> str:
         """Return the status as a line."""
         place = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.steps}  loss {self.loss}"
-        return "  ".join(filter(None, [place, f"{self.speed} samples/s", f"{self.left} left", self.doing()]))
+        return "  ".join(filter(None, [place, self.speed, f"{self.left} left", self.doing()]))
 
 
 class _Display(Protocol):
@@ -227,7 +231,7 @@ class _Terminal(_Lines):
         self._bar.start()
 
     def show(self, status: _Status) -> None:
-        doing = status.doing() or f"{status.speed} samples/s  {status.left} left"
+        doing = status.doing() or f"{status.speed}  {status.left} left"
         fields: dict[str, Any] = {"epoch": status.epoch, "epochs": status.epochs, "loss": status.loss, "doing": doing}
         self._bar.update(self._task, completed=status.step, total=status.steps, **fields)
         self._bar.refresh()
@@ -254,7 +258,7 @@ class _LauncherTerminal:
 
     def show(self, status: _Status) -> None:
         place, steps = f"epoch {status.epoch}/{status.epochs}", f"{status.step}/{status.steps}"
-        doing = status.doing() or f"{status.speed} samples/s  {status.left} left"
+        doing = status.doing() or f"{status.speed}  {status.left} left"
         text = f"{steps}  loss {status.loss}  {doing}"
         width = min(40, self._columns - len(place) - len(text) - 2)
         done = width * status.step // max(1, status.steps)
@@ -382,7 +386,7 @@ def as_heading(trainer: TrainingContext) -> str:
 
 
 def as_line(row: Row, epochs: int, within: bool = False) -> str:
-    """Return a row of the history as one line of at most 80 columns; it ends with the samples per second.
+    """Return a row of the history as one line of at most 80 columns; it ends with the samples, or tokens, per second.
 
     Args:
         row: the row.
@@ -396,8 +400,17 @@ def as_line(row: Row, epochs: int, within: bool = False) -> str:
     parts.append(f"loss {row['train_loss']:.4f}")
     for name, value in row.items():
         if name.startswith("val_"):
-            label = name.replace("_", " ")
-            parts.append(f"accuracy {value:.2%}" if name == "val_accuracy" else f"{label} {value:.4f}")
+            parts.append(_measured(name, value))
     parts.append(f"{row['seconds']:.1f} s")
-    parts.append(f"{row['samples_per_second']:,.0f}/s")
+    tokens = row.get("tokens_per_second")
+    parts.append(f"{row['samples_per_second']:,.0f}/s" if tokens is None else f"{tokens:,.0f} tokens/s")
     return "  ".join(parts)
+
+
+def _measured(name: str, value: float) -> str:
+    """Return a result of a validation as text."""
+    if name == "val_accuracy":
+        return f"accuracy {value:.2%}"
+    if name == "val_perplexity":
+        return f"perplexity {value:.4g}"
+    return f"{name.replace('_', ' ')} {value:.4f}"
