@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from transformers import GPT2Config, GPT2LMHeadModel
 
 SENTENCES, BATCH, WORDS, LENGTH = 360, 12, 61, 24
 EPOCH = SENTENCES // BATCH
@@ -70,7 +70,7 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
-class Model(GPT2LMHeadModel):  # type: ignore[misc,no-any-unimported,unused-ignore]
+class Model(GPT2LMHeadModel):  # type: ignore[no-untyped-call]
     """A small GPT-2 that keeps the numbers of the sentences that it is trained with."""
 
     seen: list[int]
@@ -85,7 +85,13 @@ class Model(GPT2LMHeadModel):  # type: ignore[misc,no-any-unimported,unused-igno
 def make_model() -> tuple[Model, torch.optim.Optimizer]:
     """Build the model without dropout, whose draws would differ, and its optimizer."""
     torch.manual_seed(0)
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    none: dict[str, Any] = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     model = Model(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **none))
     model.seen = []
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -98,7 +104,7 @@ def falls(of: int) -> Any:
 
 def found(job: Job, model: Model, learning_rate: float, rank: int) -> None:
     """Write what came out: the loss over all sentences, computed in one way for all, and the sentences of this rank."""
-    model.eval()
+    model.train(False)
     with torch.no_grad():
         batches = [padded([Sentences()[index]]) for index in range(SENTENCES)]
         counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
@@ -203,7 +209,7 @@ def transformers_(job: Job) -> None:
             if state.global_step == job.steps:
                 control.should_training_stop, control.should_save = True, job.saves
 
-    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     model, optimizer = make_model()
     workers = int(os.environ["WORLD_SIZE"])
     arguments = transformers.TrainingArguments(

@@ -63,6 +63,14 @@ TYPED: dict[str, tuple[str, Any]] = {
 # those that contradict some of the others
 WITH_VIRTUAL_WORKERS = {"virtual_workers": ("12", 12), "threads": ("3", 3)}
 WITH_REPLICAS = {"devices": ("cpu,cpu", "cpu,cpu")}
+WITH_TEXT: dict[str, tuple[str, Any]] = {
+    "context": ("64", 64),
+    "tokenizer": ("tokenizer.json", "tokenizer.json"),
+    "layers": ("2", 2),
+    "heads": ("2", 2),
+    "width": ("32", 32),
+    "dropout": ("0.1", 0.1),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +98,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_every_option_is_tried_here() -> None:
-    every = {**TYPED, **WITH_VIRTUAL_WORKERS, **WITH_REPLICAS}
+    every = {**TYPED, **WITH_VIRTUAL_WORKERS, **WITH_REPLICAS, **WITH_TEXT}
     assert set(every) == {option.name for option in fields(TrainOptions)} - {"resume"}
     assert all(getattr(TrainOptions(), name) != value for name, (_, value) in every.items())
 
@@ -114,6 +122,15 @@ def test_virtual_workers_and_their_threads(started: list[Any], typed: str, expec
 def test_devices_of_replicas(started: list[Any]) -> None:
     assert main(["train", "--quiet", "--strategy", "replicas", "--devices", "cpu,cpu"]) == 0
     assert (started[0].strategy, started[0].devices) == ("replicas", "cpu,cpu")
+
+
+def test_language_models(started: list[Any], empty_folder: Path) -> None:
+    flags = [text for name, (typed, _) in WITH_TEXT.items() for text in (f"--{name}", typed)]
+    words = ["--model", "gpt", "--data", "text:book.txt", "--workers", "1", "--quiet"]
+    assert main(["train", *words, *flags]) == 0
+    (options,) = started
+    assert {name: getattr(options, name) for name in WITH_TEXT} == {n: value for n, (_, value) in WITH_TEXT.items()}
+    assert "-gpt-book-" in Path(options.run_dir).name
 
 
 def test_keys_of_a_file_become_options(started: list[Any], empty_folder: Path) -> None:

@@ -41,8 +41,7 @@ examples:
   lockstep train --model resnet18 --data cifar10 --precision bf16 --epochs 30
       a language model on a text file, whose last tenth is held out:
   lockstep train --model gpt --data text:book.txt
-  lockstep train --model gpt --data text:book.txt --tokenizer tokenizer.json \
-      --context 512 --layers 6 --heads 6 --width 384 --dropout 0.1
+  lockstep train --model gpt --data text:book.txt --tokenizer tokenizer.json
   lockstep train --model mynet:Net --data mydata:load --optimizer adamw
       several devices in one process:
   lockstep train --strategy replicas --devices cpu,cpu
