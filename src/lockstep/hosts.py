@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .errors import ConfigError
 
-__all__ = ["Host", "is_this_host", "parse_hostfile", "parse_hosts", "read_hostfile"]
+__all__ = ["Host", "is_loopback", "is_this_host", "parse_hostfile", "parse_hosts", "read_hostfile"]
 
 _ENTRY = re.compile(
     r"(?:(?P<user>\w[\w.-]*)@)?"
@@ -130,9 +130,14 @@ def _check_hosts(hosts: Iterable[tuple[str, Host]], source: str) -> list[Host]:
     return list(by_name.values())
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether `host` means, on every host, that one itself."""
+    return host in ("localhost", "::1") or bool(re.fullmatch(r"127(\.\d+){3}", host))
+
+
 def is_this_host(host: str) -> bool:
     """Return whether `host` is a name or an address of the host on which this program runs."""
-    if host in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+    if is_loopback(host) or host == socket.gethostname():
         return True
     with suppress(OSError):
         addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}

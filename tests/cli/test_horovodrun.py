@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import pytest
 from lockstep.cli import any_command
 from lockstep.cli import run as run_module
 from lockstep.cli.horovodrun import child_variables, program_of
-from lockstep.cli.host_discovery import Discovery, Follower
+from lockstep.cli.host_discovery import Discovery, Follower, OwnJob
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.hosts import Host
 from lockstep.system.processes import is_alive
 from support import warm_python
 
@@ -143,7 +146,8 @@ def test_the_number_of_workers_follows_the_script(tmp_path: Path) -> None:
         asked.append(workers)
 
     found = discovery(tmp_path, f"cat {tmp_path}/hosts")
-    follower = Follower(found, 2, (2, 4), resize, said.append)
+    hosts = [Host("localhost", 2)]
+    follower = Follower(found, hosts, OwnJob(2, 2, 4, resize).follow, said.append)
     for text in ("localhost:2", "localhost:3", "localhost:3", "localhost:3", "localhost:9", "", "other:3", "other:3"):
         (tmp_path / "hosts").write_text(text)
         follower.check()
@@ -152,6 +156,28 @@ def test_the_number_of_workers_follows_the_script(tmp_path: Path) -> None:
         "the job is not running yet",
         "host_discovery_script: expected localhost only",
     ]
+
+
+def test_hosts_of_a_script_that_others_reach_by_their_names_may_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = folder / "discover.sh"
+    script.write_text("#!/bin/sh\necho a:2\necho b:1\n")
+    script.chmod(0o700)
+    seen: list[Any] = []
+
+    def follow(arguments: Any, listed: Callable[[], list[Host]]) -> int:
+        seen.append((arguments.hosts, arguments.elastic, arguments.workers, listed()))
+        script.write_text("#!/bin/sh\necho b:4\n")
+        deadline = time.monotonic() + 60.0
+        while listed() != [Host("b", 4)] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(listed())
+        return 0
+
+    monkeypatch.setattr(run_module, "run_command", follow)
+    assert main(["horovodrun", "--min-np", "1", "--host-discovery-script", str(script), "python", "train.py"]) == 0
+    assert seen == [("a:2,b:1", "1:120", "3", [Host("a", 2), Host("b", 1)]), [Host("b", 4)]]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +195,7 @@ def test_the_number_of_workers_follows_the_script(tmp_path: Path) -> None:
 )
 def test_elastic_options(words: str, run: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
-    monkeypatch.setattr(run_module, "run_command", lambda arguments: chosen.append(vars(arguments)) or 0)
+    monkeypatch.setattr(run_module, "run_command", lambda arguments, listed: chosen.append(vars(arguments)) or 0)
     assert main(["horovodrun", *words.split(), "python", "train.py"]) == 0
     (values,) = chosen
     names = {"elastic": "--elastic", "workers": "-np", "hosts": "-H", "output_dir": "--output-dir"}

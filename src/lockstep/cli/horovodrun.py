@@ -7,16 +7,16 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from .. import environment
 from ..errors import ConfigError
-from ..hosts import Host, is_this_host, parse_hosts, read_hostfile
+from ..hosts import Host, is_loopback, is_this_host, parse_hosts, read_hostfile
 from ..launcher.run_config import OPTIONS as RUN_OPTIONS
 from . import run
-from .host_discovery import Discovery, Follower, resize_own_job
+from .host_discovery import Discovery, Follower, OwnJob
 from .parser import Help
 
 __all__ = ["IGNORED", "OPTIONS", "Ignored", "add_to", "child_variables", "program_of", "run_command"]
@@ -59,7 +59,7 @@ OPTIONS = {
         _option("--max-np", "--max-num-proc", dest="max_np", metavar="N", help="at most so many workers (default: -np, "
                 "or with --host-discovery-script as many as there are slots)"),
         _option("--host-discovery-script", metavar="FILE", help="program that prints one line `host:slots` per host; "
-                "it is run once a second, and the number of workers follows the slots of this host"),
+                "it is run once a second, and the job follows the hosts and their slots"),
         _option("--slots-per-host", metavar="N", help="slots of a host that is printed without a number (default: 1)"),
         _option("--elastic-timeout", metavar="S", help="seconds to wait for enough slots (default: "
                 "HOROVOD_ELASTIC_TIMEOUT, or 600)"),
@@ -176,7 +176,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         _log(f"options without effect, ignored: {', '.join(ignored)}")
     program = program_of(given.get("command", []))
     variables = environment.variables()
-    elastic, discovery = _elastic_job(given, variables)
+    elastic, follower = _elastic_job(given, variables)
     chosen = {
         **program,
         **_shared_values(given, variables),
@@ -188,11 +188,13 @@ def run_command(arguments: argparse.Namespace) -> int:
     chosen["env"] = [name for name in names if name.removeprefix("HOROVOD_") not in _RANK_VARIABLES]
     if "verbose" in given:
         _log(shlex.join(_equivalent_command(chosen)))
-    if "elastic" in chosen and _are_here(_given_hosts(chosen)):
+    if "elastic" in chosen and follower is None and _are_here(_given_hosts(chosen)):
         for name in ("hosts", "hostfile"):
             chosen.pop(name, None)
-    with _follower(discovery, elastic):
-        return run.run_command(argparse.Namespace(**chosen, as_horovod=True))
+    is_followed = follower is not None and "hosts" in chosen
+    with follower or nullcontext():
+        arguments = argparse.Namespace(**chosen, as_horovod=True)
+        return run.run_command(arguments, (lambda: follower.hosts) if follower and is_followed else None)
 
 
 def program_of(command: Sequence[str]) -> dict[str, Any]:
@@ -240,8 +242,8 @@ def _shared_values(given: Mapping[str, Any], variables: Mapping[str, str]) -> di
 _MOST = 120  # workers of an elastic job, see --elastic of `lockstep run`
 
 
-def _elastic_job(given: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[dict[str, str], Discovery | None]:
-    """Return the options of `lockstep run` for an elastic job, and the script that it follows, if there is one."""
+def _elastic_job(given: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[dict[str, str], Follower | None]:
+    """Return the options of `lockstep run` for an elastic job, and what follows its script, if there is one."""
     numbers = {name: _count(name, given) for name in ("workers", "min_np", "max_np", "slots_per_host")}
     least, most = numbers["min_np"] or numbers["workers"] or 1, numbers["max_np"]
     bound = max(least, numbers["workers"] or 1)
@@ -266,14 +268,12 @@ def _elastic_job(given: Mapping[str, Any], variables: Mapping[str, str]) -> tupl
     names = {"hosts": ",".join(_host_text(host) for host in hosts)}
     if _is_fixed(given):
         return {"workers": str(workers), **names}, None
-    elastic = {"elastic": f"{least}:{min(most or _MOST, _MOST)}", "workers": str(min(workers, _MOST))}
-    if _are_here(hosts):
-        return elastic, discovery
-    _log(
-        "the script is not followed on several hosts: `lockstep join` adds one, and `lockstep resize --remove` takes "
-        "one out"
-    )
-    return {**elastic, **names}, None
+    most = min(most or _MOST, _MOST)
+    workers = min(workers, most)
+    elastic = {"elastic": f"{least}:{most}", "workers": str(workers)}
+    if all(is_loopback(host.name) for host in hosts):
+        return elastic, Follower(discovery, hosts, OwnJob(workers, least, most).follow, _log)
+    return {**elastic, **names}, Follower(discovery, hosts, lambda hosts: None, _log)
 
 
 def _given_hosts(given: Mapping[str, Any]) -> list[Host]:
@@ -291,14 +291,6 @@ def _is_fixed(given: Mapping[str, Any]) -> bool:
 
 def _are_here(hosts: Sequence[Host]) -> bool:
     return all(is_this_host(host.name) for host in hosts)
-
-
-def _follower(discovery: Discovery | None, elastic: Mapping[str, str]) -> AbstractContextManager[object]:
-    """Return the context in which the number of workers of an elastic job follows its script, if there is one."""
-    if discovery is None:
-        return nullcontext()
-    least, most = map(int, elastic["elastic"].split(":"))
-    return Follower(discovery, int(elastic["workers"]), (least, most), resize_own_job, _log)
 
 
 def _host_text(host: Host) -> str:

@@ -7,14 +7,14 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from ..errors import ConfigError, LockstepError
 from ..hosts import Host, is_this_host, parse_hosts
 
-__all__ = ["Discovery", "Follower", "resize_own_job"]
+__all__ = ["Discovery", "Follower", "OwnJob"]
 
 _RETRY_S = 1.0  # as in Horovod
 _ARGUMENT = "host_discovery_script"
@@ -45,7 +45,7 @@ class Discovery:
         deadline = time.monotonic() + self.timeout
         hosts: dict[str, Host] = {}
         while True:
-            printed = {host.name: host for host in self._run_script()}
+            printed = {host.name: host for host in self.run_script()}
             hosts = {name: printed[name] for name in (*hosts, *printed) if name in printed}
             count = sum(host.slots for host in hosts.values())
             if count >= self.needed:
@@ -56,7 +56,12 @@ class Discovery:
                 raise ConfigError(_ARGUMENT, expected, found=f"{count}: {names}")
             time.sleep(_RETRY_S)
 
-    def _run_script(self) -> list[Host]:
+    def run_script(self) -> list[Host]:
+        """Run the script once, and return what it prints.
+
+        Raises:
+            ConfigError: the script cannot be run, or prints anything else.
+        """
         expected = "a program that prints a line `host:slots` for each host"
         try:
             words = shlex.split(self.command)
@@ -76,43 +81,32 @@ class Discovery:
         has_slots = ":" in line.rpartition("]")[2]
         return host if has_slots else replace(host, slots=self.slots)
 
-    def count(self) -> int:
-        """Run the script once, and return the slots of this host.
-
-        Raises:
-            ConfigError: as `find`, and for another host.
-        """
-        hosts = self._run_script()
-        if not all(is_this_host(host.name) for host in hosts):
-            expected = "localhost only, as the workers of this job were started here"
-            raise ConfigError(_ARGUMENT, expected, found=", ".join(host.name for host in hosts))
-        return sum(host.slots for host in hosts)
-
 
 # --- While the job runs -----------------------------------------------------------------------------------------------
 
 
 class Follower:
-    """Runs the script once a second, and changes the number of workers to that of the slots; a context.
+    """Runs the script once a second, as long as it is entered.
 
     Args:
         discovery: of the hosts.
-        workers: the number of workers at the start.
-        limits: the smallest and the largest number of workers.
-        resize: changes the number of workers of the running job.
+        hosts: those at the start.
+        changed: called, in another thread, with the hosts when they are not those of the last call.
         log: prints a line.
+
+    Attributes:
+        hosts: the newest ones.
     """
 
     def __init__(
         self,
         discovery: Discovery,
-        workers: int,
-        limits: tuple[int, int],
-        resize: Callable[[int], object],
+        hosts: Sequence[Host],
+        changed: Callable[[Sequence[Host]], object],
         log: Callable[[str], None],
     ) -> None:
-        self._discovery, self._workers, self._limits = discovery, workers, limits
-        self._resize, self._log, self._last_problem = resize, log, ""
+        self.hosts = list(hosts)
+        self._discovery, self._changed, self._log, self._last_problem = discovery, changed, log, ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep host discovery", daemon=True)
 
@@ -131,26 +125,51 @@ class Follower:
             self.check()
 
     def check(self) -> None:
-        """Run the script, and change the number of workers if there are other slots than before."""
+        """Run the script, and tell of the hosts if they have changed."""
         try:
-            least, most = self._limits
-            workers = max(least, min(self._discovery.count(), most))
-            if workers != self._workers:
-                self._resize(workers)
-                self._workers = workers
+            hosts = self._discovery.run_script()
+            if hosts != self.hosts:
+                self._changed(hosts)
+                self.hosts = hosts
             self._last_problem = ""
         except LockstepError as error:  # the next run may succeed
             if str(error) != self._last_problem and not self._stop.is_set():
                 self._last_problem = str(error)
-                self._log(f"the number of workers is not changed: {error}")
+                self._log(f"the hosts are not changed: {error}")
 
 
-def resize_own_job(workers: int) -> str:
-    """Change the number of workers of the elastic job that this process has started.
+@dataclass
+class OwnJob:
+    """The elastic job that this process has started on this host alone.
 
-    Raises:
-        LockstepError: it is not running, or cannot have so many.
+    Attributes:
+        workers: that it shall have.
+        least, most: the limits of their number.
+        resize: changes their number.
     """
+
+    workers: int
+    least: int
+    most: int
+    resize: Callable[[int], object] = field(default_factory=lambda: _resize_own_job)
+
+    def follow(self, hosts: Sequence[Host]) -> None:
+        """Change the number of workers to that of the slots.
+
+        Raises:
+            ConfigError: there are other hosts.
+            LockstepError: the job does not run yet, or cannot have so many workers.
+        """
+        if not all(is_this_host(host.name) for host in hosts):
+            expected = "localhost only, as the job was started on a host of this name, by which others do not reach it"
+            raise ConfigError(_ARGUMENT, expected, found=", ".join(host.name for host in hosts))
+        workers = max(self.least, min(sum(host.slots for host in hosts), self.most))
+        if workers != self.workers:
+            self.resize(workers)
+            self.workers = workers
+
+
+def _resize_own_job(workers: int) -> str:
     from ..elastic.control import request
     from ..watchdog import jobs
 

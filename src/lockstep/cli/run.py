@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import LockstepError
+from ..hosts import Host
 from ..launcher.run_config import OPTIONS, RunConfig, RunOption
 from .parser import Help
 from .train_options import REPORTS, new_folder
@@ -76,8 +78,13 @@ def argparse_settings(option: RunOption) -> dict[str, Any]:
     return {**settings, "metavar": option.metavar, "action": "append" if option.repeats else "store"}
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code."""
+def run_command(arguments: argparse.Namespace, listed: Callable[[], Sequence[Host]] | None = None) -> int:
+    """Run the command with the parsed `arguments`, and return the exit code.
+
+    Args:
+        arguments: of the command line.
+        listed: as for `start.start`.
+    """
     from ..launcher import start
 
     given = {name: value for name, value in vars(arguments).items() if name not in _SET_BY_PARSER}
@@ -86,7 +93,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         del program[1]
     config = RunConfig.parse({**given, "program": tuple(program)})
     try:
-        start.start(config)
+        start.start(config, listed)
     except LockstepError as error:
         if error.report_json and not config.as_host:
             error.report_path = _write_report(error.report_json, config)

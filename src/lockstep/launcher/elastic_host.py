@@ -106,6 +106,7 @@ class ElasticHost:
     Attributes:
         signals: to this launcher: the first lets this host leave, or ends the job if it is alone.
         job_signals: to the whole job, which another thread may add to.
+        requests: "leave" or "slots" with a number, of the launcher that was typed in; another thread may add to them.
         knows_outcome: whether the job is over for all hosts, and not only for this one.
         has_new_reader: set by another thread when somebody else reads this launcher's output from now on, who is then
             told what has happened so far.
@@ -148,6 +149,7 @@ class ElasticHost:
         self._alone_since = math.inf
         self.signals: list[int] = []
         self.job_signals: list[int] = []
+        self.requests: deque[tuple[str, int]] = deque()
         self.knows_outcome = self.has_new_reader = False
         self._told: deque[str] = deque(maxlen=_MOST_TOLD)
         self._passed_on = [0, 0]
@@ -273,6 +275,7 @@ class ElasticHost:
             self.wait()
             self._note_ended_workers()
             self._take_signals()
+            self._take_requests()
             self._tick()
             self._pump()
             self._tell_new_reader()
@@ -364,6 +367,15 @@ class ElasticHost:
                     return
                 self._wants_to_leave = self._wants_to_leave or not stops
                 self._ask("stop" if stops else "leave", number, "", lambda text, accepted: None)
+
+    def _take_requests(self) -> None:
+        """Ask for what the launcher that was typed in asks of this host, once somebody leads who can answer."""
+        while self.requests and self._succession.has_leader:
+            what, number = self.requests.popleft()
+            if what == "leave" and len(self._hosts_in_view()) < 2:
+                continue  # the others have gone in the meantime: the job stays here
+            self._wants_to_leave = self._wants_to_leave or what == "leave"
+            self._ask(what, number, "", lambda text, accepted: None)
 
     def _hosts_in_view(self) -> tuple[int, ...]:
         return self._succession.agreed.hosts if self._succession.agreed is not None else ()

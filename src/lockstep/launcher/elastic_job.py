@@ -216,7 +216,13 @@ class CutOff(Tagged, frozen=True):
 
 
 class Ask(Tagged, frozen=True):
-    """A request of a user: `what` is "resize" to a number, "remove" or "leave" of a host, or "stop" by a signal."""
+    """A request of a user.
+
+    Attributes:
+        request: its number.
+        what: "resize" to `number` workers; "remove" the host `host`; "leave", of the host that asks; "slots", that this
+            one shall have `number` of them; or "stop" by the signal `number`.
+    """
 
     request: Integer
     what: str
@@ -310,9 +316,7 @@ class ElasticJob:
     def host_added(self, host: HostEntry) -> None:
         """A host has joined."""
         self.hosts[host.number] = host
-        free = sum(self._free_slots(each) for each in self.hosts)
-        wanted = min(self.limits.maximum, max(self.state.target, len(self._living) + host.slots))
-        self._change_state(target=min(wanted, len(self._living) + free))
+        self._use_slots(host.slots)
         self.tell(f"{host.name} joined the job")
 
     def host_lost(self, number: int) -> None:
@@ -392,6 +396,8 @@ class ElasticJob:
                 return self._resize(request.number)
             case "remove" | "leave":
                 return self._remove_host(host if request.what == "leave" else request.host)
+            case "slots":
+                return self._set_slots(host, request.number)
             case "stop":
                 self._change_state(stops=(*self.state.stops, request.number))
                 self.coordinator.stop(self.state.stops[0])
@@ -612,6 +618,30 @@ class ElasticJob:
         return (
             f"{self.hosts[number].name} leaves after the step in progress, with {describe_workers(len(there), '', '')}"
         )
+
+    def _set_slots(self, host: int, slots: int) -> str:
+        """Let a host have more or fewer workers from now on."""
+        before = self.hosts[host]
+        after = self.hosts[host] = structs.replace(before, slots=slots)
+        for each in self.hosts:
+            self.send(each, Hosts((after,)))
+        if slots > before.slots:
+            self._use_slots(slots - before.slots)
+        else:
+            there = [worker for worker, at in self._living.items() if at == host and worker not in self._dismissed]
+            self._let_leave(there[slots:])
+            living = len(self._living.keys() - self._dismissed)
+            free = sum(self._free_slots(each) for each in self.hosts)
+            self._change_state(target=max(self.limits.minimum, min(self.state.target, living + free)))
+        return f"{before.name} had {before.slots} slots, and has {slots} now"
+
+    def _use_slots(self, more: int) -> None:
+        """Let the job have more workers, of which there are as many slots as `more`."""
+        living = len(self._living.keys() - self._dismissed)
+        free = sum(self._free_slots(each) for each in self.hosts)
+        wanted = min(self.limits.maximum, max(self.state.target, living + more))
+        self._failed_starts = 0
+        self._change_state(target=min(wanted, living + free))
 
     def _let_leave(self, numbers: list[int]) -> None:
         self._dismissed.update(numbers)

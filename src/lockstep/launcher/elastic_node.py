@@ -181,22 +181,34 @@ class _Parent:
         self.host: ElasticHost | None = None
 
     def watch(self, host: ElasticHost | None) -> None:
-        """Pass signals on to `host`."""
+        """Pass signals and requests on to `host`, and tell the parent where it listens."""
         self.host = host
+        if host is not None:
+            own = host.mesh.own
+            send_to_parent(ParentMessage(address=own.address, port=own.port))
 
     def follow(self) -> None:
         """Read what it sends, until it is lost."""
         for line in sys.stdin:
-            command, _, number = line.partition(" ")
+            command, *numbers = line.split()
             if command == "signal":
-                self._signal(int(number))
-            elif command.strip() == "end":
+                self._signal(int(numbers[0]))
+            elif command in ("leave", "slots"):
+                self._request(command, int((*numbers, "0")[0]))
+            elif command == "end":
                 self._signal(signal.SIGTERM)
                 self._signal(signal.SIGINT)  # ends the grace period
                 return
         _write_to_file()
         if self.host is not None:
             self.host.has_new_reader = True
+
+    def _request(self, what: str, number: int) -> None:
+        host = self.host
+        if host is not None:
+            host.requests.append((what, number))
+        elif what == "leave":  # it tries to join again
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
         host = self.host

@@ -1,8 +1,8 @@
 """What the launchers of several hosts tell each other: descriptions of hosts, failures, and a child's messages.
 
 Under `lockstep run -H` the launcher of each host is a child of the one that the user started: it reads commands
-(``serve``, ``go``, ``signal``) as lines on standard input, and answers with lines on standard error that begin with
-`CONTROL_PREFIX` and hold JSON. Nothing here loads PyTorch.
+(``serve``, ``go``, ``signal``, ``leave``, ``slots``, ``end``) as lines on standard input, and answers with lines on
+standard error that begin with `CONTROL_PREFIX` and hold JSON. Nothing here loads PyTorch.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ class ParentMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         ready: the host can run its workers.
-        port: at which it serves the job's store.
+        port: at which it serves the job's store, or listens for the other launchers of an elastic job.
+        address: at which it does the latter.
         failure: of its workers.
         error: of the launcher itself.
         is_over: an elastic job is over, on all of its hosts.
@@ -182,6 +183,7 @@ class ParentMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ready: HostDescription | None = None
     port: int = 0
+    address: str = ""
     failure: HostFailure | None = None
     error: str = ""
     is_over: bool = False

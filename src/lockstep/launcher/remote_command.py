@@ -19,6 +19,7 @@ from .run_config import OPTIONS, RunConfig
 
 __all__ = [
     "assign_workers",
+    "host_command",
     "host_commands",
     "redact_variables",
     "remote_environment",
@@ -59,14 +60,14 @@ def host_commands(config: RunConfig, hosts: Sequence[Host]) -> list[list[str]]:
 
     Each command reads its variables, `remote_environment` as one line of JSON, from standard input.
     """
-    return [_host_command(config, hosts, node) for node in range(len(hosts))]
+    return [host_command(config, host, node, len(hosts)) for node, host in enumerate(hosts)]
 
 
-def _host_command(config: RunConfig, hosts: Sequence[Host], node: int) -> list[str]:
-    host = hosts[node]
+def host_command(config: RunConfig, host: Host, node: int, nodes: int) -> list[str]:
+    """Return the command for `host`, the one with the number `node` of so many `nodes`, see `host_commands`."""
     is_local = is_this_host(host.name)
     python = sys.executable if is_local else config.remote_python or sys.executable
-    launcher = [python, *_launcher_command(config, len(hosts), node, host.slots)]
+    launcher = [python, *_launcher_command(config, nodes, node, host.slots)]
     words = [python, "-IS", "-c", _READ_ENVIRONMENT, *launcher]
     if is_local:
         # the ssh connection of this host's user says nothing about the way to the other hosts

@@ -1,4 +1,7 @@
-"""`lockstep run -H`: a launcher on every host over ssh, controlled from this process."""
+"""`lockstep run -H`: a launcher on every host over ssh, controlled from this process.
+
+The hosts of an elastic job may change while it runs, as a list says (`_ListedHosts`).
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from .. import environment, messages
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..hosts import Host
 from ..interruption import collect_signals
+from ..system.heartbeat import address_towards
 from .host_protocol import CONTROL_PREFIX, HostDescription, HostFailure, ParentMessage, check_compatible
 from .log_multiplexer import LineSplitter, LogMultiplexer, OutputLine
-from .remote_command import assign_workers, host_commands, remote_environment, ssh_command
+from .remote_command import assign_workers, host_command, host_commands, remote_environment, ssh_command
 from .run_config import EXIT_GRACE, FAILURE_GRACE, RunConfig, check_debug_rank
 
 __all__ = ["run_on_hosts"]
@@ -30,6 +34,8 @@ __all__ = ["run_on_hosts"]
 _POLL_S = 0.1
 _READ_S = 1.0
 _LOOPBACK = "127.0.0.1"
+_FOLLOW_S = 1.0
+_ELSEWHERE = "192.0.2.1"  # an address of no host (RFC 5737)
 _OVER_S = 5.0  # in which the launchers of an elastic job end that have been told that it is over
 _SSH_FAILED = 255  # exit code of ssh itself
 _CONTROL_PREFIX = CONTROL_PREFIX.encode()
@@ -40,21 +46,33 @@ class _HostLauncher:
     """The launcher on one host.
 
     Attributes:
+        host: with the slots that it was told last.
+        started: when.
         ready, failure, error, is_over: what it has reported.
-        port: the port of its job store; 0 until it serves one.
+        port: the port of its job store; 0 until it serves one. In an elastic job the port where it listens,
+        address: at this address; "" until it takes part.
+        has_begun: whether it was told to.
         last_lines: its last lines of output.
         readers: the threads that read its output.
     """
 
     host: Host
     process: subprocess.Popen[bytes]
+    started: float = field(default_factory=time.monotonic)
     ready: HostDescription | None = None
     port: int = 0
+    address: str = ""
+    has_begun: bool = False
     failure: HostFailure | None = None
     error: str = ""
     is_over: bool = False
     last_lines: list[str] = field(default_factory=list)
     readers: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it takes part in an elastic job."""
+        return bool(self.address) and self.process.poll() is None
 
     @property
     def has_crashed(self) -> bool:
@@ -67,6 +85,11 @@ class _HostLauncher:
         """Whether it was killed, or the connection to it broke."""
         code = self.exit_code()
         return code is not None and (code == _SSH_FAILED or code < 0) and not (self.failure or self.error)
+
+    def begin(self, address: str, port: int) -> None:
+        """Let it begin, as another launcher of the job serves or listens there."""
+        self.has_begun = True
+        self.send(f"go {address} {port} {time.time_ns()}")
 
     def exit_code(self) -> int | None:
         """Return the exit code once the launcher has ended and all its output is read; None before."""
@@ -85,8 +108,12 @@ class _HostLauncher:
             self.process.stdin.flush()
 
 
-def run_on_hosts(config: RunConfig) -> None:
+def run_on_hosts(config: RunConfig, listed: Callable[[], Sequence[Host]] | None = None) -> None:
     """Run the program on all hosts of `config.hosts`, to completion.
+
+    Args:
+        config: of the run.
+        listed: as for `start.start`.
 
     Raises:
         ConfigError: a host cannot be reached, or is incompatible.
@@ -103,7 +130,7 @@ def run_on_hosts(config: RunConfig) -> None:
         if variables:
             print("# with these variables, sent to standard input:", *(f"{name}=..." for name in sorted(variables)))
         return
-    _RemoteRun(config, hosts, commands, variables).run()
+    _RemoteRun(config, hosts, commands, variables, listed).run()
 
 
 def _terminate(process: subprocess.Popen[bytes]) -> None:
@@ -133,6 +160,7 @@ class _RemoteRun:
         hosts: Sequence[Host],
         commands: Sequence[Sequence[str]],
         variables: Mapping[str, str],
+        listed: Callable[[], Sequence[Host]] | None,
     ) -> None:
         self._config, self._hosts, self._commands, self._variables = config, hosts, commands, variables
         if config.elastic is not None:
@@ -140,6 +168,7 @@ class _RemoteRun:
         self._multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=False)
         self._events: queue.Queue[None] = queue.Queue()
         self._launchers: list[_HostLauncher] = []
+        self._listed = None if listed is None else _ListedHosts(listed, self._launchers, config, self._add, self._say)
         self._signals: list[int] = []
         self._disconnected: list[_HostLauncher] = []
 
@@ -191,6 +220,7 @@ class _RemoteRun:
             launcher.error = message.error or launcher.error
             launcher.is_over = message.is_over or launcher.is_over
             launcher.port = message.port or launcher.port
+            launcher.address = message.address or launcher.address
             self._events.put(None)
         elif launcher.ready is not None and not (stream == 1 and (launcher.failure or launcher.error)):
             self._multiplexer.write(0, stream, line)
@@ -209,7 +239,7 @@ class _RemoteRun:
         first.send(f"serve {address}")
         self._wait_until([first], lambda launcher: launcher.port > 0)
         for launcher in self._launchers:
-            launcher.send(f"go {address} {first.port} {time.time_ns()}")
+            launcher.begin(address, first.port)
 
     def _wait_until(self, launchers: Sequence[_HostLauncher], is_done: Callable[[_HostLauncher], bool]) -> None:
         deadline = time.monotonic() + self._config.start_timeout
@@ -217,7 +247,7 @@ class _RemoteRun:
             self._wait()
             for launcher in launchers:
                 if not is_done(launcher) and launcher.exit_code() is not None:
-                    raise self._start_error(launcher)
+                    raise _start_error(launcher, self._config)
             if self._signals:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
@@ -227,17 +257,25 @@ class _RemoteRun:
 
     def _address(self, descriptions: Sequence[HostDescription]) -> str:
         """Return the address by which all other hosts reach the first; only this user's ssh may know its name."""
-        if len(descriptions) == 1:
+        if len(descriptions) == 1 and self._listed is None:
             return _LOOPBACK
         callers = [each.caller for each in descriptions if each.caller]
-        seen = descriptions[0].address or (callers[0] if callers else _LOOPBACK)
-        return self._config.master_addr or seen
+        seen = descriptions[0].address or next(iter(callers), "")
+        return self._config.master_addr or seen or self._own_address()
+
+    def _own_address(self) -> str:
+        """Return this host's address for hosts that are listed later."""
+        with suppress(OSError):
+            return _LOOPBACK if self._listed is None else address_towards(_ELSEWHERE)
+        return _LOOPBACK
 
     def _supervise(self) -> None:
         """Forward signals until all launchers have ended."""
         forwarded, deadline = 0, float("inf")
         while any(launcher.process.poll() is None for launcher in self._launchers):
             self._wait()
+            if self._listed is not None and not (self._signals or any(each.is_over for each in self._launchers)):
+                self._listed.follow()
             while forwarded < len(self._signals):
                 for launcher in self._launchers:
                     launcher.send(f"signal {self._signals[forwarded]}")
@@ -253,6 +291,15 @@ class _RemoteRun:
                 deadline = time.monotonic() + _OVER_S  # a host that is cut off does not know it
             if time.monotonic() > deadline:
                 return
+
+    def _add(self, host: Host) -> _HostLauncher:
+        """Start the launcher on one more host."""
+        launcher = self._start(host, host_command(self._config, host, len(self._launchers), len(self._launchers) + 1))
+        self._launchers.append(launcher)
+        return launcher
+
+    def _say(self, text: str) -> None:
+        self._multiplexer.write_message(f"lockstep run: {text}")
 
     def _wait(self) -> None:
         with suppress(queue.Empty):
@@ -300,12 +347,118 @@ class _RemoteRun:
             error.exit_code = failed.process.returncode
             raise error
 
-    def _start_error(self, launcher: _HostLauncher) -> LockstepError:
-        text = " ".join(" ".join(launcher.last_lines[-4:]).split()) or f"exit code {launcher.process.returncode}"
-        name = launcher.host.name
-        if launcher.process.returncode == _SSH_FAILED:
-            command = shlex.join([*ssh_command(self._config), launcher.host.login, "true"])
-            hint = f"`{command}` must work without asking for input."
-            return ConfigError("hosts", f"a host that ssh reaches ({name})", found=text, hint=hint)
-        hint = f"Lockstep must be installed there for {self._config.remote_python or sys.executable}."
-        return ConfigError("hosts", f"a host on which the launcher starts ({name})", found=text, hint=hint)
+
+def _start_error(launcher: _HostLauncher, config: RunConfig) -> LockstepError:
+    text = " ".join(" ".join(launcher.last_lines[-4:]).split()) or f"exit code {launcher.process.returncode}"
+    name = launcher.host.name
+    if launcher.process.returncode == _SSH_FAILED:
+        command = shlex.join([*ssh_command(config), launcher.host.login, "true"])
+        hint = f"`{command}` must work without asking for input."
+        return ConfigError("hosts", f"a host that ssh reaches ({name})", found=text, hint=hint)
+    hint = f"Lockstep must be installed there for {config.remote_python or sys.executable}."
+    return ConfigError("hosts", f"a host on which the launcher starts ({name})", found=text, hint=hint)
+
+
+# --- Hosts that come and go -------------------------------------------------------------------------------------------
+
+
+class _ListedHosts:
+    """Adds the hosts to an elastic job that a list names, and lets those leave that it does not name any more.
+
+    A host whose launcher cannot start or is lost is left alone, until the list has been without it.
+
+    Args:
+        listed: returns the list.
+        launchers: of all hosts; those that could not begin are taken out.
+        config: of the run.
+        add: starts the launcher on a host, and puts it among the launchers.
+        say: prints a message.
+    """
+
+    def __init__(
+        self,
+        listed: Callable[[], Sequence[Host]],
+        launchers: list[_HostLauncher],
+        config: RunConfig,
+        add: Callable[[Host], _HostLauncher],
+        say: Callable[[str], None],
+    ) -> None:
+        self._listed, self._launchers, self._config, self._add, self._say = listed, launchers, config, add, say
+        self._starting: list[_HostLauncher] = []
+        self._running: set[str] = set()  # names of hosts, and so are these
+        self._leaving: set[str] = set()
+        self._given_up: set[str] = set()
+        self._kept = ""
+        self._next = 0.0
+
+    def follow(self) -> None:
+        """Do what is to be done, once a second."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _FOLLOW_S
+        listed = {host.name: host for host in self._listed()}
+        self._begin_or_give_up()
+        running = {each.host.name: each for each in self._launchers if each.process.poll() is None}
+        lost = (self._running or {each.host.name for each in self._launchers}) - running.keys() - self._leaving
+        self._given_up = (self._given_up | lost) & listed.keys()
+        self._leaving &= running.keys()
+        self._running = set(running)
+        for name, host in listed.items():
+            if name in running:
+                self._set_slots(running[name], host.slots)
+            elif name not in self._given_up:
+                self._starting.append(self._add(host))
+        self._let_leave(listed)
+
+    def _begin_or_give_up(self) -> None:
+        """Let new launchers join the job that are ready; do without those that have failed."""
+        self._starting = [launcher for launcher in self._starting if not launcher.address]
+        for launcher in list(self._starting):
+            try:
+                self._check(launcher)
+            except LockstepError as error:
+                self._say(f"{launcher.host.name} is not added: {error}")
+                launcher.process.terminate()
+                self._launchers.remove(launcher)
+                self._starting.remove(launcher)
+                self._given_up.add(launcher.host.name)
+
+    def _check(self, launcher: _HostLauncher) -> None:
+        """Let a launcher begin if it can.
+
+        Raises:
+            LockstepError: it cannot.
+        """
+        code, limit_s = launcher.exit_code(), self._config.start_timeout
+        if launcher.error or launcher.failure:
+            raise LockstepError(launcher.error or "its workers have failed")
+        if code is not None:
+            raise _start_error(launcher, self._config)
+        known = next((each for each in self._launchers if each.takes_part), None)
+        if launcher.ready is not None and not launcher.has_begun and known is not None:
+            check_compatible([each.ready for each in (known, launcher) if each.ready is not None])
+            launcher.begin(known.address, known.port)
+        if launcher.ready is None and time.monotonic() > launcher.started + limit_s:
+            raise LockstepError(f"expected an answer within {limit_s:g} s")
+
+    def _set_slots(self, launcher: _HostLauncher, slots: int) -> None:
+        if launcher.takes_part and slots != launcher.host.slots:
+            launcher.host = replace(launcher.host, slots=slots)
+            launcher.send(f"slots {slots}")
+
+    def _let_leave(self, listed: Mapping[str, Host]) -> None:
+        """Tell hosts to leave, if enough slots remain without them; repeatedly, as one may not take part yet."""
+        running = [each for each in self._launchers if each.takes_part]
+        unlisted = [each for each in running if each.host.name not in listed]
+        remaining = sum(each.host.slots for each in running if each.host.name in listed)
+        least = self._config.elastic[0] if self._config.elastic is not None else 0
+        names = ", ".join(each.host.name for each in unlisted)
+        is_enough = remaining >= least
+        if not is_enough and names and names != self._kept:
+            self._say(
+                f"{names} would leave, but the other hosts have {remaining} slots, and at least {least} are needed"
+            )
+        self._kept = "" if is_enough else names
+        for launcher in unlisted if is_enough else ():
+            self._leaving.add(launcher.host.name)
+            launcher.send("leave")

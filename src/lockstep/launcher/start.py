@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from .. import environment
 from ..activity import Activity
 from ..environment.schedulers import SCHEDULERS, find_node
 from ..errors import ConfigError, LockstepError
+from ..hosts import Host
 from ..topology import World
 from .fork_server import default_workers, prepare_workers
 from .log_multiplexer import LogMultiplexer
@@ -87,8 +88,13 @@ def config_for_node(config: RunConfig, variables: Mapping[str, str], host: str) 
 # --- Starting a run ---------------------------------------------------------------------------------------------------
 
 
-def start(config: RunConfig) -> None:
+def start(config: RunConfig, listed: Callable[[], Sequence[Host]] | None = None) -> None:
     """Run the program of `config` to completion.
+
+    Args:
+        config: of the run.
+        listed: returns the hosts that an elastic job shall have now, with `config.hosts` at the start; None if these
+            stay.
 
     Raises:
         ConfigError: the configuration is invalid; found before any worker starts.
@@ -108,7 +114,7 @@ def start(config: RunConfig) -> None:
     if config.hosts:
         from . import ssh
 
-        ssh.run_on_hosts(config)
+        ssh.run_on_hosts(config, listed)
     elif config.nnodes > 1 or config.as_host or (config.elastic is not None and config.master_addr is not None):
         _run_on_several_hosts(script, config)
     else:

@@ -163,7 +163,7 @@ class Client:
 
     def __init__(self) -> None:
         self.members: tuple[int, ...] = (0, 1)
-        self.wants_to_regroup = self.leaving = False
+        self.wants_to_regroup = self.leaving = self.is_over = False
         self.stop_signal = 0
         self.completes = [True]
         self.calls: list[Any] = []
@@ -191,6 +191,7 @@ class Job:
         self.kept.calls.append("boundary" if at_boundary else f"regroup after {reason}")
         view = self.views.pop(0)
         self.client.members, self.client.wants_to_regroup = tuple(view.members), False
+        self.client.is_over = False
         adapt(view)
 
 
@@ -251,6 +252,17 @@ def test_where_ranks_join_nothing_is_restored_and_the_state_is_sent() -> None:
     calls, _ = run_elastic(["wants_to_regroup"], [view(0, 1, 2)])
     again = ["stop", "boundary", "stop", "start", "reset", "callback", "sync", "train"]
     assert calls == ["sync", "train", *again]
+
+
+def test_a_rank_that_is_alone_regroups_at_a_commit_when_it_is_told_to() -> None:
+    calls, _ = run_elastic(["is_over"], [view(0, 1)])
+    reason = "the ranks of the job have changed"
+    assert calls == ["sync", "train", *(each.replace("lost", reason) for each in GONE)]
+
+
+def test_another_launcher_that_leads_is_no_error_that_repeats() -> None:
+    calls, _ = run_elastic(["is_over"] * 3, [view(0, 1)] * 3, commit=False)
+    assert calls.count("train") == 4
 
 
 def test_a_rank_that_has_returned_begins_again_if_one_is_lost_before_the_others_have() -> None:

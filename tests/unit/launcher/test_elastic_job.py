@@ -12,7 +12,7 @@ from lockstep.elastic.membership import Arrived, Done, Enter, Hello, Ready
 from lockstep.elastic.mesh import HostEntry
 from lockstep.errors import LockstepError
 from lockstep.launcher import elastic_job
-from lockstep.launcher.elastic_job import Ask, ElasticJob, Ended, JobState, Kill, Limits, Start
+from lockstep.launcher.elastic_job import Ask, ElasticJob, Ended, Hosts, JobState, Kill, Limits, Start
 from lockstep.launcher.worker_status import WorkerReport
 
 M = TypeVar("M")
@@ -185,6 +185,20 @@ def test_resize_starts_workers_or_lets_the_newest_leave() -> None:
     world.job.ask(0, Ask(2, "resize", 2))
     assert sorted(number for _, kill in world.of(Kill) for number in kill.numbers) == [2, 3]
     assert all(kill.gently for _, kill in world.of(Kill))
+
+
+def test_a_host_may_have_more_or_fewer_slots() -> None:
+    world = World((2, 1), 3, maximum=4)
+    world.train()
+    assert world.job.ask(1, Ask(1, "slots", 3)) == "beta had 1 slots, and has 3 now"
+    world.job.supervise()
+    assert [(host, start.number) for host, start in world.of(Start)] == [(1, 3)]  # and not a fifth one
+    assert {message.hosts[0].slots for _, message in world.of(Hosts)} == {3}
+    world.job.ask(0, Ask(2, "slots", 1))
+    assert [(host, kill.gently) for host, kill in world.of(Kill)] == [(0, True)]
+    assert world.job.state.target == 4  # another one on beta
+    world.job.supervise()
+    assert world.of(Start)[-1][0] == 1
 
 
 def test_workers_that_cannot_join_are_not_started_for_ever() -> None:

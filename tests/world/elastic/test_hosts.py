@@ -130,13 +130,12 @@ Start = Callable[..., AbstractContextManager[Job]]
 
 
 @pytest.fixture
-def start(hosts: Hosts, python: Path, tmp_path: Path) -> Start:
-    """Starts `lockstep run --elastic` with the given words, on the host `on` or on this one."""
+def lockstep(hosts: Hosts, python: Path, tmp_path: Path) -> Start:
+    """Starts `lockstep` with the given words, on the host `on` or on this one."""
 
     @contextmanager
     def started(*words: object, on: str = "") -> Iterator[Job]:
-        command = [*(hosts.inside(on) if on else ()), str(python), "-m", "lockstep", "run", "--elastic"]
-        command += map(str, (words[0], "--remote-python", python, *words[1:]))
+        command = [*(hosts.inside(on) if on else ()), str(python), "-m", "lockstep", *map(str, words)]
         variables = {**os.environ, "PATH": hosts.path, "OMP_NUM_THREADS": "1"}
         name = on or "typed"
         with (
@@ -148,6 +147,16 @@ def start(hosts: Hosts, python: Path, tmp_path: Path) -> Start:
                 yield Job(process, tmp_path, name, hosts)
             finally:
                 process.kill()
+
+    return started
+
+
+@pytest.fixture
+def start(lockstep: Start, python: Path) -> Start:
+    """Starts `lockstep run --elastic` with the given words."""
+
+    def started(limits: str, *words: object, on: str = "") -> AbstractContextManager[Job]:
+        return lockstep("run", "--elastic", limits, "--remote-python", python, *words, on=on)
 
     return started
 
@@ -343,6 +352,34 @@ def test_a_horovod_program_goes_on_after_the_loss_of_the_first_host(hosts: Hosts
         enough(tmp_path)
         assert job.end() == 0, job
         assert job.out().count("ended with 2") == 2, job
+
+
+def test_a_job_follows_the_hosts_of_a_script(hosts: Hosts, lockstep: Start, tmp_path: Path) -> None:
+    program, script, listed = tmp_path / "train.py", tmp_path / "discover.sh", tmp_path / "hosts"
+    program.write_text(HOROVOD)
+    script.write_text(f"#!/bin/sh\ncat {listed}\n")
+    script.chmod(0o700)
+    listed.write_text("alpha:1\nbeta:1\n")
+    words = ("--min-np", 1, "--max-np", 8, "--host-discovery-script", script, program)
+    with lockstep("horovodrun", "-np", 2, *words) as job:
+        job.wait_for(r"step 9 of 2")
+        listed.write_text("beta:1\ngamma:2\nnowhere:1\n")
+        job.wait_for(r"begin at \d+ as \d of 3")  # the first host leaves once another has come
+        wait_until(lambda: not hosts.programs("alpha"), lambda: left(hosts))
+        job.wait_for_error("nowhere is not added: hosts: expected a host that ssh reaches")
+        seen = len(job.out())
+        listed.write_text("gamma:1\nbeta:1\n")
+        job.wait_for(r"begin at \d+ as 0 of 2", seen)
+        listed.write_text("")
+        job.wait_for_error("the hosts are not changed|beta, gamma would leave")
+        seen = len(job.out())
+        listed.write_text("gamma:1\nalpha:1\n")  # which has been there before
+        job.wait_for(r"begin at \d+ as 0 of 2", seen)
+        wait_until(lambda: not hosts.programs("beta"), lambda: left(hosts))
+        enough(tmp_path)
+        assert job.end() == 0, job
+    assert job.out().count("ended with 2") == 2, job
+    assert "lost" not in job.err() and "Traceback" not in job.err(), job
 
 
 def test_a_host_is_told_to_leave_and_then_the_job_to_end(hosts: Hosts, start: Start, tmp_path: Path) -> None:

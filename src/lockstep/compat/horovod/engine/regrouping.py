@@ -91,7 +91,13 @@ class ElasticTraining:
     # --- what the job wants -------------------------------------------------------------------------------------------
 
     def wants_to_regroup(self) -> bool:
-        """Return whether ranks are to join or to leave, as far as this rank knows."""
+        """Return whether ranks are to join or to leave, as far as this rank knows.
+
+        Raises:
+            HorovodInternalError: this rank has to leave its group at once.
+        """
+        if self._client.is_over:  # a rank that is alone waits in no operation
+            raise HorovodInternalError("the ranks of the job have changed")
         if self._signals.received is not None and not self._client.leaving and not self._client.stop_signal:
             self._client.leave()
         return self._client.wants_to_regroup
@@ -135,15 +141,15 @@ class ElasticTraining:
             at_boundary: whether all ranks have agreed to regroup here.
 
         Returns:
-            Whether there are other ranks than before.
+            Whether the group had to be left because the ranks of the job, or the launcher that leads it, have changed.
 
         Raises:
             WorkerLeft: this rank leaves the job, or the job ends.
         """
-        before = self._client.members
+        before, was_told = self._client.members, self._client.is_over
         self._stop()
         self._comm.regroup_until(self._commit, self._adapt, reason, at_boundary)
-        return self._client.members != before
+        return was_told or self._client.members != before
 
     def _commit(self) -> Commit:
         return (self._number, self.commits) if _has_state else NO_STATE
