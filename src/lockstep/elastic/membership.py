@@ -285,6 +285,8 @@ class HostReport(msgspec.Struct, frozen=True, array_like=True):
         view: the newest view that has been sent to one of them.
         generation: the newest one that it has heard of.
         most: the largest number of workers that the training can have.
+        completed: the last training that workers knew to be complete everywhere that have ended.
+        finished: those of them whose program has ended in good order after it.
     """
 
     host: Integer
@@ -292,6 +294,8 @@ class HostReport(msgspec.Struct, frozen=True, array_like=True):
     view: View | None
     generation: Integer
     most: Integer
+    completed: Integer = -1
+    finished: List[Integer] = ()
 
 
 @dataclass
@@ -304,15 +308,21 @@ class HostMemory:
     most: int = 1 << 30
     _workers: dict[int, WorkerRecord] = field(default_factory=dict)
     _unanswered: dict[int, Publish | Events] = field(default_factory=dict)
+    _completed: int = -1
+    _finished: list[int] = field(default_factory=list)
 
     def started(self, number: int, joins: bool) -> None:
         """A worker has been started."""
         self._workers[number] = WorkerRecord(number, joins)
 
-    def ended(self, number: int) -> None:
+    def ended(self, number: int, in_good_order: bool) -> None:
         """A worker's process has ended."""
-        self._workers.pop(number, None)
+        worker = self._workers.pop(number, None)
         self._unanswered.pop(number, None)
+        if worker is not None:
+            self._completed = max(self._completed, worker.completed)
+            if in_good_order and worker.completed >= 0 and worker.fit < 0 and not worker.is_over:
+                self._finished.append(number)
 
     @property
     def unanswered(self) -> list[tuple[int, Publish | Events]]:
@@ -327,7 +337,8 @@ class HostMemory:
 
     def report(self) -> HostReport:
         """Return what a new coordinator has to know."""
-        return HostReport(self.host, tuple(self._workers.values()), self.view, self.generation, self.most)
+        workers, finished = tuple(self._workers.values()), tuple(self._finished)
+        return HostReport(self.host, workers, self.view, self.generation, self.most, self._completed, finished)
 
     def note_up(self, number: int, message: Up) -> None:
         """A worker has sent a message."""
@@ -625,8 +636,12 @@ class Coordinator:
             return
         self.formed, self.view = newest.generation, newest.members
         self._seniority = len(newest.members)
-        self._end_completed(max((record.completed for report in reports for record in report.workers), default=-1))
-        lost = [number for number in newest.members if number not in self._workers]
+        known = [record.completed for report in reports for record in report.workers]
+        self._end_completed(max([*known, *(report.completed for report in reports)], default=-1))
+        finished = {number for report in reports for number in report.finished}
+        lost = [number for number in newest.members if number not in self._workers and number not in finished]
+        if self.complete and not self.members and not lost:
+            return  # the programs of all members have ended
         if self._in_training():
             self._open_next()
         elif lost or not self.complete:  # a group that is being formed needs keys that are gone

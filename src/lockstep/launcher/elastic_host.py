@@ -350,7 +350,7 @@ class ElasticHost:
 
     def _note_ended_workers(self) -> None:
         for end in self._workers.take_ended():
-            self._memory.ended(end.number)
+            self._memory.ended(end.number, end.code == 0 and end.is_finished)
             self._to_leader(end)
 
     def _take_signals(self) -> None:

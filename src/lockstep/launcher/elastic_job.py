@@ -304,12 +304,13 @@ class ElasticJob:
         if events is not None:
             self.coordinator.keep(events)
         self.coordinator.resume(reports)
+        has_finished = any(number >= self.state.first for report in reports for number in report.finished)
         self._living = {record.number: report.host for report in reports for record in report.workers}
         self._keeping.clear()
         self._view = self.coordinator.view
         for number in self.state.stops[:1]:
             self.coordinator.stop(number)
-        self._change_state()
+        self._change_state(is_ending=self.state.is_ending or has_finished)
 
     # --- events -------------------------------------------------------------------------------------------------------
 

@@ -335,7 +335,7 @@ def join_job(
         as `ElasticHost.run`.
     """
     node = config.node_rank if config.nnodes > 1 else -1
-    listener = Listener(address_towards(addresses[0][0]))
+    listener = Listener(_own_address(addresses[0][0]))
     while addresses:
         about = messages.encode(About(describe_host(slots), node))
         connection, welcome = _knock_until(addresses, listener.entry(NEW, slots), about, seconds)
@@ -346,6 +346,16 @@ def join_job(
         if addresses:
             watch(None)
         node, seconds = -1, math.inf
+
+
+def _own_address(job: str) -> str:
+    try:
+        return address_towards(job)
+    except OSError as error:
+        hint = "--network-interface, where the job is started, chooses the network."
+        found = f"{job} ({error.strerror or error})"
+        expected = f"an address that {socket.gethostname()} reaches"
+        raise ConfigError("master_addr", expected, found=found, hint=hint) from None
 
 
 def _knock_until(

@@ -23,7 +23,7 @@ from .. import environment, messages
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..hosts import Host
 from ..interruption import collect_signals
-from ..system.heartbeat import address_towards
+from ..system.heartbeat import address_in_a_network
 from .host_protocol import CONTROL_PREFIX, HostDescription, HostFailure, ParentMessage, check_compatible
 from .log_multiplexer import LineSplitter, LogMultiplexer, OutputLine
 from .remote_command import assign_workers, host_command, host_commands, remote_environment, ssh_command
@@ -35,7 +35,6 @@ _POLL_S = 0.1
 _READ_S = 1.0
 _LOOPBACK = "127.0.0.1"
 _FOLLOW_S = 1.0
-_ELSEWHERE = "192.0.2.1"  # an address of no host (RFC 5737)
 _OVER_S = 5.0  # in which the launchers of an elastic job end that have been told that it is over
 _SSH_FAILED = 255  # exit code of ssh itself
 _CONTROL_PREFIX = CONTROL_PREFIX.encode()
@@ -265,9 +264,14 @@ class _RemoteRun:
 
     def _own_address(self) -> str:
         """Return this host's address for hosts that are listed later."""
-        with suppress(OSError):
-            return _LOOPBACK if self._listed is None else address_towards(_ELSEWHERE)
-        return _LOOPBACK
+        if self._listed is None:
+            return _LOOPBACK
+        try:
+            return address_in_a_network(self._config.network_interface or "")
+        except OSError as error:
+            if self._config.network_interface:
+                raise ConfigError("network_interface", "one of this host", found=str(error)) from None
+            return _LOOPBACK
 
     def _supervise(self) -> None:
         """Forward signals until all launchers have ended."""

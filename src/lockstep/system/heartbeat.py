@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Literal
 
-__all__ = ["Heartbeat", "HeartbeatClient", "HeartbeatServer", "PeerState", "address_towards", "keep_alive"]
+__all__ = [
+    "Heartbeat",
+    "HeartbeatClient",
+    "HeartbeatServer",
+    "PeerState",
+    "address_in_a_network",
+    "address_towards",
+    "keep_alive",
+]
 
 PeerState = Literal["unknown", "alive", "left", "ended", "lost"]
 """A process is not connected (yet), alive, disconnected cleanly, ended without that, or unreachable with its host."""
@@ -61,6 +69,28 @@ def address_towards(host: str) -> str:
         probe.connect(target)  # sends nothing; the system looks up its routes
         address: str = probe.getsockname()[0]
     return address
+
+
+def address_in_a_network(interfaces: str = "") -> str:
+    """Return an IPv4 address by which other hosts may reach this one.
+
+    Args:
+        interfaces: the names of the network interfaces that may be used, separated by commas; "" for the one on the way
+            to far hosts, or else any.
+
+    Raises:
+        OSError: this host is in no such network.
+    """
+    import psutil
+
+    if not interfaces:
+        with suppress(OSError):
+            return address_towards("192.0.2.1")  # an address of no host (RFC 5737)
+    for name, addresses in psutil.net_if_addrs().items():
+        for found in addresses if not interfaces or name in interfaces.split(",") else ():
+            if found.family is socket.AF_INET and not found.address.startswith("127."):
+                return str(found.address)
+    raise OSError(f"no network interface with an address{f' among {interfaces}' if interfaces else ''}")
 
 
 @dataclass(eq=False)

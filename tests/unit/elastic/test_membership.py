@@ -317,7 +317,7 @@ class World:
             if self.random.random() < 0.5:
                 self.send_up(node, message)
         if host is not None:
-            host.memory.ended(number)
+            host.memory.ended(number, False)
             while host.up:
                 self.coordinator.receive(*host.up.popleft())
         self.coordinator.lost(number)
@@ -530,6 +530,33 @@ def test_when_all_are_done_all_are_told() -> None:
     assert told(coordinator) == [(0, Bye()), (1, Bye())] and coordinator.complete
     coordinator.left(0)
     assert not coordinator.failure
+
+
+def ended_alone(*down: Down, in_good_order: bool = True) -> HostMemory:
+    """What a host remembers of its only worker, the last member, which was told this and has ended."""
+    memory = HostMemory(7)
+    memory.started(3, True)
+    memory.note_up(3, Enter(0, 8))
+    for message in (View(2, (3,), (7,), ((0, 5),), 3), *down):
+        memory.note_down(3, message)
+    memory.ended(3, in_good_order)
+    return memory
+
+
+def test_who_coordinates_next_knows_that_the_program_of_the_last_member_has_ended() -> None:
+    coordinator = Coordinator(2)
+    coordinator.resume([ended_alone(Bye()).report()])
+    assert coordinator.complete and not coordinator.failure and not list(coordinator.take_messages())
+
+
+@pytest.mark.parametrize(
+    "memory", [ended_alone(), ended_alone(Bye(), in_good_order=False), ended_alone(Bye(leaves=True))]
+)
+def test_who_coordinates_next_knows_that_the_last_member_was_lost(memory: HostMemory) -> None:
+    assert memory.report().finished == ()
+    coordinator = Coordinator(2)
+    coordinator.resume([memory.report()])
+    assert coordinator.failure
 
 
 def test_a_loss_outside_of_the_training_is_not_survived() -> None:

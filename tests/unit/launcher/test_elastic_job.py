@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lockstep.elastic.membership import Arrived, Done, Enter, Hello, Ready
+from lockstep.elastic.membership import Arrived, Bye, Done, Enter, Hello, HostMemory, Ready, View
 from lockstep.elastic.mesh import HostEntry
 from lockstep.errors import LockstepError
 from lockstep.launcher import elastic_job
@@ -257,6 +257,25 @@ def test_all_workers_are_started_again_from_the_checkpoint_until_it_is_in_vain()
             ]
     assert world.job.is_over
     assert world.job.restart_failure.startswith("the workers were started again 3 times without any progress, and then")
+
+
+def test_who_leads_next_ends_a_job_whose_programs_have_ended() -> None:
+    memory = HostMemory(1)
+    memory.started(1, True)
+    memory.note_up(1, Enter(0, 8))
+    memory.note_down(1, View(2, (1,), (1,), ((0, 5),), 1))
+    memory.note_down(1, Bye())
+    memory.ended(1, in_good_order=True)
+    world = World((1, 1), 2)
+    world.sent.clear()
+    world.job.host_lost(0)
+    world.job.resume([memory.report()], (), None)
+    world.job.supervise()
+    assert world.job.is_over and not world.job.restart_failure and not world.of(Start)
+    other = World((1, 1), 2)
+    other.job.state = JobState(2, first=5)  # all workers have been started again since
+    other.job.resume([memory.report()], (), None)
+    assert not other.job.state.is_ending
 
 
 def test_it_is_said_once_that_members_wait(monkeypatch: pytest.MonkeyPatch) -> None:
