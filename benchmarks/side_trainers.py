@@ -121,7 +121,7 @@ def lockstep_(job: Job) -> None:
         model,
         optimizer,
         global_batch_size=BATCH,
-        schedule=falls(job.of),
+        scheduler=LambdaLR(optimizer, falls(job.of)),
         run_dir=job.folder / "run" if job.saves or job.resumes else None,
         callbacks=[lockstep.callbacks.Checkpoints()] if job.saves else [],
     )

@@ -163,7 +163,7 @@ class Loop:
             "epoch": trainer.epoch + 1,
             "step": trainer.step.steps_done,
             "train_loss": trainer.totals.loss,
-            "lr": float(trainer.optimizer.param_groups[0]["lr"]),
+            "lr": trainer.step.learning_rate,
             "seconds": trainer.totals.seconds,
             "samples_per_second": trainer.totals.samples_per_second,
         }
@@ -172,6 +172,7 @@ class Loop:
         row |= self._validate(row["lr"])
         if ends_epoch:
             trainer.position.end_epoch()
+            trainer.step.end_epoch(row)
         trainer.history.append(row)
         self._callbacks.call("on_row", trainer, row)
         return row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import TypedDict
 
 from ..communicator import Communicator, init
@@ -32,6 +33,7 @@ from .precision import Precision, clip, scale_gradients
 from .replica_check import ReplicaCheck
 from .sample_sums import raise_not_a_mean
 from .schedules import Schedule
+from .torch_schedulers import SchedulerOfTorch
 from .virtual_worker_passes import ShardPasses
 
 __all__ = [
@@ -63,6 +65,9 @@ class StepOptions(TypedDict, total=False):
     gradient_accumulation_steps: int
     max_grad_norm: float | None
     schedule: Schedule | None
+    scheduler: LRScheduler | None
+    scheduler_interval: str | None
+    scheduler_metric: str | None
     forward: Forward | None
     virtual_workers: int | None
     threads: int | None
@@ -152,6 +157,24 @@ def resolve_strategy(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _make_scheduler(
+    scheduler: Any, optimizer: Optimizer, schedule: Any, interval: str | None, metric: str | None
+) -> SchedulerOfTorch | None:
+    """Return what steps the scheduler of `TrainStep`, if there is one.
+
+    Raises:
+        ConfigError: for invalid arguments.
+    """
+    if scheduler is None:
+        for name, value in (("scheduler_interval", interval), ("scheduler_metric", metric)):
+            if value is not None:
+                raise ConfigError(name, "none without scheduler=", value)
+        return None
+    if schedule is not None:
+        raise ConfigError("scheduler", "either schedule= or scheduler=", found="both")
+    return SchedulerOfTorch(scheduler, optimizer, interval, metric)
 
 
 def learning_rate_factor(schedule: Schedule, step: int) -> float:
@@ -361,7 +384,13 @@ class TrainStep:
         precision: "fp32", "bf16" or "fp16".
         gradient_accumulation_steps: number of passes over a worker's part, to save memory; changes nothing else.
         max_grad_norm: maximum 2-norm of the whole gradient; infinity measures it without clipping.
-        schedule: learning-rate factor by step; when None, the learning rate is not changed.
+        schedule: learning-rate factor by step; when None, the learning rate is not changed by it.
+        scheduler: a scheduler of `torch.optim.lr_scheduler`, of `optimizer`, which is stepped here, once for each step
+            of all workers together, or once for each epoch. Its state is part of `state_dict`.
+        scheduler_interval: "step" or "epoch", at the ends of the epochs of `Trainer.fit`; when None, "epoch" for
+            `ReduceLROnPlateau`, and "step" for all others.
+        scheduler_metric: for `ReduceLROnPlateau`: the column of `Trainer.history` that it gets; when None, "val_loss",
+            or "train_loss" without validation data.
         seed: the seed of dropout and the like, keyed with the step and the rank.
         forward: the function from data to output and target, see `lockstep.training.losses.Forward`.
         virtual_workers: compute what so many workers compute, with the same bits at any number of workers: a global
@@ -387,6 +416,9 @@ class TrainStep:
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         schedule: Schedule | None = None,
+        scheduler: LRScheduler | None = None,
+        scheduler_interval: str | None = None,
+        scheduler_metric: str | None = None,
         seed: int = 0,
         forward: Forward | None = None,
         virtual_workers: int | None = None,
@@ -395,11 +427,13 @@ class TrainStep:
     ) -> None:
         check_step(model, optimizer, gradient_accumulation_steps, max_grad_norm, schedule)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.scheduler = _make_scheduler(scheduler, optimizer, schedule, scheduler_interval, scheduler_metric)
         self.strategy = resolve_strategy(strategy, virtual_workers, threads, gradient_accumulation_steps)
         self.comm = self.strategy.comm
         self.precision = Precision(precision, self.comm.device)
         self._max_grad_norm, self._seed = max_grad_norm, seed
         self.steps_done = 0
+        self._last_lr: float | torch.Tensor = optimizer.param_groups[0]["lr"]  # of the last step
         self.replacement: Callable[[Batch], StepResult] | None = None  # of `run`, see `lockstep.elastic.steps`
         self.strategy.check(optimizer, precision)
         self._prepare()
@@ -484,8 +518,21 @@ class TrainStep:
         correction = batch.global_size / count
         grad_norm = self._update(None if samples is not None or (on_cpu and correction == 1) else correction)
         self.steps_done += 1
+        if self.scheduler is not None:
+            self._last_lr = lr
+            self.scheduler.end_step()
         note_samples(batch.size)
         return result if grad_norm is None else replace(result, grad_norm=grad_norm)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the last step, of the first group of parameters."""
+        return float(self.optimizer.param_groups[0]["lr"] if self.scheduler is None else self._last_lr)
+
+    def end_epoch(self, row: Mapping[str, float]) -> None:
+        """Adapt the learning rate to the row of the history with which an epoch ends, if a scheduler does so."""
+        if self.scheduler is not None:
+            self.scheduler.end_epoch(row)
 
     def _refresh_param_groups(self) -> None:
         """Read the optimizer's parameter groups, again if the user has added parameters."""
@@ -535,9 +582,12 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps done and the state of the gradient scaler, without model and optimizer.
 
-        If the model computes its loss, what that counts is in it as well, once it is known.
+        If there is a scheduler, its state is in it as well; and if the model computes its loss, what that counts, once
+        it is known.
         """
-        state = {"steps_done": self.steps_done, "precision": self.precision.state_dict()}
+        state: dict[str, Any] = {"steps_done": self.steps_done, "precision": self.precision.state_dict()}
+        if self.scheduler is not None:
+            state |= {"scheduler": self.scheduler.state_dict(), "lr": float(self._last_lr)}
         counting = None if self._own_loss is None else self._own_loss.counting
         return state if counting is None else {**state, "loss_counts": counting.name}
 
@@ -545,6 +595,9 @@ class TrainStep:
         """Load what `state_dict` returned."""
         self.steps_done = int(state["steps_done"])
         self.precision.load_state_dict(state["precision"])
+        if self.scheduler is not None and "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])
+            self._last_lr = float(state["lr"])
         if self._own_loss is not None and "loss_counts" in state:
             self._own_loss.counting = Counting[state["loss_counts"]]
 

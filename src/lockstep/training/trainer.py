@@ -38,7 +38,16 @@ from .loop import Loop
 from .losses import LossFn
 from .modes import TrainingModes
 from .own_loss import with_own_loss
-from .run_state import EpochTotals, Position, Row, RunState, check_epochs, check_max_steps, check_validate_every
+from .run_state import (
+    COLUMNS,
+    EpochTotals,
+    Position,
+    Row,
+    RunState,
+    check_epochs,
+    check_max_steps,
+    check_validate_every,
+)
 from .step import StepOptions, TrainStep, make_strategy
 from .stopping import StopSignals
 
@@ -82,8 +91,8 @@ class Trainer:
         allow_different_hardware: with virtual workers, resume even under determinism settings that give other bits.
         save_frozen: whether checkpoints have the parameters that are not trained as well; when None, unless the model
             is one of PEFT. Without them, a run resumes with the same pretrained weights only, which is checked.
-        step: precision, gradient_accumulation_steps, max_grad_norm, schedule, forward, virtual_workers, threads and
-            replica_check, see `TrainStep`.
+        step: precision, gradient_accumulation_steps, max_grad_norm, schedule, scheduler, scheduler_interval,
+            scheduler_metric, forward, virtual_workers, threads and replica_check, see `TrainStep`.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -202,6 +211,8 @@ class Trainer:
             check_validate_every(validate_every, held_out is not None)
             results = None if held_out is None else self._evaluation.names
             self._callbacks.check(results, self._evaluation.may_be_several, self.run_dir is not None)
+            if self.step.scheduler is not None and not self._evaluation.may_be_several:
+                self.step.scheduler.check_columns([*COLUMNS, *(f"val_{name}" for name in results or ())])
             opened.callback(self.leave_run_directory)
             preparing = Activity("lockstep: preparing the run", shown=self._callbacks.shows_progress)
             with preparing, flight_recorder.in_method("Trainer.fit"):
