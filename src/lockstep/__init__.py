@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .replicas.data_parallel import DataParallel
     from .topology import World
     from .training.evaluate import evaluate, predict, whole_set
+    from .training.optimizers import LAMB, LARS
     from .training.own_loop import prepare
     from .training.prepare import prepare_model
     from .training.schedules import make_schedule
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from .training.trainer import Trainer
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "CheckpointError",
     "Communicator",
     "ConfigError",
@@ -81,6 +84,8 @@ __all__ = [
 # Public name → "module:attribute", or a module. They are imported at the first use, so that `import lockstep` is fast.
 # No module directly in the package may have the name of a function in this list: importing the module would replace it.
 _LAZY = {
+    "LAMB": "training.optimizers:LAMB",
+    "LARS": "training.optimizers:LARS",
     "Communicator": "communicator:Communicator",
     "DataParallel": "replicas.data_parallel:DataParallel",
     "Loader": "data.loader:Loader",

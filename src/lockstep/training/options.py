@@ -98,13 +98,21 @@ class TrainOptions:
     global_batch_size: int = _option(
         None, GROUPS[2], "samples in one step, over all workers (default: 256; 64 for digits, 32 for text)", "N"
     )
-    lr: float = _option(None, GROUPS[2], "learning rate (default: 0.05 for sgd, 0.001 for adam and adamw)", "X")
-    optimizer: str = _option(
-        None, GROUPS[2], "optimizer (default: sgd; adamw for text)", choices=("sgd", "adam", "adamw")
+    lr: float = _option(
+        None,
+        GROUPS[2],
+        "learning rate (default: 0.05 for sgd, 5 for lars, 0.01 for lamb, 0.001 for adam and adamw)",
+        "X",
     )
-    momentum: float = _option(0.9, GROUPS[2], "momentum of sgd", "X")
-    beta1: float = _option(0.9, GROUPS[2], "first beta of adam and adamw", "X")
-    beta2: float = _option(0.999, GROUPS[2], "second beta of adam and adamw", "X")
+    optimizer: str = _option(
+        None,
+        GROUPS[2],
+        "optimizer; lars and lamb are for large batches (default: sgd; adamw for text)",
+        choices=("sgd", "adam", "adamw", "lars", "lamb"),
+    )
+    momentum: float = _option(0.9, GROUPS[2], "momentum of sgd and lars", "X")
+    beta1: float = _option(0.9, GROUPS[2], "first beta of adam, adamw and lamb", "X")
+    beta2: float = _option(0.999, GROUPS[2], "second beta of adam, adamw and lamb", "X")
     weight_decay: float = _option(0.0, GROUPS[2], "weight decay (L2 penalty)", "X")
     param_groups: str | None = _option(
         None,
@@ -180,7 +188,7 @@ class TrainOptions:
         if self.epochs is None:
             self.epochs = 15 if small else 10
         if self.lr is None:
-            self.lr = 0.05 if self.optimizer == "sgd" else 0.001
+            self.lr = {"sgd": 0.05, "lars": 5.0, "lamb": 0.01}.get(self.optimizer, 0.001)
 
     def check(self) -> None:
         """Check every value, as far as it is possible without data, model and device.

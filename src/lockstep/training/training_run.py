@@ -38,6 +38,7 @@ from .callbacks import (
 from .callbacks.tensorboard import check_installed
 from .losses import check_fit
 from .modes import evaluating
+from .optimizers import LAMB, LARS
 from .options import TrainOptions, parse_param_groups
 from .prepare import prepare_model
 from .schedules import Schedule, make_schedule, scaled_lr
@@ -416,10 +417,12 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> Optimizer:
     groups = _param_groups(model, options)
     if not groups:
         raise ConfigError("model", "a model with parameters to train", options.model)
-    if options.optimizer == "sgd":
-        return SGD(groups, lr, momentum=options.momentum, weight_decay=options.weight_decay)
-    kind = Adam if options.optimizer == "adam" else AdamW
-    return kind(groups, lr, betas=(options.beta1, options.beta2), weight_decay=options.weight_decay)
+    if options.optimizer in ("sgd", "lars"):
+        by_momentum = SGD if options.optimizer == "sgd" else LARS
+        return by_momentum(groups, lr, momentum=options.momentum, weight_decay=options.weight_decay)
+    kind: Any = {"adam": Adam, "adamw": AdamW, "lamb": LAMB}[options.optimizer]
+    made: Optimizer = kind(groups, lr, betas=(options.beta1, options.beta2), weight_decay=options.weight_decay)
+    return made
 
 
 def _param_groups(model: nn.Module, options: TrainOptions) -> list[dict[str, Any]]:
@@ -428,7 +431,7 @@ def _param_groups(model: nn.Module, options: TrainOptions) -> list[dict[str, Any
     Raises:
         ConfigError: for a hyperparameter that the optimizer does not have, or patterns that match no parameter.
     """
-    known = ("lr", "weight_decay", *(("momentum",) if options.optimizer == "sgd" else ("eps",)))
+    known = ("lr", "weight_decay", *(("momentum",) if options.optimizer in ("sgd", "lars") else ("eps",)))
     rest = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups: list[dict[str, Any]] = []
     for patterns, values in parse_param_groups(options.param_groups or ""):
