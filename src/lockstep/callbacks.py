@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .training.callbacks import (
+    AveragedWeights,
     Callback,
     Checkpoints,
     CSVLog,
@@ -18,6 +19,7 @@ from .training.callbacks import (
 )
 
 __all__ = [
+    "AveragedWeights",
     "CSVLog",
     "Callback",
     "Checkpoints",

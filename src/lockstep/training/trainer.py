@@ -39,7 +39,6 @@ from .losses import LossFn
 from .modes import TrainingModes
 from .own_loss import with_own_loss
 from .run_state import (
-    COLUMNS,
     EpochTotals,
     Position,
     Row,
@@ -133,7 +132,8 @@ class Trainer:
         self.run_dir = None if run_dir is None else Path(run_dir)
         chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
         self.step = TrainStep(model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step)
-        self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, step.get("forward"))
+        self._forward = step.get("forward")
+        self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, self._forward)
         save_frozen = not hasattr(model, "peft_config") if save_frozen is None else save_frozen
         self.state = RunState(self.step, global_batch_size, allow_different_hardware, save_frozen)
         if callbacks is None:
@@ -210,9 +210,10 @@ class Trainer:
             held_out = None if validate is None else opened.enter_context(self._opened(validate, "validate"))
             check_validate_every(validate_every, held_out is not None)
             results = None if held_out is None else self._evaluation.names
-            self._callbacks.check(results, self._evaluation.may_be_several, self.run_dir is not None)
-            if self.step.scheduler is not None and not self._evaluation.may_be_several:
-                self.step.scheduler.check_columns([*COLUMNS, *(f"val_{name}" for name in results or ())])
+            several = self._evaluation.may_be_several
+            columns = self._callbacks.check(results, several, self.run_dir is not None)
+            if self.step.scheduler is not None and not several:
+                self.step.scheduler.check_columns(columns)
             opened.callback(self.leave_run_directory)
             preparing = Activity("lockstep: preparing the run", shown=self._callbacks.shows_progress)
             with preparing, flight_recorder.in_method("Trainer.fit"):
@@ -386,8 +387,13 @@ class Trainer:
         """
         self.steps_in_flight.check()
 
-    def evaluate(self, dataset: Any) -> dict[str, float]:
+    def evaluate(self, dataset: Any, model: nn.Module | None = None) -> dict[str, float]:
         """Return loss and metrics over all samples of a data set or `Loader`, the same on every worker.
+
+        Args:
+            dataset: the data set, `Loader` or `DataLoader`.
+            model: another model, with the same weights on each worker, such as an average of the trained ones; the
+                trainer's when None.
 
         Raises:
             ConfigError: for the `Loader` that training is iterating over, or a metric that is not a mean over samples.
@@ -395,7 +401,10 @@ class Trainer:
         """
         with self._evaluating("Trainer.evaluate", dataset) as opened:
             loader = opened if self._loop is None else self._loop.stoppable(opened)
-            return self._evaluation.run(loader, self.step.precision, self.step.strategy, self.max_steps_in_flight)
+            if model is None:
+                return self._evaluation.run(loader, self.step.precision, self.step.strategy, self.max_steps_in_flight)
+            other = Evaluation(model, self.loss_fn, self.metrics, self.comm.device, self._forward)
+            return other.run(loader, self.step.precision, None, self.max_steps_in_flight)
 
     @contextmanager
     def _evaluating(self, method: str, dataset: Any) -> Iterator[Loader]:

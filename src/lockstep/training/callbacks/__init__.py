@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .averaged_weights import AveragedWeights
 from .base import Callback, TrainingContext
 from .checkpoints import Checkpoints
 from .csv_log import CSVLog
@@ -13,6 +14,7 @@ from .progress import Progress
 from .tensorboard import TensorBoard
 
 __all__ = [
+    "AveragedWeights",
     "CSVLog",
     "Callback",
     "Checkpoints",

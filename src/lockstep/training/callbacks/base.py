@@ -95,8 +95,8 @@ class TrainingContext(Protocol):
     def stop(self, reason: str) -> None:
         """End the run after this epoch, or after the validation in progress; any worker may call it."""
 
-    def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Return loss and metrics over a data set; called by every worker."""
+    def evaluate(self, dataset: Any, model: nn.Module | None = None) -> dict[str, float]:
+        """Return loss and metrics of the model, or of another one, over a data set; called by every worker."""
 
 
 class Callback:

@@ -50,13 +50,16 @@ class CallbackGroup:
         self._started: list[Callback] = []  # whose `on_train_start` was called
         self.shows_progress = any(isinstance(member, Progress) for member in self._members)
 
-    def check(self, metrics: Iterable[str] | None, several: Iterable[str], has_run_dir: bool) -> None:
+    def check(self, metrics: Iterable[str] | None, several: Iterable[str], has_run_dir: bool) -> list[str]:
         """Check, with the same result on every rank, that the run has what the callbacks need.
 
         Args:
             metrics: the names of results of a validation; None for a run without validation.
             several: the names of those metrics which may give several results, each in a column NAME_KEY.
             has_run_dir: whether there is a run directory.
+
+        Returns:
+            the columns that the rows will have; metrics that may give `several` results may have others instead.
 
         Raises:
             ConfigError: for a column that a callback reads and that no row will have, or if it needs a run directory.
@@ -67,6 +70,7 @@ class CallbackGroup:
                 raise ConfigError(f"callbacks.{name}", "Trainer(run_dir=...), where it writes", found="none")
             for column in member.needs_columns:
                 columns.check(name, column)
+        return columns.names
 
     def warn_of_missing(self) -> None:
         """Log a warning if the callbacks of a run with a run directory replace the default ones, and none saves."""
