@@ -9,12 +9,14 @@ from .training.callbacks import (
     CSVLog,
     Curve,
     EarlyStopping,
+    MLflow,
     Pretrained,
     Progress,
     TensorBoard,
     TextSamples,
     TokenColumns,
     TrainingContext,
+    WandB,
     defaults,
 )
 
@@ -25,11 +27,13 @@ __all__ = [
     "Checkpoints",
     "Curve",
     "EarlyStopping",
+    "MLflow",
     "Pretrained",
     "Progress",
     "TensorBoard",
     "TextSamples",
     "TokenColumns",
     "TrainingContext",
+    "WandB",
     "defaults",
 ]

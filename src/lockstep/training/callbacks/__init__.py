@@ -12,6 +12,7 @@ from .language import TextSamples, TokenColumns
 from .pretrained import Pretrained
 from .progress import Progress
 from .tensorboard import TensorBoard
+from .trackers import MLflow, WandB
 
 __all__ = [
     "AveragedWeights",
@@ -20,12 +21,14 @@ __all__ = [
     "Checkpoints",
     "Curve",
     "EarlyStopping",
+    "MLflow",
     "Pretrained",
     "Progress",
     "TensorBoard",
     "TextSamples",
     "TokenColumns",
     "TrainingContext",
+    "WandB",
     "defaults",
 ]
 
