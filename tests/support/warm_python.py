@@ -133,6 +133,7 @@ class Server:
         while True:
             pid, code = json.loads(self._requests.recv(100))
             if code is None:
+                self._codes.pop(pid, None)  # of an earlier process with the same ID
                 return int(pid)
             self._codes[pid] = code
 
