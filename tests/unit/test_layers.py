@@ -34,7 +34,8 @@ PLUG_INS = [
     "lockstep.callbacks",  # a name by which users import
     "lockstep.cli.join",  # a command
     *(f"lockstep.models.{name}" for name in ("conv_net", "le_net", "perceptron", "resnet")),
-    "lockstep.training.callbacks.pretrained",  # callbacks have a file each
+    "lockstep.training.callbacks.learning_rates",  # callbacks have a file each
+    "lockstep.training.callbacks.pretrained",
     # where programs look for them: MXNet's and Horovod's own modules
     *("lockstep.compat.gluon.loss", "lockstep.compat.gluon.utils", "lockstep.compat.horovod.torch.sync_batch_norm"),
 ]

@@ -163,7 +163,7 @@ class Loop:
             "epoch": trainer.epoch + 1,
             "step": trainer.step.steps_done,
             "train_loss": trainer.totals.loss,
-            "lr": trainer.step.learning_rate,
+            "lr": trainer.step.learning_rates[0],
             "seconds": trainer.totals.seconds,
             "samples_per_second": trainer.totals.samples_per_second,
         }

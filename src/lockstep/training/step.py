@@ -433,7 +433,7 @@ class TrainStep:
         self.precision = Precision(precision, self.comm.device)
         self._max_grad_norm, self._seed = max_grad_norm, seed
         self.steps_done = 0
-        self._last_lr: float | torch.Tensor = optimizer.param_groups[0]["lr"]  # of the last step
+        self._last_rates = _rates(optimizer)  # of the last step
         self.replacement: Callable[[Batch], StepResult] | None = None  # of `run`, see `lockstep.elastic.steps`
         self.strategy.check(optimizer, precision)
         self._prepare()
@@ -519,15 +519,15 @@ class TrainStep:
         grad_norm = self._update(None if samples is not None or (on_cpu and correction == 1) else correction)
         self.steps_done += 1
         if self.scheduler is not None:
-            self._last_lr = lr
+            self._last_rates = _rates(self.optimizer)
             self.scheduler.end_step()
         note_samples(batch.size)
         return result if grad_norm is None else replace(result, grad_norm=grad_norm)
 
     @property
-    def learning_rate(self) -> float:
-        """The learning rate of the last step, of the first group of parameters."""
-        return float(self.optimizer.param_groups[0]["lr"] if self.scheduler is None else self._last_lr)
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each group of parameters in the last step."""
+        return [float(rate) for rate in (_rates(self.optimizer) if self.scheduler is None else self._last_rates)]
 
     def end_epoch(self, row: Mapping[str, float]) -> None:
         """Adapt the learning rate to the row of the history with which an epoch ends, if a scheduler does so."""
@@ -587,7 +587,7 @@ class TrainStep:
         """
         state: dict[str, Any] = {"steps_done": self.steps_done, "precision": self.precision.state_dict()}
         if self.scheduler is not None:
-            state |= {"scheduler": self.scheduler.state_dict(), "lr": float(self._last_lr)}
+            state |= {"scheduler": self.scheduler.state_dict(), "rates": self.learning_rates}
         counting = None if self._own_loss is None else self._own_loss.counting
         return state if counting is None else {**state, "loss_counts": counting.name}
 
@@ -597,9 +597,15 @@ class TrainStep:
         self.precision.load_state_dict(state["precision"])
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
-            self._last_lr = float(state["lr"])
+            self._last_rates = list(state["rates"])
         if self._own_loss is not None and "loss_counts" in state:
             self._own_loss.counting = Counting[state["loss_counts"]]
+
+
+def _rates(optimizer: Optimizer) -> list[float | torch.Tensor]:
+    """Return the learning rates of the groups, without waiting for a device that has them."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return [rate.detach().clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
 
 def _fill_missing_gradients(parameters: list[nn.Parameter]) -> None:

@@ -9,7 +9,9 @@ from .csv_log import CSVLog
 from .curve import Curve
 from .early_stopping import EarlyStopping
 from .language import TextSamples, TokenColumns
+from .learning_rates import LearningRates
 from .pretrained import Pretrained
+from .profile import Profile
 from .progress import Progress
 from .tensorboard import TensorBoard
 from .trackers import MLflow, WandB
@@ -21,8 +23,10 @@ __all__ = [
     "Checkpoints",
     "Curve",
     "EarlyStopping",
+    "LearningRates",
     "MLflow",
     "Pretrained",
+    "Profile",
     "Progress",
     "TensorBoard",
     "TextSamples",
