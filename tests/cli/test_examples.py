@@ -51,6 +51,27 @@ def test_a_gan_trains_the_same_on_three_workers(pool: Pool, here: Here) -> None:
     assert ended.stdout.replace("[0] ", "") == alone(pool, "gan.py", "1")
 
 
+def test_a_gpt_of_ones_own_learns_the_same_on_two_workers(pool: Pool, here: Here, tmp_path: Path) -> None:
+    story = tmp_path / "story.txt"
+    story.write_text("One ship sails east. Two ships sail west.\n" * 200)
+    ended = here("run", "-np", 2, "--threads", 1, EXAMPLES / "gpt.py", story, 30)
+    assert ended.returncode == 0, ended.stderr
+    shown = alone(pool, "gpt.py", str(story), "30")
+    line = "step   30  loss"
+    assert loss_after(line, ended.stdout) == pytest.approx(loss_after(line, shown), rel=1e-3)
+    assert loss_after("perplexity", shown) < 10 and "The " in shown
+
+
+def test_tracking_leaves_what_it_says(tmp_path: Path) -> None:
+    shown = run(str(EXAMPLES / "tracking.py"), str(tmp_path / "run"), cwd=tmp_path)
+    assert float(shown.partition("accuracy ")[2][:5]) > 0.9
+    found = {path.name for path in (tmp_path / "run").iterdir()}
+    assert found >= {"averaged.safetensors", "checkpoints", "curve.png", "metrics.csv", "profile", "tensorboard"}
+    assert all(f"{tmp_path}/run/{name}" in shown for name in found)
+    header = (tmp_path / "run" / "metrics.csv").read_text().split("\n")[0].split(",")
+    assert {"val_averaged_accuracy", "lr_biases", "momentum_weights"} <= set(header)
+
+
 def test_notebook(tmp_path: Path) -> None:
     assert last_accuracy(run(str(EXAMPLES / "notebook.py"), cwd=tmp_path)) > 90
 

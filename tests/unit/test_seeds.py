@@ -36,6 +36,6 @@ def test_every_example_is_there_and_every_one_is_named() -> None:
     named = {name for _, example, _ in ROWS for name in re.findall(r"\.\./examples/(\w+)\.py", example)}
     there = {path.stem for path in (ROOT / "examples").glob("*.py")}
     assert named <= there
-    of_no_tutorial = {"gan", "quickstart", "notebook"}
+    of_no_tutorial = {"gan", "gpt", "quickstart", "notebook", "tracking"}
     of_no_tutorial |= {"finetune_transformers", "images_folder", "lora", "stream_parquet"}
     assert there - named <= of_no_tutorial
