@@ -43,7 +43,11 @@ def resolved(*arguments: str) -> TrainOptions:
         ("a.toml", "max-grad-norm = 'big'", "a.toml: max-grad-norm: expected a number, got 'big'"),
         # of the right kind, but not to be used
         ("a.yaml", "lr: -1", "a.yaml: lr: expected a finite number above 0, got -1.0"),
-        ("a.yaml", "optimizer: adamm", "a.yaml: optimizer: expected one of adam, adamw, lamb, lars, sgd, got 'adamm'. Did you"),
+        (
+            "a.yaml",
+            "optimizer: adamm",
+            "a.yaml: optimizer: expected one of adam, adamw, lamb, lars, sgd, got 'adamm'. Did you",
+        ),
         ("a.yaml", "momentum: .nan", "a.yaml: momentum: expected a finite number"),
         ("a.yaml", "warmup-epochs: 2", "a.yaml: warmup_epochs: expected less than the 1 epochs"),
         ("a.yaml", "resume: nowhere", "a.yaml: resume: expected a checkpoint, a run directory, or latest, got nowhere"),

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from ..errors import ConfigError, LockstepError
@@ -138,6 +138,16 @@ class Follower:
                 self._log(f"the hosts are not changed: {error}")
 
 
+def _resize_own_job(workers: int) -> str:
+    from ..elastic.control import request
+    from ..watchdog import jobs
+
+    for job in jobs.find_jobs().values():
+        if job.pid == os.getpid() and job.control:
+            return request(job.control, "resize", workers)
+    raise LockstepError("the job is not running yet")
+
+
 @dataclass
 class OwnJob:
     """The elastic job that this process has started on this host alone.
@@ -151,7 +161,7 @@ class OwnJob:
     workers: int
     least: int
     most: int
-    resize: Callable[[int], object] = field(default_factory=lambda: _resize_own_job)
+    resize: Callable[[int], object] = _resize_own_job
 
     def follow(self, hosts: Sequence[Host]) -> None:
         """Change the number of workers to that of the slots.
@@ -167,13 +177,3 @@ class OwnJob:
         if workers != self.workers:
             self.resize(workers)
             self.workers = workers
-
-
-def _resize_own_job(workers: int) -> str:
-    from ..elastic.control import request
-    from ..watchdog import jobs
-
-    for job in jobs.find_jobs().values():
-        if job.pid == os.getpid() and job.control:
-            return request(job.control, "resize", workers)
-    raise LockstepError("the job is not running yet")

@@ -48,9 +48,9 @@ class _HostLauncher:
         host: with the slots that it was told last.
         started: when.
         ready, failure, error, is_over: what it has reported.
-        port: the port of its job store; 0 until it serves one. In an elastic job the port where it listens,
-        address: at this address; "" until it takes part.
-        has_begun: whether it was told to.
+        port: where it serves the job store, or in an elastic job listens for the other launchers; 0 until it does.
+        address: where it listens in an elastic job; "" until it takes part.
+        has_begun: whether it was told to take part.
         last_lines: its last lines of output.
         readers: the threads that read its output.
     """

@@ -14,7 +14,25 @@ from ..errors import ConfigError
 __all__ = ["LAMB", "LARS"]
 
 
-class LARS(Optimizer):
+class _LayerwiseOptimizer(Optimizer):
+    """Updates parameters that it adapts its rate to, and the others, apart from each other."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters; returns what `closure` returns, which computes the gradients anew, if it is given."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameters, adapts in _split(group):
+                self._update(parameters, group, adapts)
+        return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any], adapts: bool) -> None:
+        """Update parameters of `group`, all of which have gradients."""
+        raise NotImplementedError
+
+
+class LARS(_LayerwiseOptimizer):
     """SGD with momentum and layer-wise adaptive rate scaling.
 
     For each parameter w with gradient g::
@@ -53,15 +71,6 @@ class LARS(Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
         super().__init__(params, {**defaults, "adapt_vectors": adapt_vectors})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; returns what `closure` returns, which computes the gradients anew, if it is given."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            for parameters, adapts in _split(group):
-                self._update(parameters, group, adapts)
-        return loss
-
     def _update(self, parameters: list[Tensor], group: dict[str, Any], adapts: bool) -> None:
         gradients, decay = [_gradient(p) for p in parameters], group["weight_decay"]
         for p in parameters:
@@ -79,7 +88,7 @@ class LARS(Optimizer):
         torch._foreach_sub_(parameters, momenta)
 
 
-class LAMB(Optimizer):
+class LAMB(_LayerwiseOptimizer):
     """Adam with decoupled weight decay, whose update of each parameter is scaled to the parameter's norm.
 
     For each parameter w with gradient g, at its step t::
@@ -123,15 +132,6 @@ class LAMB(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "limits": limits}
         super().__init__(params, {**defaults, "adapt_vectors": adapt_vectors})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; returns what `closure` returns, which computes the gradients anew, if it is given."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            for parameters, adapts in _split(group):
-                self._update(parameters, group, adapts)
-        return loss
-
     def _update(self, parameters: list[Tensor], group: dict[str, Any], adapts: bool) -> None:
         states, (beta1, beta2) = [self._begun(p) for p in parameters], group["betas"]
         gradients = [_gradient(p) for p in parameters]
@@ -161,13 +161,6 @@ class LAMB(Optimizer):
 
 
 # --- Parts of both ----------------------------------------------------------------------------------------------------
-
-
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def _split(group: dict[str, Any]) -> list[tuple[list[Tensor], bool]]:

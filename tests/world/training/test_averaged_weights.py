@@ -113,5 +113,5 @@ def test_a_result_that_is_not_measured_and_a_model_that_is_not_there_are_named()
     averaged = AveragedWeights(validate=DATA, results=("loss", "f1"))
     with pytest.raises(ConfigError, match=r"fit.. has begun, got none"):
         _ = averaged.model
-    with pytest.raises(ConfigError, match="results: expected of loss, accuracy, got 'f1'"):
+    with pytest.raises(ConfigError, match="results: expected names among loss, accuracy, got 'f1'"):
         made(averaged).fit(DATA, 1, validate=DATA)

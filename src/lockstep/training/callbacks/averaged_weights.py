@@ -101,7 +101,7 @@ class AveragedWeights(Callback):
         measured = trainer.evaluate(self._data, self.model if has_begun else None)
         for name in self._results:
             if name not in measured:
-                raise ConfigError("results", f"of {', '.join(measured)}", name)
+                raise ConfigError("results", f"names among {', '.join(measured)}", name)
             results[f"averaged_{name}"] = measured[name]
 
     def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
