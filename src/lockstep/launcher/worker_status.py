@@ -12,6 +12,7 @@ import fcntl
 import io
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -365,7 +366,7 @@ def _culprit_error(
     for row in report.ranks:
         if row.rank in report.culprits and row.rank in own_ranks and row.state == "raised":  # and joins its threads
             kind, _, reason = row.note.partition(": ")
-            return WorkerError(row.rank, kind or "exit", reason, row.traceback)
+            return WorkerError(row.rank, kind or "exit", _whole_message(kind, reason, row.traceback), row.traceback)
     culprits = [each for each in failures if results.first_rank + each.rank in report.culprits]
     if failures:
         return _error_from_report((culprits or failures)[0], results)
@@ -373,6 +374,14 @@ def _culprit_error(
     error = WorkerError(results.first_rank + ended_by_watchdog[0], kind, report.sentence)
     error.in_collective = True
     return error
+
+
+def _whole_message(kind: str, first_line: str, traceback: str) -> str:
+    """Return the message of an exception of which only the first line is known; `traceback` ends with all of it."""
+    starts = list(
+        re.finditer(rf"^(?:[\w.]+\.)?{re.escape(kind)}: (?={re.escape(first_line)})", traceback, re.MULTILINE)
+    )
+    return traceback[starts[-1].end() :].rstrip() if starts and first_line else first_line
 
 
 def with_exit_details(report: WatchdogReport, results: WorkerResults) -> WatchdogReport:

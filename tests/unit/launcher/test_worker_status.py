@@ -141,6 +141,15 @@ def test_one_that_has_raised_and_waits_for_its_threads_is_known_from_the_report(
     assert (error.rank, error.kind) == (4, "RankLostError")  # the other host's launcher speaks for its ranks
 
 
+@pytest.mark.parametrize("name", ["ValueError", "library.errors.ValueError"])
+def test_all_lines_of_its_message_are_shown_though_the_report_has_only_the_first(name: str) -> None:
+    text = 'ValueError: the reason\n\nTraceback ...\n    raise ValueError("the reason\\nin two lines")\n'
+    row = RankStatus(5, "raised", "ValueError: the reason", traceback=f"{text}{name}: the reason\nin two lines\n")
+    report = replace(DIED, kind="raised", ranks=(RankStatus(4, "waits"), row))
+    error, _ = raised(WorkerResults([report_of(0)], [], {0: 1}, workers=2, first_rank=4, watchdog_report=report))
+    assert error.reason == "the reason\nin two lines"
+
+
 def test_one_that_was_ended_after_the_report_is_not_the_culprit() -> None:
     report = replace(DIED, kind="raised", ranks=(RankStatus(4, "waits"), RankStatus(5, "raised", "ValueError: x")))
     error, _ = raised(WorkerResults([report_of(0)], [0, 1], {0: 1}, workers=2, first_rank=4, watchdog_report=report))
