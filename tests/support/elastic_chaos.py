@@ -214,7 +214,7 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     """Set the named points of the training."""
     from lockstep.checkpoint.folder import CheckpointStore
     from lockstep.communicator.elastic_communicator import ElasticCommunicator
-    from lockstep.data.loader import Fetcher
+    from lockstep.data.fetching import Fetcher
     from lockstep.training import elastic_loop
 
     next(net.children()).register_forward_hook(lambda *_: chaos.pass_by("forward" if net.training else "evaluation"))

@@ -20,7 +20,7 @@ from .. import environment
 from ..activity import Activity
 from ..errors import ConfigError, DataError, LockstepError
 from ..system import atomic_files
-from .loader import describe_exception
+from .fetching import describe_exception
 from .mds import INDEX
 from .shard_readers import READERS, ShardReader
 from .stream_order import Integers, OrderSettings, StreamOrder

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from lockstep.communicator import Communicator
-from lockstep.data import loader as loader_module
+from lockstep.data import fetching
 from lockstep.data.loader import Batch, LengthBatchSampler, Loader
 from lockstep.errors import CheckpointError, ConfigError, DataError, MismatchError
 from lockstep.topology import World
@@ -110,7 +110,7 @@ def test_an_epoch_is_held_in_four_bytes_a_sample_of_this_worker(
 ) -> None:
     """Counted are the bytes of Python's objects, and those of the tensors that are there at the first batch."""
     n, size = 400_000, 4
-    monkeypatch.setattr(loader_module, "DataLoader", lambda batches, sampler, **_: (batches[each] for each in sampler))
+    monkeypatch.setattr(fetching, "DataLoader", lambda batches, sampler, **_: (batches[each] for each in sampler))
     next(Loader(Numbered(16), 16, comm=rank_of(1, size)).epoch(0))  # what is imported at the first use counts not
     loader = Loader(Numbered(n), 16, comm=rank_of(1, size), num_workers=num_workers)
     others = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}

@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.communicator import Communicator
-from lockstep.data import loader
-from lockstep.data.loader import Fetcher, Loader, pinned, to_device
+from lockstep.data import fetching
+from lockstep.data.fetching import Fetcher, pinned, to_device
+from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError, DataError
 from lockstep.topology import World
 
@@ -123,8 +124,8 @@ def test_ctrl_c_is_left_to_the_parent() -> None:
 
 
 def test_what_processes_are_started_with_can_be_sent_to_them() -> None:
-    init = partial(loader._ignore_signals, new_group=True)
-    for part in (init, loader._Batches(TensorDataset(torch.arange(3)), None)):
+    init = partial(fetching._ignore_signals, new_group=True)
+    for part in (init, fetching._Batches(TensorDataset(torch.arange(3)), None)):
         pickle.dumps(part)
 
 
@@ -200,7 +201,7 @@ def test_a_class_or_function_of_the_main_module_is_sent_by_value(of_main: str, m
     found = outside_of_modules(DEFINITIONS)
     numbers = torch.arange(6)
     dataset = found["Numbers"](numbers) if of_main == "Numbers" else TensorDataset(numbers)
-    batches = loader._Batches(dataset, found["pairs"] if of_main == "pairs" else None)
+    batches = fetching._Batches(dataset, found["pairs"] if of_main == "pairs" else None)
     with pytest.raises((pickle.PicklingError, AttributeError)):
         ForkingPickler.dumps(batches.dataset if of_main == "Numbers" else batches.collate)
     sent = ForkingPickler.loads(ForkingPickler.dumps(batches))
@@ -212,9 +213,9 @@ def test_a_class_or_function_of_the_main_module_is_sent_by_value(of_main: str, m
 
 
 def test_what_can_be_found_by_name_is_sent_by_name() -> None:
-    sent = ForkingPickler.loads(ForkingPickler.dumps(loader._Batches(Who(), None)))
+    sent = ForkingPickler.loads(ForkingPickler.dumps(fetching._Batches(Who(), None)))
     assert type(sent.dataset) is Who
-    assert b"cloudpickle" not in bytes(ForkingPickler.dumps(loader._Batches(Who(), None)))
+    assert b"cloudpickle" not in bytes(ForkingPickler.dumps(fetching._Batches(Who(), None)))
 
 
 @pytest.mark.parametrize(("processes", "prefetch"), [(1, 1), (2, 2), (2, 5), (3, 4), (4, 8)])
@@ -222,7 +223,7 @@ def test_no_more_steps_are_in_flight_than_allowed(
     monkeypatch: pytest.MonkeyPatch, processes: int, prefetch: int
 ) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(loader, "DataLoader", lambda *_, **options: given.update(options) or [])
+    monkeypatch.setattr(fetching, "DataLoader", lambda *_, **options: given.update(options) or [])
     list(Fetcher(Who(), None, processes, prefetch, pin=False).fetch([]))
     # torch's own bound is so many for each process
     assert given["num_workers"] == processes
@@ -231,7 +232,7 @@ def test_no_more_steps_are_in_flight_than_allowed(
 
 def test_by_default_two_are_in_flight_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(loader, "DataLoader", lambda *_, **options: given.update(options) or iter([None] * 6))
+    monkeypatch.setattr(fetching, "DataLoader", lambda *_, **options: given.update(options) or iter([None] * 6))
     list(Loader(Who(), 4, num_workers=3, comm=ALONE).epoch(0))
     assert given["prefetch_factor"] == 2
 

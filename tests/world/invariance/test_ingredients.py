@@ -21,7 +21,7 @@ def without_key_of_dropout() -> None:
 
 
 def without_key_of_augmentation() -> None:
-    import lockstep.data.loader as fetch
+    import lockstep.data.fetching as fetch
 
     fetch.seed_draws = lambda *_: None
 
@@ -72,7 +72,7 @@ def buffers_as_the_last_shard_left_them() -> None:
 
 def disturbed(change: Any, **arguments: Any) -> tuple[str, list[float]]:
     """`run` in a process in which one thing has been taken out; it is put back afterwards."""
-    import lockstep.data.loader as fetch
+    import lockstep.data.fetching as fetch
     import lockstep.invariance.ordered_reducer as exchange
     import lockstep.invariance.tree_sum as tree
     import lockstep.strategies.invariant as buffers

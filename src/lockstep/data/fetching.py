@@ -1,0 +1,528 @@
+"""Loads samples and collates them into batches, in this process or in loader processes, and copies them to a device."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections import ChainMap, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
+from typing_extensions import Self
+
+from .. import environment
+from ..errors import DataError, LockstepError
+from ..invariance.randomness import preserve_generators
+from ..invariance.shards import mix
+from .nested import map_tensors
+
+__all__ = [
+    "BatchInParts",
+    "BlockRequest",
+    "Collate",
+    "Fetcher",
+    "PickledByValue",
+    "Request",
+    "describe_exception",
+    "pinned",
+    "seed_draws",
+    "to_device",
+]
+
+
+# --- Random draws per sample ------------------------------------------------------------------------------------------
+
+_LOW = 0xFFFFFFFF
+
+
+def seed_draws(key: int, index: int) -> None:
+    """Seed the global generators of torch (CPU), Python and NumPy for one sample.
+
+    It takes about 7 µs, most of it in Python's generator. Generators of the data set's own are not seeded.
+    """
+    mixed = mix((key, index))
+    # torch.manual_seed() also seeds every backend, which takes a hundred times as long. The generators of torch and
+    # NumPy are both Mersenne twisters seeded with 32 bits: the same bits would give the same numbers.
+    torch.default_generator.manual_seed(mixed & _LOW)
+    random.seed(mixed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(mixed >> 32)
+
+
+# --- Pickling for loader processes ------------------------------------------------------------------------------------
+
+
+class PickledByValue:
+    """Wraps an object, to pickle it by value if plain pickle cannot find its class or functions by name.
+
+    This applies to classes of a script or notebook in a launched worker, whose main module is not the program.
+
+    Args:
+        value: any object that plain pickle or cloudpickle can pickle.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if _pickles_by_name(self.value):
+            return PickledByValue, (self.value,)
+        return _unpack, (_pack(self.value),)
+
+
+class _PickleProbe(pickle.Pickler):
+    """Pickles an object without the numbers in it, to see whether that works."""
+
+    dispatch_table: ClassVar[dict[type, Any]] = {**copyreg.dispatch_table, **ForkingPickler._extra_reducers}  # type: ignore[attr-defined, misc]
+
+    def persistent_id(self, obj: Any) -> str | None:
+        array = type(obj) is np.ndarray and obj.dtype != object
+        return "numbers" if array or isinstance(obj, torch.Tensor) else None
+
+
+class _NullFile:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _pickles_by_name(value: Any) -> bool:
+    try:
+        _PickleProbe(_NullFile()).dump(value)
+    except (pickle.PicklingError, AttributeError):
+        return False
+    except TypeError:
+        return True  # the object cannot be pickled; plain pickle raises the error
+    return True
+
+
+def _pack(value: Any) -> bytes:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        # ForkingPickler's reducers include torch's, which send tensors through shared memory.
+        dispatch_table = ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)  # type: ignore[attr-defined]
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> PickledByValue:
+    """Restore an object from `_pack`; the bytes come from another process of this program."""
+    return PickledByValue(pickle.loads(data))
+
+
+# --- Fetching batches -------------------------------------------------------------------------------------------------
+
+Collate = Callable[[list[Any]], Any]
+
+_COLLATE = 1  # part of the key of a collate function's draws for a data set in blocks
+
+Request = tuple[int, list[int] | tuple[list[int], ...]]
+"""(key of the epoch's random draws, indices of the samples of a batch).
+
+With a tuple of lists of indices, the result is a list with a collated batch for each of them, None for an empty one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRequest:
+    """Samples of a data set in blocks, not collated.
+
+    Attributes:
+        key: key of the epoch's random draws.
+        indices: the samples.
+        keep: the blocks to keep from now on; None for those of the request before.
+    """
+
+    key: int
+    indices: list[int]
+    keep: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInParts:
+    """A batch of a data set in blocks.
+
+    Attributes:
+        parts: requests for its parts, in order.
+        indices: the samples, or those of each shard, which are collated separately.
+    """
+
+    parts: list[BlockRequest]
+    indices: list[int] | tuple[list[int], ...]
+
+
+_AnyRequest = Request | BatchInParts | BlockRequest
+
+
+class _Batches(Dataset[Any]):
+    """A data set whose keys are requests and whose items are batches; for a `BlockRequest`, samples as `_Packed`."""
+
+    def __init__(self, dataset: Any, collate: Collate | None) -> None:
+        self.dataset, self.collate = dataset, collate or default_collate
+        self.blocks: Any = None  # reads samples, and keeps the blocks of a window
+        plain = collate is None
+        # Only this class itself: a subclass may transform samples.
+        self.in_tensors = plain and type(dataset) is TensorDataset
+        self.by_batch = plain and hasattr(dataset, "collated_batch")
+        self.by_sample = not (self.in_tensors or self.by_batch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        by_value = {"dataset": PickledByValue(self.dataset), "collate": PickledByValue(self.collate)}
+        return {**self.__dict__, **by_value, "blocks": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, dataset=state["dataset"].value, collate=state["collate"].value)
+
+    def __getitem__(self, request: _AnyRequest) -> Any:
+        try:
+            if isinstance(request, BatchInParts):
+                return self.joined(request, self._from_blocks(*request.parts))
+            if isinstance(request, BlockRequest):
+                return self._packed(request)
+            key, indices = request
+            if isinstance(indices, tuple):
+                return [self._batch(key, part) if part else None for part in indices]
+            return self._batch(key, indices)
+        except DataError as error:
+            process = get_worker_info()
+            if process is None:
+                raise
+            # Returned, because torch would put the traceback of the loader process into the message.
+            return _Failure(f"{error} (in loader process {process.id})")
+
+    def _batch(self, key: int, indices: list[int]) -> Any:
+        if self.in_tensors:
+            return [tensor[indices] for tensor in self.dataset.tensors]
+        if self.by_batch:
+            return self.dataset.collated_batch(indices)
+        return self._collated([self._sample(self.dataset, key, index) for index in indices], indices)
+
+    def joined(self, request: BatchInParts, samples: list[Any]) -> Any:
+        """Return the samples of the parts of a batch as a batch, or as a list of shards."""
+        key, rest = mix((request.parts[0].key, _COLLATE)), iter(samples)
+
+        def collated(indices: list[int]) -> Any:
+            # Draws of the collate function are the same whichever process has loaded the samples.
+            seed_draws(key, indices[0])
+            return self._collated(list(islice(rest, len(indices))), indices)
+
+        if isinstance(request.indices, tuple):
+            return [collated(shard) if shard else None for shard in request.indices]
+        return collated(request.indices)
+
+    def _packed(self, request: BlockRequest) -> _Packed:
+        samples = self._from_blocks(request)
+        try:
+            return _Packed.of(samples)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            what = (
+                f"samples of {type(self.dataset).__name__} cannot leave a loader process: {describe_exception(error)}"
+            )
+            hint = "Return tensors, arrays and plain values, or use one loader process"
+            raise DataError(f"{what}. {hint}") from error if environment.debugging() else None
+
+    def _from_blocks(self, request: BlockRequest) -> list[Any]:
+        if self.blocks is None:
+            self.blocks = self.dataset.reader()
+        if request.keep is not None:
+            self.blocks.keep(request.keep)
+        return [self._sample(self.blocks, request.key, index) for index in request.indices]
+
+    def _sample(self, source: Any, key: int, index: int) -> Any:
+        seed_draws(key, index)
+        try:
+            return source[index]
+        except LockstepError:
+            raise
+        except Exception as error:
+            what = f"sample {index} of {type(self.dataset).__name__}: {describe_exception(error)}"
+            raise DataError(what) from error if environment.debugging() else None
+
+    def _collated(self, samples: list[Any], indices: list[int]) -> Any:
+        try:
+            return self.collate(samples)
+        except LockstepError:
+            raise
+        except Exception as error:
+            shown = ", ".join(map(str, indices[:5])) + (f" and {len(indices) - 5} more" if len(indices) > 5 else "")
+            what = f"a batch of samples {shown} of {type(self.dataset).__name__}: {describe_exception(error)}"
+            if self.collate is default_collate:
+                what += ". Samples of different sizes need a collate_fn that pads them, of a Loader or a DataLoader"
+            raise DataError(what) from error if environment.debugging() else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a loader process returns in place of a batch that cannot be made."""
+
+    message: str
+
+
+class _Tree(pickle.Pickler):
+    """Pickles samples without the numbers of their tensors, which become buffers."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
+        if not plain or obj.requires_grad or obj.is_conj() or obj.is_neg() or obj.is_quantized:
+            return NotImplemented
+        numbers = obj.contiguous().reshape(-1).view(torch.uint8).numpy()  # NumPy does not have all types of torch
+        return _from_bytes, (numbers, obj.dtype, obj.shape)
+
+
+def _from_bytes(numbers: np.ndarray[Any, Any], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(numbers).view(dtype).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Samples on their way from a loader process, with all their numbers in one piece of shared memory.
+
+    Sent one by one, each tensor would take an open file. The samples are those of this program: they are pickled as
+    torch pickles batches.
+
+    Attributes:
+        tree: the pickled samples without their numbers.
+        numbers: the numbers of all tensors and arrays, uint8.
+        sizes: number of bytes of each tensor or array.
+    """
+
+    tree: bytes
+    numbers: torch.Tensor
+    sizes: list[int]
+
+    _ALIGNMENT: ClassVar[int] = 64
+
+    @classmethod
+    def of(cls, samples: list[Any]) -> Self:
+        buffers: list[pickle.PickleBuffer] = []
+        tree = io.BytesIO()
+        _Tree(tree, protocol=5, buffer_callback=buffers.append).dump(samples)
+        views = [buffer.raw() for buffer in buffers]
+        sizes = [view.nbytes for view in views]
+        numbers = torch.empty(sum(map(cls._padded, sizes)), dtype=torch.uint8)
+        target, at = memoryview(numbers.numpy()), 0  # type: ignore[arg-type]
+        for view, size in zip(views, sizes, strict=True):
+            target[at : at + size] = view
+            at += cls._padded(size)
+        return cls(tree.getvalue(), numbers, sizes)
+
+    @classmethod
+    def _padded(cls, size: int) -> int:
+        return -(-size // cls._ALIGNMENT) * cls._ALIGNMENT
+
+    def samples(self) -> list[Any]:
+        """Return the samples, whose tensors share the memory of `numbers`."""
+        source, at, views = memoryview(self.numbers.numpy()), 0, []  # type: ignore[arg-type]
+        for size in self.sizes:
+            views.append(source[at : at + size])
+            at += self._padded(size)
+        found: list[Any] = pickle.loads(self.tree, buffers=views)
+        return found
+
+
+def describe_exception(error: Exception) -> str:
+    """Return an exception of a data set in one line, with the line of the program that raised it."""
+    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the frame here
+    own = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
+    place = f", at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
+
+
+class _RequestSampler:
+    """The requests of the current epoch; replaced for each epoch, so that the loader processes can be kept."""
+
+    def __init__(self) -> None:
+        self.requests: Iterable[_AnyRequest] = ()
+
+    def __iter__(self) -> Iterator[_AnyRequest]:
+        return iter(self.requests)
+
+
+class Fetcher:
+    """Loads batches into CPU memory, in the order of the requests.
+
+    Random draws of the data set are keyed by sample: they are the same in any process, and do not change the caller's
+    generators.
+
+    Args:
+        dataset: has ``__getitem__(index)``, or ``collated_batch(indices)`` for a whole batch.
+        collate: makes one batch of a list of samples; `torch.utils.data.default_collate` if None.
+        processes: number of loader processes; 0 loads in this process. They start with the first epoch and run until
+            `close`.
+        prefetch: maximum number of batches that loader processes load ahead; at least one for each.
+        pin: put batches in page-locked memory, from which copies to a GPU overlap its computation.
+        in_parts: use `fetch_in_parts`, not `fetch`: `dataset` is in blocks.
+
+    Attributes:
+        parts: number of parts of a batch that `fetch_in_parts` loads beside each other.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Collate | None, processes: int, prefetch: int, pin: bool, in_parts: bool = False
+    ) -> None:
+        self._batches = _Batches(dataset, collate)
+        self._processes, self._prefetch, self._pin = processes, prefetch, pin
+        self._in_parts, self.parts = in_parts, max(1, processes)
+        self._sampler = _RequestSampler()
+        self._loader: DataLoader[Any] | None = None
+        self._running: Generator[Any, None, None] | None = None
+
+    def fetch(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """Return an iterator over the batches of `requests`; with loader processes, it ends an earlier iterator."""
+        return self._fetch(requests, self._pin)
+
+    def fetch_in_parts(self, requests: Iterable[BatchInParts]) -> Iterator[Any]:
+        """Return an iterator over the batches of a data set in blocks; otherwise as `fetch`.
+
+        Of several loader processes, each has the same part of every batch, so that it reads other blocks than its
+        siblings. This process puts the parts together and collates them.
+        """
+        if self.parts == 1:
+            return self._fetch(requests, self._pin)
+        return self._join(requests)
+
+    def _join(self, requests: Iterable[BatchInParts]) -> Iterator[Any]:
+        ahead: deque[BatchInParts] = deque()
+
+        def of_parts() -> Iterator[BlockRequest]:
+            for request in requests:
+                ahead.append(request)
+                yield from request.parts
+
+        loaded = self._fetch(of_parts(), pin=False)
+        for first in loaded:
+            parts = [first, *islice(loaded, self.parts - 1)]
+            if len(parts) < self.parts:
+                return
+            samples = [sample for part in parts for sample in part.samples()]
+            with preserve_generators():
+                data = self._batches.joined(ahead.popleft(), samples)
+            yield map_tensors(pinned, data) if self._pin else data
+
+    def _fetch(self, requests: Iterable[_AnyRequest], pin: bool) -> Iterator[Any]:
+        if not self._processes:
+            return self._fetch_in_process(requests, pin)
+        self._end_running()
+        self._running = self._fetch_from_processes(requests)
+        return self._running
+
+    def _fetch_in_process(self, requests: Iterable[_AnyRequest], pin: bool) -> Iterator[Any]:
+        # Whole batches are not seeded. Restoring the generators costs 80 µs, most of it for NumPy's.
+        guard = preserve_generators if self._batches.by_sample or self._in_parts else nullcontext
+        for request in requests:
+            with guard():
+                data = self._batches[request]
+            yield map_tensors(pinned, data) if pin else data
+
+    def _fetch_from_processes(self, requests: Iterable[_AnyRequest]) -> Generator[Any, None, None]:
+        self._sampler.requests = requests
+        if self._loader is None:
+            self._loader = self._start()
+        for data in self._loader:
+            if isinstance(data, _Failure):
+                raise DataError(data.message)
+            yield data
+
+    def _start(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._batches,
+            batch_size=None,
+            # What a collate function returns stays as it is: by default, arrays would become tensors.
+            collate_fn=_unchanged if self._in_parts else None,
+            sampler=self._sampler,
+            num_workers=self._processes,
+            # A batch in parts is one request for each process. DataLoader gives requests to its processes in turn.
+            prefetch_factor=self._prefetch if self._in_parts else self._prefetch // self._processes,
+            persistent_workers=True,
+            pin_memory=self._pin and not (self._in_parts and self.parts > 1),
+            worker_init_fn=partial(_ignore_signals, new_group=multiprocessing.parent_process() is None),
+            # A separate generator: otherwise each epoch draws a seed from the global one.
+            generator=torch.Generator(),
+        )
+
+    def _end_running(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def close(self) -> None:
+        """End the loader processes; a later `fetch` starts new ones."""
+        self._end_running()
+        loader, self._loader = self._loader, None
+        iterator = getattr(loader, "_iterator", None)
+        if iterator is not None:
+            # Dropping the reference would do the same, unless a traceback still holds one of its frames.
+            iterator._shutdown_workers()
+
+
+def _unchanged(data: Any) -> Any:
+    return data
+
+
+def _ignore_signals(_: int, new_group: bool) -> None:
+    # Ctrl-C reaches every process of the terminal, and some schedulers send SIGTERM to a whole process group. The
+    # parent completes its step first, and needs this process's batches for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if new_group:  # not under a launcher: it signals only the worker, and at the end kills the worker's process group
+        os.setpgid(0, 0)
+        # In a background process group, writing to the terminal must not stop the process ("stty tostop").
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` in page-locked memory; a sparse tensor, or one on a device, is returned unchanged."""
+    dense = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.pin_memory() if dense else tensor
+
+
+def to_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Copy each of `batches` to `device`; on a GPU, copying a batch overlaps with computing on the previous one."""
+    if device.type == "cpu":
+        yield from batches
+    elif device.type != "cuda":
+        for data in batches:
+            yield map_tensors(lambda tensor: tensor.to(device), data)
+    else:
+        yield from _overlapped(batches, device)
+
+
+def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    pending: tuple[Any, torch.cuda.Event] | None = None
+
+    def wait_for_copy(data: Any, copied: torch.cuda.Event) -> Any:
+        consumer = torch.cuda.current_stream(device)
+        consumer.wait_event(copied)
+        # The allocator must not reuse this memory for the copy stream while the consumer reads it.
+        map_tensors(lambda tensor: tensor.record_stream(consumer), data)
+        return data
+
+    for data in batches:
+        with torch.cuda.stream(stream):
+            moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(stream)
+        if pending is not None:
+            yield wait_for_copy(*pending)
+        pending = moved, copied
+    if pending is not None:
+        yield wait_for_copy(*pending)
