@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..registry import Registry, import_object
 
 if TYPE_CHECKING:
+    from .iterable import Substreams
     from .loader import Batch, LengthBatchSampler, Loader
     from .sets import ImageSet, cifar10, digits, fashion_mnist, mnist, synthetic
     from .shard_readers import ShardReader
@@ -21,6 +22,7 @@ __all__ = [
     "Loader",
     "ShardReader",
     "Stream",
+    "Substreams",
     "TextBlocks",
     "cifar10",
     "digits",
@@ -50,6 +52,7 @@ _LAZY = {
     "Loader": "lockstep.data.loader:Loader",
     "ShardReader": "lockstep.data.shard_readers:ShardReader",
     "Stream": "lockstep.data.stream:Stream",
+    "Substreams": "lockstep.data.iterable:Substreams",
     "TextBlocks": "lockstep.data.text_files:TextBlocks",
     **{target.partition(":")[2]: target for target in DATA.targets.values()},
 }

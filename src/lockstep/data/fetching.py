@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from typing_extensions import Self
 
 from .. import environment
-from ..errors import DataError, LockstepError
+from ..errors import ConfigError, DataError, LockstepError
 from ..invariance.randomness import preserve_generators
 from ..invariance.shards import mix
 from .nested import map_tensors
@@ -37,11 +37,15 @@ __all__ = [
     "BlockRequest",
     "Collate",
     "Fetcher",
+    "PartPosition",
     "PickledByValue",
+    "ReadRequest",
     "Request",
+    "SamplesRead",
     "describe_exception",
     "pinned",
     "seed_draws",
+    "superseded_error",
     "to_device",
 ]
 
@@ -169,7 +173,62 @@ class BatchInParts:
     indices: list[int] | tuple[list[int], ...]
 
 
-_AnyRequest = Request | BatchInParts | BlockRequest
+@dataclass(frozen=True, slots=True)
+class PartPosition:
+    """Where to begin to read a part of an iterable data set.
+
+    Attributes:
+        part: its number.
+        samples: number of samples of it that lie before.
+        state: the data set's own `state_dict` at or before that position; None without one.
+        state_at: number of samples before that state.
+    """
+
+    part: int
+    samples: int
+    state: Any = None
+    state_at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Asks for the next samples of parts of an iterable data set.
+
+    Attributes:
+        run: tells this reading of an epoch from others; with a new one all parts are opened again.
+        epoch: the epoch.
+        key: key of its random draws.
+        parts: for each part, where to begin if it is not open, and the number of samples to read.
+        keep: returns for the number of samples read the range of those to return; None to return all.
+    """
+
+    run: int
+    epoch: int
+    key: int
+    parts: list[tuple[PartPosition, int]]
+    keep: Callable[[int], tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesRead:
+    """What a `ReadRequest` has found of one part.
+
+    Attributes:
+        part: its number.
+        count: number of samples read; fewer than asked for at its end.
+        samples: those to be returned; one of them, for its shapes, if none is.
+        state: the data set's own `state_dict` after them; None without one.
+        first: a digest of the part's first sample; None if that was not read.
+    """
+
+    part: int
+    count: int
+    samples: list[Any]
+    state: Any = None
+    first: int | None = None
+
+
+_AnyRequest = Request | BatchInParts | BlockRequest | ReadRequest
 
 
 class _Batches(Dataset[Any]):
@@ -177,7 +236,7 @@ class _Batches(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self.dataset, self.collate = dataset, collate or default_collate
-        self.blocks: Any = None  # reads samples, and keeps the blocks of a window
+        self.reader: Any = None  # of a data set in blocks, or an iterable one
         plain = collate is None
         # Only this class itself: a subclass may transform samples.
         self.in_tensors = plain and type(dataset) is TensorDataset
@@ -186,7 +245,7 @@ class _Batches(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         by_value = {"dataset": PickledByValue(self.dataset), "collate": PickledByValue(self.collate)}
-        return {**self.__dict__, **by_value, "blocks": None}
+        return {**self.__dict__, **by_value, "reader": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, dataset=state["dataset"].value, collate=state["collate"].value)
@@ -196,7 +255,10 @@ class _Batches(Dataset[Any]):
             if isinstance(request, BatchInParts):
                 return self.joined(request, self._from_blocks(*request.parts))
             if isinstance(request, BlockRequest):
-                return self._packed(request)
+                return self._packed(self._from_blocks(request))
+            if isinstance(request, ReadRequest):
+                found = self._read(request)
+                return found if get_worker_info() is None else self._packed(found)
             key, indices = request
             if isinstance(indices, tuple):
                 return [self._batch(key, part) if part else None for part in indices]
@@ -213,7 +275,7 @@ class _Batches(Dataset[Any]):
             return [tensor[indices] for tensor in self.dataset.tensors]
         if self.by_batch:
             return self.dataset.collated_batch(indices)
-        return self._collated([self._sample(self.dataset, key, index) for index in indices], indices)
+        return self.collated([self._sample(self.dataset, key, index) for index in indices], indices)
 
     def joined(self, request: BatchInParts, samples: list[Any]) -> Any:
         """Return the samples of the parts of a batch as a batch, or as a list of shards."""
@@ -222,14 +284,13 @@ class _Batches(Dataset[Any]):
         def collated(indices: list[int]) -> Any:
             # Draws of the collate function are the same whichever process has loaded the samples.
             seed_draws(key, indices[0])
-            return self._collated(list(islice(rest, len(indices))), indices)
+            return self.collated(list(islice(rest, len(indices))), indices)
 
         if isinstance(request.indices, tuple):
             return [collated(shard) if shard else None for shard in request.indices]
         return collated(request.indices)
 
-    def _packed(self, request: BlockRequest) -> _Packed:
-        samples = self._from_blocks(request)
+    def _packed(self, samples: list[Any]) -> _Packed:
         try:
             return _Packed.of(samples)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -239,12 +300,18 @@ class _Batches(Dataset[Any]):
             hint = "Return tensors, arrays and plain values, or use one loader process"
             raise DataError(f"{what}. {hint}") from error if environment.debugging() else None
 
+    def _read(self, request: ReadRequest) -> list[SamplesRead]:
+        if self.reader is None:
+            self.reader = self.dataset.reader()
+        found: list[SamplesRead] = self.reader.read(request)
+        return found
+
     def _from_blocks(self, request: BlockRequest) -> list[Any]:
-        if self.blocks is None:
-            self.blocks = self.dataset.reader()
+        if self.reader is None:
+            self.reader = self.dataset.reader()
         if request.keep is not None:
-            self.blocks.keep(request.keep)
-        return [self._sample(self.blocks, request.key, index) for index in request.indices]
+            self.reader.keep(request.keep)
+        return [self._sample(self.reader, request.key, index) for index in request.indices]
 
     def _sample(self, source: Any, key: int, index: int) -> Any:
         seed_draws(key, index)
@@ -256,7 +323,8 @@ class _Batches(Dataset[Any]):
             what = f"sample {index} of {type(self.dataset).__name__}: {describe_exception(error)}"
             raise DataError(what) from error if environment.debugging() else None
 
-    def _collated(self, samples: list[Any], indices: list[int]) -> Any:
+    def collated(self, samples: list[Any], indices: list[int]) -> Any:
+        """Return samples as a batch; `indices` are their numbers, for messages."""
         try:
             return self.collate(samples)
         except LockstepError:
@@ -370,7 +438,7 @@ class Fetcher:
             `close`.
         prefetch: maximum number of batches that loader processes load ahead; at least one for each.
         pin: put batches in page-locked memory, from which copies to a GPU overlap its computation.
-        in_parts: use `fetch_in_parts`, not `fetch`: `dataset` is in blocks.
+        in_parts: use `fetch_in_parts` for a `dataset` in blocks, or `fetch_parts` for an iterable one; not `fetch`.
 
     Attributes:
         parts: number of parts of a batch that `fetch_in_parts` loads beside each other.
@@ -399,6 +467,27 @@ class Fetcher:
         if self.parts == 1:
             return self._fetch(requests, self._pin)
         return self._join(requests)
+
+    def fetch_parts(self, requests: Iterable[ReadRequest]) -> Iterator[list[SamplesRead]]:
+        """Return an iterator over what is read of an iterable data set; otherwise as `fetch`.
+
+        Requests go to the loader processes in turn, and each process keeps the parts that it has opened.
+        """
+        for found in self._fetch(requests, pin=False):
+            yield found.samples() if isinstance(found, _Packed) else found
+
+    def collated(self, key: int, samples: list[Any], indices: list[int]) -> Any:
+        """Return samples as a batch, with the random draws of the collate function keyed by its first sample.
+
+        Args:
+            key: of the epoch's random draws.
+            samples: at least one.
+            indices: their numbers.
+        """
+        with preserve_generators():
+            seed_draws(mix((key, _COLLATE)), indices[0])
+            data = self._batches.collated(samples, indices)
+        return map_tensors(pinned, data) if self._pin else data
 
     def _join(self, requests: Iterable[BatchInParts]) -> Iterator[Any]:
         ahead: deque[BatchInParts] = deque()
@@ -472,6 +561,16 @@ class Fetcher:
         if iterator is not None:
             # Dropping the reference would do the same, unless a traceback still holds one of its frames.
             iterator._shutdown_workers()
+
+
+def superseded_error(epoch: int) -> ConfigError:
+    """Return the error of an iterator whose loader processes serve another epoch, or have ended."""
+    return ConfigError(
+        "loader",
+        "one epoch at a time with loader processes",
+        found=f"another one, or close(), before the last batch of epoch {epoch}",
+        hint="Create a separate Loader for each, e.g. for evaluation.",
+    )
 
 
 def _unchanged(data: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -14,7 +15,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
@@ -22,11 +22,23 @@ from torch.utils.data import (
 from typing_extensions import Self
 
 from .. import communicator
-from ..errors import CheckpointError, ConfigError, MismatchError
+from ..errors import CheckpointError, ConfigError, DataError, MismatchError
 from ..flight_recorder import named, note_batch
 from ..invariance.randomness import preserve_generators
-from ..invariance.shards import bounds, check_virtual_workers, mix, step_range, steps_per_epoch
-from .fetching import BatchInParts, BlockRequest, Collate, Fetcher, Request, seed_draws, to_device
+from ..invariance.shards import bounds, check_virtual_workers, local_range, mix, step_range, steps_per_epoch
+from .fetching import (
+    BatchInParts,
+    BlockRequest,
+    Collate,
+    Fetcher,
+    PartPosition,
+    ReadRequest,
+    Request,
+    seed_draws,
+    superseded_error,
+    to_device,
+)
+from .iterable import BatchSettings, EpochOfStream, PartOfBatch, StreamPosition, is_iterable, substreams_of
 from .nested import narrow
 
 __all__ = ["Batch", "LengthBatchSampler", "Loader", "dataloader_settings"]
@@ -91,15 +103,23 @@ class Loader:
     index), so that augmentation is the same at any number of workers and loader processes, and after resuming in the
     middle of an epoch. Draws in `collate_fn` are reproducible too, but depend on how the batch is divided.
 
+    An iterable data set has its own order, which must be the same whenever an epoch is read, and on every worker. Its
+    method ``set_epoch(epoch)``, if there is one, is called first. Every worker reads all of it, and collates its part
+    of each global batch, unless it is given as `lockstep.data.Substreams`. The global generators are seeded by (seed,
+    epoch, number of the sample) before each sample. After a resume, it is read from its beginning and what was used is
+    dropped, unless it has ``state_dict()`` and ``load_state_dict()``. `len()` is not known before the end of an epoch.
+
     Args:
         dataset: a map-style data set: ``len(dataset)`` and ``dataset[index]``. If it has a method
             ``collated_batch(indices)``, that is called for each part, and returns it collated; no generator is seeded
-            then, and the data set itself must key its random draws.
+            then, and the data set itself must key its random draws. Or an iterable data set, see above.
         global_batch_size: samples in one optimizer step, over all workers.
         seed: seed of the order and of the data set's random draws.
-        shuffle: False keeps the data set's order in every epoch.
+        shuffle: False keeps the data set's order in every epoch. An iterable data set has its own order in any case;
+            with True, as for training, less than one whole batch of it is an error.
         drop_last: skip a last batch that is smaller than `global_batch_size`.
-        num_workers: number of loader processes of each worker; 0 loads in this process.
+        num_workers: number of loader processes of each worker; 0 loads in this process. Of an iterable data set, each
+            part is read by one of them.
         prefetch: maximum number of batches that the loader processes of a worker load ahead of the current one; at
         least
             `num_workers`; twice that if None. On a GPU, one more is being copied to the device.
@@ -135,19 +155,27 @@ class Loader:
         self.virtual_workers = (
             None if virtual_workers is None else check_virtual_workers(virtual_workers, self.comm.size)
         )
-        self.dataset, self.samples = dataset, _length(dataset)
+        self._substreams = substreams_of(dataset)
+        # Of an iterable data set their number is known when it ends.
+        self.dataset, self.samples = dataset, 0 if self._substreams is not None else _length(dataset)
         self.global_batch_size, self.seed, self.shuffle, self.drop_last = global_batch_size, seed, shuffle, drop_last
         self._batch_sampler = batch_sampler
         self._in_blocks = batch_sampler is None and hasattr(dataset, "epoch_order")
         self._check(num_workers)
+        if self._substreams is not None:
+            num_workers = min(num_workers, self._substreams.parts)
         prefetch = _check_prefetch(prefetch, num_workers)
         pin = self.comm.device.type == "cuda"
         self.num_workers = num_workers
         self._collate_fn = collate_fn
-        self._fetcher = Fetcher(dataset, collate_fn, num_workers, prefetch, pin, in_parts=self._in_blocks)
+        in_parts = self._in_blocks or self._substreams is not None
+        source = dataset if self._substreams is None else self._substreams
+        self._fetcher = Fetcher(source, collate_fn, num_workers, prefetch, pin, in_parts)
         self._epoch, self._step = 0, 0
         self._resume_at: tuple[int, int] | None = None  # the loaded position, until its epoch starts
         self._batches_digest = 0  # of the current epoch's batches, with a batch sampler
+        self._stream = StreamPosition()  # that of the next batch, of an iterable data set
+        self._steps: int | None = None  # of an epoch of an iterable data set, when one has been read
 
     def _check(self, num_workers: int) -> None:
         for name, value, minimum in (
@@ -156,6 +184,9 @@ class Loader:
             ("seed", self.seed, 0),
         ):
             _check_whole(name, value, minimum)
+        if self._substreams is not None:
+            self._check_stream(self._substreams.parts)
+            return
         for name, value in (("dataset", self.samples), ("global_batch_size", self.global_batch_size)):
             if value < self.comm.size:
                 hint = "Use fewer workers" + (" or a larger global batch." if name == "global_batch_size" else ".")
@@ -175,6 +206,15 @@ class Loader:
             what = "global_batch_size=%d is more than the %d samples of the data set: an epoch is a single step"
             _log.warning(what, self.global_batch_size, self.samples)
 
+    def _check_stream(self, parts: int) -> None:
+        if self._batch_sampler is not None:
+            hint = "An iterable data set has its own order."
+            raise ConfigError("batch_sampler", "None", found=type(self._batch_sampler).__name__, hint=hint)
+        if (least := max(self.comm.size, parts)) > self.global_batch_size:
+            what = f"{parts} parts of the data set" if least == parts else f"{least} workers"
+            expected = f"at least one sample for each of {what}"
+            raise ConfigError("global_batch_size", expected, self.global_batch_size)
+
     def _check_batch_sampler(self, sampler: Any) -> None:
         if self.drop_last or not self.shuffle:
             hint = "The batch sampler alone determines the order and the last batch."
@@ -187,7 +227,18 @@ class Loader:
             raise ConfigError("batch_sampler", "at least one batch in an epoch", found="none")
 
     def __len__(self) -> int:
-        """Steps in an epoch."""
+        """Steps in an epoch.
+
+        Raises:
+            TypeError: for an iterable data set of which no whole epoch has been read yet.
+        """
+        if self._substreams is not None:
+            if self._steps is None:
+                name = self._substreams.name
+                raise TypeError(
+                    f"the number of steps in an epoch of {name} is not known before its end: it is iterable"
+                )
+            return self._steps
         if self._batch_sampler is not None:
             return len(self._batch_sampler)  # type: ignore[arg-type]
         return steps_per_epoch(self.samples, self.global_batch_size, self.drop_last)
@@ -196,8 +247,26 @@ class Loader:
         """Iterate over the next epoch: epoch 0, then 1, and so on, from the loaded position in the first."""
         return self.epoch(self._epoch)
 
+    @property
+    def is_iterable(self) -> bool:
+        """Whether its data set can only be iterated over."""
+        return self._substreams is not None
+
+    @property
+    def steps(self) -> int | None:
+        """Steps in an epoch; None for an iterable data set of which no whole epoch has been read yet."""
+        return self._steps if self._substreams is not None else len(self)
+
     def order(self, epoch: int) -> torch.Tensor:
-        """Return the samples of an epoch in the order in which they form global batches: int64, shape (samples,)."""
+        """Return the samples of an epoch in the order in which they form global batches: int64, shape (samples,).
+
+        Raises:
+            ConfigError: for an iterable data set.
+        """
+        if self._substreams is not None:
+            raise ConfigError(
+                "dataset", "a map-style data set, whose samples have indices", found=self._substreams.name
+            )
         if self._batch_sampler is not None:
             return torch.tensor([index for batch in self._read_batches(epoch) for index in batch])
         if self._in_blocks:
@@ -281,6 +350,9 @@ class Loader:
         first = self._resume_at[1] if self._resume_at is not None and self._resume_at[0] == epoch else 0
         self._resume_at = None
         self._epoch, self._step = epoch, first
+        if self._substreams is not None:
+            yield from self._epoch_of_stream(epoch, self._stream if first else StreamPosition())
+            return
         steps = range(first, len(self))
         order, fetched = self._start(epoch, steps)
         loop = mix((self.samples, self.global_batch_size, self.shuffle)) or 1
@@ -289,7 +361,7 @@ class Loader:
             indices, global_size = order.part(step)
             data = next(batches, _ENDED)
             if data is _ENDED:
-                raise _superseded_error(epoch)
+                raise superseded_error(epoch)
             # Before the yield, so that a state saved while the batch is used is the position after it.
             self._epoch, self._step = epoch, step + 1
             part = data if len(indices) or self.virtual_workers else narrow(data, 0, 0)
@@ -301,6 +373,68 @@ class Loader:
                 raise
         note_batch((epoch + 1) * len(self), finished=True, loop=loop)
         self._epoch, self._step = epoch + 1, 0
+
+    def _epoch_of_stream(self, epoch: int, start: StreamPosition) -> Iterator[Batch]:
+        """Iterate over the batches of an iterable data set from `start` on; see `epoch`."""
+        source = self._substreams
+        assert source is not None
+        key, step = mix((self.seed, _SAMPLES, epoch)), start.step
+        loop = mix((epoch, self.global_batch_size, step)) or 1
+        parts: deque[PartOfBatch] = deque()
+        settings = BatchSettings(self.global_batch_size, self.comm, self.virtual_workers, self.drop_last, self.shuffle)
+
+        def loaded() -> Iterator[Any]:
+            for part in EpochOfStream(settings, source, self._fetcher, epoch, key, start):
+                parts.append(part._replace(samples=[]))
+                yield self._collated(key, part)
+
+        for data in to_device(loaded(), self.comm.device):
+            part = parts.popleft()
+            self._epoch, self._step, self._stream = epoch, part.position.step, part.position
+            step, size = part.position.step - 1, part.high - part.low
+            indices = torch.arange(part.low, part.high) + step * self.global_batch_size
+            note_batch(step, loop=loop)
+            try:
+                yield Batch(data, indices, size, part.global_size, epoch, step, self.virtual_workers)
+            except GeneratorExit:  # the loop was left before its end
+                note_batch(-1)
+                raise
+        steps = self._step
+        note_batch(steps, finished=True, loop=loop)
+        if self._steps not in (None, steps) and self.comm.rank == 0:
+            _log.warning("epoch %d has %d steps, the one before had %d", epoch, steps, self._steps)
+        self._steps, self._epoch, self._step, self._stream = steps, epoch + 1, 0, StreamPosition()
+
+    def _collated(self, key: int, part: PartOfBatch) -> Any:
+        """Return this worker's part of a batch, or its shards, in the memory of the CPU."""
+        first = (part.position.step - 1) * self.global_batch_size
+
+        def collated(low: int, high: int) -> Any:
+            numbers = list(range(first + low, first + high))
+            return self._fetcher.collated(key, part.samples[low - part.low : high - part.low], numbers)
+
+        if self.virtual_workers:
+            ranges = self._shard_ranges(part.global_size)
+            return [collated(low, high) if low < high else None for low, high in ranges]
+        if part.low < part.high:
+            return collated(part.low, part.high)
+        sample = part.samples[0] if part.samples else self._any_sample()
+        return narrow(self._fetcher.collated(key, [sample], [first]), 0, 0)
+
+    def _any_sample(self) -> Any:
+        """Return a sample of an iterable data set, for the shapes.
+
+        Raises:
+            DataError: there is none.
+        """
+        assert self._substreams is not None
+        reader, parts = self._substreams.reader(), range(self._substreams.parts)
+        with preserve_generators():
+            for part in parts:
+                (found,) = reader.read(ReadRequest(0, 0, 0, [(PartPosition(part, 0), 1)]))
+                if found.samples:
+                    return found.samples[0]
+        raise DataError(f"{self._substreams.name}: no samples")
 
     def _start(self, epoch: int, steps: range) -> tuple[_WorkerOrder | _SampledOrder | _BlockOrder, Iterator[Any]]:
         """Return the order of an epoch, and its batches in the memory of the CPU."""
@@ -346,15 +480,15 @@ class Loader:
 
         It is a sample twice, because batch norm refuses a single one.
         """
+        if self._substreams is not None:
+            data = self._fetcher.collated(0, [self._any_sample()] * 2, [0, 0])
+            return next(to_device([data], self.comm.device))
         fetcher = Fetcher(self.dataset, self._collate_fn, 0, 0, pin=False)
         return next(to_device(fetcher.fetch([(0, [0, 0])]), self.comm.device))
 
     def local_range(self, global_size: int) -> tuple[int, int]:
         """Return this worker's half-open range of the samples of a global batch of `global_size`."""
-        if self.virtual_workers:
-            ranges = self._shard_ranges(global_size)
-            return ranges[0][0], ranges[-1][1]
-        return bounds(global_size, self.comm.size, self.comm.rank)
+        return local_range(global_size, self.comm.size, self.comm.rank, self.virtual_workers)
 
     def _shard_ranges(self, global_size: int) -> list[tuple[int, int]]:
         """Return the range of samples of each of this worker's shards."""
@@ -377,8 +511,15 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch yielded, and the settings it depends on (not the worker count)."""
-        state = {"epoch": self._epoch, "step": self._step, **self._settings()}
+        state = {"epoch": self._epoch, "step": self._step, "ended": self.ended, **self._settings()}
+        if self._substreams is not None:
+            return {**state, "stream": self._stream._asdict()}
         return state if self._batch_sampler is None else {**state, "batches": self._batches_digest}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last batch yielded was the last one of its epoch."""
+        return self._stream.ended if self._substreams is not None else self._step >= len(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position to a saved one, from a run with any number of workers.
@@ -394,12 +535,14 @@ class Loader:
                 )
         self._resume_at = self._epoch, self._step = int(state["epoch"]), int(state["step"])
         self._batches_digest = int(state.get("batches", 0))
+        self._stream = StreamPosition(**state["stream"]) if self._step and "stream" in state else StreamPosition()
 
     def _settings(self) -> dict[str, Any]:
         files = self.dataset.order_settings() if self._in_blocks else {}
         return {
             **dict.fromkeys(("files", "shuffle_window", "lanes")),
             **files,
+            "parts": None if self._substreams is None else self._substreams.parts,
             "samples": self.samples,
             "global_batch_size": self.global_batch_size,
             "seed": self.seed,
@@ -591,24 +734,27 @@ def dataloader_settings(
     """
     sampler, batches = loader.sampler, loader.batch_sampler
     expected = "a data set, or a DataLoader with shuffle=True or shuffle=False"
-    if isinstance(loader.dataset, IterableDataset):
-        _length(loader.dataset)
     if batches is None:
         hint = "Pass the data set itself: Lockstep forms the batches."
         raise ConfigError(argument, expected, found="a DataLoader with batch_size=None", hint=hint)
+    own_collate = loader.collate_fn is not default_collate
     in_order = type(sampler) is SequentialSampler
-    shuffled = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == _length(loader.dataset)
-    if type(batches) is not BatchSampler or not (in_order or shuffled):
+    iterable = is_iterable(loader.dataset)
+    shuffled = (
+        argument == "train"
+        if iterable
+        else type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == _length(loader.dataset)
+    )
+    if not iterable and (type(batches) is not BatchSampler or not (in_order or shuffled)):
         kind = type(sampler if type(batches) is BatchSampler else batches).__name__
         raise ConfigError(argument, expected, found=f"a DataLoader with a {kind}", hint=_instead_of(loader))
     if warns:
-        _warn_of_unused(loader, batches, argument, global_batch_size)
-    own_collate = loader.collate_fn is not default_collate
+        _warn_of_unused(loader, argument, global_batch_size)
     return {
         "dataset": loader.dataset,
         "collate_fn": loader.collate_fn if own_collate else None,
         "shuffle": shuffled,
-        "drop_last": batches.drop_last,
+        "drop_last": loader.drop_last,
         "num_workers": loader.num_workers,
         "prefetch": loader.num_workers * (loader.prefetch_factor or 2) if loader.num_workers else None,
     }
@@ -629,28 +775,25 @@ def _instead_of(loader: DataLoader[Any]) -> str:
     )
 
 
-def _warn_of_unused(loader: DataLoader[Any], batches: BatchSampler, argument: str, global_batch_size: int) -> None:
+def _warn_of_unused(loader: DataLoader[Any], argument: str, global_batch_size: int) -> None:
     roles = {"train": " of the training data", "validate": " of validate="}
     name = f"the DataLoader{roles.get(argument, '')}"
-    if batches.batch_size != global_batch_size:
+    if loader.batch_size != global_batch_size:
         what = "a step" if argument == "train" else "a batch of an evaluation"
         used = f"{what} has the {global_batch_size} samples of global_batch_size, over all workers"
-        _log.warning("batch_size=%d of %s is not used: %s", batches.batch_size, name, used)
+        _log.warning("batch_size=%d of %s is not used: %s", loader.batch_size, name, used)
     if loader.worker_init_fn is not None:
         _log.warning("worker_init_fn of %s is not called: random generators are seeded for each sample", name)
 
 
 def _length(dataset: Any) -> int:
     try:
-        if isinstance(dataset, IterableDataset):
-            raise TypeError
         return len(dataset)
     except (TypeError, NotImplementedError):
         raise ConfigError(
             "dataset",
-            "a map-style data set, with len() and indexing",
+            "a map-style data set, with len() and indexing, or an iterable one",
             found=type(dataset).__name__,
-            hint="An iterable data set cannot be indexed; give it __len__ and __getitem__.",
         ) from None
 
 
@@ -666,12 +809,3 @@ def _check_prefetch(prefetch: int | None, num_workers: int) -> int:
     if prefetch < num_workers:
         raise ConfigError("prefetch", f"at least {num_workers}, one for each of the loader processes", prefetch)
     return prefetch
-
-
-def _superseded_error(epoch: int) -> ConfigError:
-    return ConfigError(
-        "loader",
-        "one epoch at a time with loader processes",
-        found=f"another one, or close(), before the last batch of epoch {epoch}",
-        hint="Create a separate Loader for each, e.g. for evaluation.",
-    )

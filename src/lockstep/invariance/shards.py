@@ -10,6 +10,7 @@ __all__ = [
     "DEFAULT_VIRTUAL_WORKERS",
     "bounds",
     "check_virtual_workers",
+    "local_range",
     "mix",
     "sizes",
     "step_range",
@@ -35,6 +36,14 @@ def bounds(n: int, parts: int, part: int) -> tuple[int, int]:
     quotient, remainder = divmod(n, parts)
     start = part * quotient + min(part, remainder)
     return start, start + quotient + (part < remainder)
+
+
+def local_range(n: int, workers: int, rank: int, virtual_workers: int | None = None) -> tuple[int, int]:
+    """Return the half-open range of the `n` samples of a global batch that a worker has; with its shards, if any."""
+    if virtual_workers is None:
+        return bounds(n, workers, rank)
+    first, last = bounds(virtual_workers, workers, rank)
+    return bounds(n, virtual_workers, first)[0], bounds(n, virtual_workers, last - 1)[1]
 
 
 def sizes(n: int, parts: int) -> list[int]:

@@ -71,6 +71,9 @@ def _check(loader: Any, step: Any, epochs: Any, state: Any) -> None:
     if not isinstance(loader, Loader):
         hint = "A loop with prepare() restarts from a checkpoint after a loss; TrainStep and Loader go on."
         raise ConfigError("loader", "a lockstep.Loader", found=type(loader).__name__, hint=hint)
+    if loader.is_iterable:
+        hint = "Trainer.fit reads an iterable data set in an elastic job as well."
+        raise ConfigError("loader", "one whose samples have indices", found="one of an iterable data set", hint=hint)
     if not isinstance(step, TrainStep):
         raise ConfigError("step", "a lockstep.TrainStep", found=type(step).__name__)
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
@@ -96,7 +99,7 @@ class Steps:
     def __init__(self, loader: Loader, step: TrainStep, epochs: int) -> None:
         self._loader, self._step, self._epochs = loader, step, epochs
         epoch, number = loader.position
-        self._at = (epoch, number) if number < len(loader) else (epoch + 1, 0)
+        self._at = (epoch + 1, 0) if loader.ended else (epoch, number)
         self._ends = False
         self._stream: Iterator[Batch] | None = None
         self._batch: Batch | None = None  # the last one that was loaded

@@ -30,6 +30,7 @@ class Run(TrainingContext, Protocol):
     steps_in_flight: StepsInFlight
     stop_reason: str
     steps_before_epoch: int
+    steps_per_epoch: int | None
 
     @property
     def done(self) -> bool:
@@ -108,6 +109,9 @@ class Loop:
                     self._validate_within_epoch()
                 if self._no_more_steps():
                     break
+            else:
+                state.position.end_steps()
+            trainer.steps_per_epoch = loader.steps
         finally:
             self._active_loader = None
 
@@ -133,13 +137,17 @@ class Loop:
 
     def _no_more_steps(self) -> bool:
         trainer = self._trainer
-        return bool(trainer.stop_reason) or trainer.step.steps_done >= trainer.total_steps
+        return bool(trainer.stop_reason) or self._has_all_steps()
+
+    def _has_all_steps(self) -> bool:
+        total = self._trainer.total_steps
+        return total is not None and self._trainer.step.steps_done >= total
 
     def _validation_is_due(self) -> bool:
         """Return whether there is a validation within the epoch after the step just done."""
         trainer, every = self._trainer, self._validate_every
-        done, step = trainer.step.steps_done, trainer.position.step
-        if every is None or done % every or not 0 < step < trainer.steps_per_epoch or done >= trainer.total_steps:
+        done, position = trainer.step.steps_done, trainer.position
+        if every is None or done % every or not position.step or position.ended or self._has_all_steps():
             return False
         return not trainer.history or trainer.history[-1]["step"] != done
 
@@ -149,7 +157,7 @@ class Loop:
 
     def _end_epoch(self) -> None:
         """End an epoch, or the run within one."""
-        trainer, within = self._trainer, self._trainer.position.step < self._trainer.steps_per_epoch
+        trainer, within = self._trainer, not self._trainer.position.ended
         if within and trainer.history and trainer.history[-1]["step"] == trainer.step.steps_done:
             return  # stopped by a validation
         row = self._add_row(ends_epoch=not within)
@@ -215,7 +223,8 @@ class Loop:
         trainer = self._trainer
         number = self.stop_requests.agree()[0] or SIGTERM
         trainer.check_losses()
-        where = f"after step {trainer.step.steps_done} (epoch {trainer.epoch + 1} of {trainer.epochs})"
+        of = "" if trainer.epochs is None else f" of {trainer.epochs}"
+        where = f"after step {trainer.step.steps_done} (epoch {trainer.epoch + 1}{of})"
         path = None if trainer.run_dir is None else trainer.save()
         trainer.checkpoint_manager.wait()
         saved = "nothing was saved, as the run has no run directory" if path is None else f"saved {path}"

@@ -54,6 +54,9 @@ _log = logging.getLogger(__name__)
 # --- Position in the training data ------------------------------------------------------------------------------------
 
 
+_POSITION_KEYS = ("epoch", "step", "ended", "batches", "stream")  # other keys say in which data it is a position
+
+
 class Position:
     """A position in the training data, independent of the loader.
 
@@ -83,10 +86,21 @@ class Position:
         """Advance to the position after the last batch of `loader`."""
         self._saved = loader.state_dict()
 
+    @property
+    def ended(self) -> bool:
+        """Whether all steps of the current epoch are done, but not yet its evaluation."""
+        return self._saved is not None and bool(self._saved.get("ended"))
+
+    def end_steps(self) -> None:
+        """Note that the current epoch has no more steps."""
+        if self._saved is not None:
+            self._saved["ended"] = True
+
     def end_epoch(self) -> None:
         """Advance to the next epoch, after the evaluation of the current one."""
         assert self._saved is not None
-        self._saved |= {"epoch": self.epoch + 1, "step": 0}
+        self._saved |= {"epoch": self.epoch + 1, "step": 0, "ended": False}
+        self._saved.pop("stream", None)
 
     def seek(self, loader: Loader) -> None:
         """Move `loader` to this position.
@@ -94,7 +108,7 @@ class Position:
         Raises:
             CheckpointError: if this is a position in other data, or in another order of samples.
         """
-        start = {**loader.state_dict(), "epoch": 0, "step": 0}
+        start = {**loader.state_dict(), "epoch": 0, "step": 0, "ended": False}
         loader.load_state_dict(start if self._saved is None else self._saved)
 
     def in_data_of(self, loader: Loader) -> Position:
@@ -102,9 +116,9 @@ class Position:
         if self._saved is None:
             return self
         there = loader.state_dict()
-        if all(self._saved[key] == value for key, value in there.items() if key not in ("epoch", "step", "batches")):
+        if all(self._saved.get(key) == value for key, value in there.items() if key not in _POSITION_KEYS):
             return self
-        return Position({**there, "epoch": self.epoch + int(self.step > 0), "step": 0})
+        return Position({**there, "epoch": self.epoch + int(self.step > 0), "step": 0, "ended": False})
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the position and the settings it depends on; None for the beginning."""

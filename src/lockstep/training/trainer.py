@@ -154,7 +154,9 @@ class Trainer:
         self.created_directories: list[Path] = []  # `run_dir` and its parents, as far as this run has created them
         self._loop: Loop | None = None  # while `fit` runs
         self.stop_reason = ""
-        self.epochs, self.total_steps, self.steps_per_epoch = 0, 0, 0
+        self.epochs: int | None = 0
+        self.total_steps: int | None = 0
+        self.steps_per_epoch: int | None = 0
         self.steps_before_epoch = 0
 
     def fit(
@@ -291,9 +293,11 @@ class Trainer:
         if epochs is None:
             if max_steps is None:
                 raise ConfigError("epochs", "a number of epochs, or max_steps=", found="neither")
-            left = max_steps - (steps_done - position.step)
-            epochs = position.epoch + max(1, -(-left // len(loader)))
-        check_epochs(epochs, position, again)
+            if loader.steps is not None:
+                left = max_steps - (steps_done - position.step)
+                epochs = position.epoch + max(1, -(-left // loader.steps))
+        if epochs is not None:
+            check_epochs(epochs, position, again)
         _seek(position, loader, found)
         if again:
             self.state.position = position
@@ -301,16 +305,16 @@ class Trainer:
         if found is not None:
             self._load_checkpoint(found)
         self._begun, self.stop_reason, self.steps_in_flight = True, "", self._new_steps_in_flight()
-        self.epochs, self.steps_per_epoch = epochs, len(loader)
-        before = self.step.steps_done - self.position.step
-        self.total_steps = before + (epochs - self.position.epoch) * len(loader)
-        if max_steps is not None:
-            self.total_steps = min(self.total_steps, max_steps)
+        self.epochs, self.steps_per_epoch, self.total_steps = epochs, loader.steps, max_steps
+        if epochs is not None and not loader.is_iterable:  # epochs of an iterable data set may have other lengths
+            before = self.step.steps_done - self.position.step
+            steps = before + (epochs - self.position.epoch) * len(loader)
+            self.total_steps = steps if max_steps is None else min(steps, max_steps)
         if self.done and self.comm.rank == 0:
             _log.warning("%s", self._nothing_to_train())
 
     def _nothing_to_train(self) -> str:
-        by_epochs = self.position.epoch >= self.epochs
+        by_epochs = self.epochs is not None and self.position.epoch >= self.epochs
         done, of = (self.position.epoch, self.epochs) if by_epochs else (self.step.steps_done, self.total_steps)
         unit = "epoch" if by_epochs else "step"
         return (
@@ -346,8 +350,10 @@ class Trainer:
         """Whether all requested epochs or steps are done, or a stop was requested."""
         done = self.step.steps_done
         # The row of the last step may be missing in a run that was interrupted in its evaluation.
-        ended = done >= self.total_steps and bool(self.history) and self.history[-1]["step"] == done
-        return bool(self.stop_reason) or self.position.epoch >= self.epochs or ended
+        steps_done = self.total_steps is not None and done >= self.total_steps
+        ended = steps_done and bool(self.history) and self.history[-1]["step"] == done
+        epochs_done = self.epochs is not None and self.position.epoch >= self.epochs
+        return bool(self.stop_reason) or epochs_done or ended
 
     @property
     def position(self) -> Position:
@@ -358,6 +364,11 @@ class Trainer:
     def steps_in_epoch(self) -> int:
         """The steps done of the epoch in progress, or of the one that has just ended."""
         return self.step.steps_done - self.steps_before_epoch
+
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether all steps of the epoch in progress are done."""
+        return self.position.ended or (self.position.step == 0 and self.steps_in_epoch > 0)
 
     @property
     def totals(self) -> EpochTotals:

@@ -43,6 +43,10 @@ class Run(SimpleNamespace):
     def steps_in_epoch(self) -> int:
         return self.step.steps_done - self.epoch * self.steps_per_epoch  # type: ignore[no-any-return]
 
+    @property
+    def epoch_ended(self) -> bool:
+        return bool(self.steps_in_epoch == self.steps_per_epoch)
+
 
 def trainer(out: Path | None) -> Any:
     """What callbacks look at of a trainer."""

@@ -80,6 +80,16 @@ class Stream(IterableDataset[Any]):
         return iter(DATA)
 
 
+def test_one_over_an_iterable_data_set() -> None:
+    made = trainer()
+    (row,) = made.fit(DataLoader(Stream(), 8), 1, validate=DataLoader(Stream(), 8, num_workers=1))
+    assert made.step.steps_done == 3
+    assert row["val_loss"] == made.evaluate(DATA)["loss"]
+    with made.loader(DataLoader(Stream(), 8, drop_last=True)) as loader:
+        assert [batch.size for batch in loader] == [8, 8]
+        assert len(loader) == 2
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "a sampler": (
         lambda: DataLoader(DATA, 8, sampler=WeightedRandomSampler([1.0] * 20, 20)),
@@ -107,7 +117,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "DataLoader with a list. Lockstep divides .* takes one that yields the indices of global batches",
     ),
     "no batches": (lambda: DataLoader(DATA, batch_size=None), "batch_size=None. Pass the data set itself"),
-    "a stream": (lambda: DataLoader(Stream(), 8), "dataset: expected a map-style data set"),
+    "a generator": (lambda: (each for each in DATA), "dataset: expected an iterable data set, got a generator"),
 }
 
 

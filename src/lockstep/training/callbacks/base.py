@@ -58,20 +58,24 @@ class TrainingContext(Protocol):
         """The epoch in progress, from 0."""
 
     @property
-    def epochs(self) -> int:
-        """Epochs of the whole run."""
+    def epochs(self) -> int | None:
+        """Epochs of the whole run; None if it ends after a number of steps, with an iterable data set."""
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch."""
+    def steps_per_epoch(self) -> int | None:
+        """Steps of a whole epoch; None for an iterable data set before the end of its first epoch."""
+
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether all steps of the epoch in progress are done."""
 
     @property
     def steps_in_epoch(self) -> int:
         """Steps done of the epoch in progress, or of the one that has just ended."""
 
     @property
-    def total_steps(self) -> int:
-        """Steps of the whole run."""
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None if it ends after a number of epochs of an iterable data set."""
 
     @property
     def totals(self) -> EpochTotals:

@@ -67,7 +67,7 @@ class Checkpoints(Callback):
 
     def on_row(self, trainer: TrainingContext, row: Row) -> None:
         """Save the best checkpoint at a validation within an epoch."""
-        if trainer.steps_in_epoch < trainer.steps_per_epoch and self._is_best(trainer.history):
+        if not trainer.epoch_ended and self._is_best(trainer.history):
             trainer.save(best=True)
 
     def on_train_epoch_end(self, trainer: TrainingContext, row: Row) -> None:

@@ -88,13 +88,13 @@ class Curve(Callback):
                 atomic_files.write_bytes(path, picture)
 
 
-def draw(history: list[Row], losses: StepLosses, steps_per_epoch: int, name: str) -> bytes:
+def draw(history: list[Row], losses: StepLosses, steps_per_epoch: int | None, name: str) -> bytes:
     """Return the plot as PNG: losses, metrics (accuracy in per cent) and, if it changes, the learning rate, by epoch.
 
     Args:
         history: the rows of the run, at least one.
         losses: the losses of its steps.
-        steps_per_epoch: steps of a whole epoch.
+        steps_per_epoch: steps of a whole epoch; None if that is not known, to plot by step.
         name: the name of the run, the title.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -107,62 +107,64 @@ def draw(history: list[Row], losses: StepLosses, steps_per_epoch: int, name: str
     FigureCanvasAgg(figure)
     figure.suptitle(name, fontsize="medium")
     panels = list(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
-    epochs = [row["step"] / steps_per_epoch for row in history]
-    _draw_losses(panels.pop(0), history, epochs, losses, steps_per_epoch)
+    unit, steps = ("step", 1) if steps_per_epoch is None else ("epoch", steps_per_epoch)
+    places = [row["step"] / steps for row in history]
+    _draw_losses(panels.pop(0), history, places, losses, losses.steps_per_mean / steps, unit)
     if metrics:
-        _draw_metrics(panels.pop(0), history, epochs, metrics)
+        _draw_metrics(panels.pop(0), history, places, metrics, unit)
     if panels:
-        panels[0].plot(epochs, rates, color="tab:gray", linewidth=1.5)
-        _finish(panels[0], "learning rate")
+        panels[0].plot(places, rates, color="tab:gray", linewidth=1.5)
+        _finish(panels[0], "learning rate", unit)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     return picture.getvalue()
 
 
-def _draw_losses(axes: Any, history: list[Row], epochs: list[float], losses: StepLosses, steps_per_epoch: int) -> None:
-    width = losses.steps_per_mean / steps_per_epoch
+def _draw_losses(
+    axes: Any, history: list[Row], places: list[float], losses: StepLosses, width: float, unit: str
+) -> None:
     middles = [(number + 0.5) * width for number in range(len(losses.means))]
     axes.plot(middles, losses.means, color="tab:blue", alpha=0.35, linewidth=0.8, label="each step")
     columns = [column for column in ("train_loss", "val_loss") if column in history[-1]]
     for column in columns:
-        _plot_column(axes, history, epochs, column, best=column == "val_loss")
+        _plot_column(axes, history, places, column, unit, best=column == "val_loss")
     shown = [*losses.means, *(row[column] for row in history for column in columns if column in row)]
     if min(shown) > 0 and max(shown) > _RATIO * min(shown):
         axes.set_yscale("log")
-    _finish(axes, "loss")
+    _finish(axes, "loss", unit)
 
 
-def _draw_metrics(axes: Any, history: list[Row], epochs: list[float], metrics: Sequence[str]) -> None:
+def _draw_metrics(axes: Any, history: list[Row], places: list[float], metrics: Sequence[str], unit: str) -> None:
     from matplotlib.ticker import PercentFormatter
 
     for column in metrics:
-        _plot_column(axes, history, epochs, column, best=column == "val_accuracy")
+        _plot_column(axes, history, places, column, unit, best=column == "val_accuracy")
     if list(metrics) == ["val_accuracy"]:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _finish(axes, " / ".join(column.removeprefix("val_") for column in metrics))
+    _finish(axes, " / ".join(column.removeprefix("val_") for column in metrics), unit)
 
 
-def _plot_column(axes: Any, history: list[Row], epochs: list[float], column: str, best: bool) -> None:
+def _plot_column(axes: Any, history: list[Row], places: list[float], column: str, unit: str, best: bool) -> None:
     values = [row.get(column, math.nan) for row in history]
     percent = column == "val_accuracy"
     last = f"{values[-1]:.2%}" if percent else f"{values[-1]:.4g}"
     label = f"{column.replace('_', ' ')}: {last}"
     marker = "o" if len(history) < 40 else ""
-    (line,) = axes.plot(epochs, values, marker=marker, markersize=3, linewidth=1.5, label=label)
+    (line,) = axes.plot(places, values, marker=marker, markersize=3, linewidth=1.5, label=label)
     known = [number for number, value in enumerate(values) if not math.isnan(value)]
     if not best or len(known) < 2:
         return
     at = (max if percent else min)(known, key=values.__getitem__)
     text = f"best: {values[at]:.2%}" if percent else f"best: {values[at]:.4g}"
-    label = f"{text}, epoch {epochs[at]:g}"
-    axes.plot(epochs[at], values[at], "*", color=line.get_color(), markersize=11, linestyle="none", label=label)
+    label = f"{text}, {unit} {places[at]:g}"
+    axes.plot(places[at], values[at], "*", color=line.get_color(), markersize=11, linestyle="none", label=label)
 
 
-def _finish(axes: Any, title: str) -> None:
+def _finish(axes: Any, title: str, unit: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.set(title=title, xlabel="epoch")
+    axes.set(title=title, xlabel=unit)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize="small")

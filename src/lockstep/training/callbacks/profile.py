@@ -52,7 +52,7 @@ class Profile(Callback):
 
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Check that the run has the steps, unless it resumes after them."""
-        if self._last > trainer.total_steps:
+        if trainer.total_steps is not None and self._last > trainer.total_steps:
             raise ConfigError("steps", f"at most {trainer.total_steps}, the steps of the run", self._last)
 
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:

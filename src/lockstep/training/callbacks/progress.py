@@ -65,7 +65,7 @@ class Progress(Callback):
 
     def on_train_epoch_start(self, trainer: TrainingContext) -> None:
         """Show that the first batch is being loaded."""
-        self._status.epoch = trainer.epoch + 1
+        self._status.epoch, self._status.steps = trainer.epoch + 1, trainer.steps_per_epoch
         self._set_activity("loading data")
 
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
@@ -82,7 +82,7 @@ class Progress(Callback):
         status.step = trainer.steps_in_epoch
         status.speed = f"{trainer.totals.samples_per_second * self._per_sample:,.0f} {self._unit}/s"
         rate = (now - self._began) / (done - self._steps_before)
-        status.left = as_duration(rate * (trainer.total_steps - done))
+        status.left = "" if trainer.total_steps is None else f"{as_duration(rate * (trainer.total_steps - done))} left"
         self._show(now)
 
     def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
@@ -109,8 +109,7 @@ class Progress(Callback):
         """Show the results of an epoch, or of a validation within one."""
         assert self._display is not None
         with self._lock:
-            within = trainer.steps_in_epoch < trainer.steps_per_epoch
-            self._display.add_row(row, as_line(row, trainer.epochs, within))
+            self._display.add_row(row, as_line(row, trainer.epochs, within=not trainer.epoch_ended))
             self._next_update = time.monotonic() + self._display.interval
 
     def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
@@ -145,12 +144,12 @@ class _Status:
     """What a display shows. `since` is the time at which `activity` began."""
 
     epoch: int = 1
-    epochs: int = 1
+    epochs: int | None = 1
     step: int = 0
-    steps: int = 1
+    steps: int | None = 1
     loss: str = "–"
     speed: str = "– samples/s"
-    left: str = "–"
+    left: str = "– left"
     activity: str = ""
     since: float = 0.0
 
@@ -159,10 +158,18 @@ class _Status:
         seconds = time.monotonic() - self.since
         return f"{self.activity} ({as_duration(seconds)})" if self.activity and seconds > 1 else ""
 
+    def place(self) -> str:
+        """Return the epoch, and their number if it is known."""
+        return f"epoch {self.epoch}" + ("" if self.epochs is None else f"/{self.epochs}")
+
+    def steps_done(self) -> str:
+        """Return the steps of the epoch, and their number if it is known."""
+        return f"{self.step}" + ("" if self.steps is None else f"/{self.steps}")
+
     def as_line(self) -> str:
         """Return the status as a line."""
-        place = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.steps}  loss {self.loss}"
-        return "  ".join(filter(None, [place, self.speed, f"{self.left} left", self.doing()]))
+        parts = [self.place(), f"step {self.steps_done()}", f"loss {self.loss}", self.speed, self.left, self.doing()]
+        return "  ".join(filter(None, parts))
 
 
 class _Display(Protocol):
@@ -216,7 +223,7 @@ class _Terminal(_Lines):
         from rich.progress import Progress as Bar
 
         self._bar = Bar(
-            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+            TextColumn("{task.fields[place]}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}  {task.fields[doing]}"),
@@ -224,15 +231,15 @@ class _Terminal(_Lines):
             transient=True,
             auto_refresh=False,
         )
-        self._task = self._bar.add_task("", total=1, epoch="1", epochs="–", loss="–", doing="")
+        self._task = self._bar.add_task("", total=1, place="epoch 1", loss="–", doing="")
 
     def begin(self, heading: str) -> None:
         super().begin(heading)
         self._bar.start()
 
     def show(self, status: _Status) -> None:
-        doing = status.doing() or f"{status.speed}  {status.left} left"
-        fields: dict[str, Any] = {"epoch": status.epoch, "epochs": status.epochs, "loss": status.loss, "doing": doing}
+        doing = status.doing() or f"{status.speed}  {status.left}"
+        fields: dict[str, Any] = {"place": status.place(), "loss": status.loss, "doing": doing}
         self._bar.update(self._task, completed=status.step, total=status.steps, **fields)
         self._bar.refresh()
 
@@ -257,12 +264,12 @@ class _LauncherTerminal:
         print(heading, flush=True)
 
     def show(self, status: _Status) -> None:
-        place, steps = f"epoch {status.epoch}/{status.epochs}", f"{status.step}/{status.steps}"
-        doing = status.doing() or f"{status.speed}  {status.left} left"
-        text = f"{steps}  loss {status.loss}  {doing}"
+        place = status.place()
+        doing = status.doing() or f"{status.speed}  {status.left}"
+        text = f"{status.steps_done()}  loss {status.loss}  {doing}"
         width = min(40, self._columns - len(place) - len(text) - 2)
-        done = width * status.step // max(1, status.steps)
-        bar = f" {'#' * done}{'-' * (width - done)}" if width >= 5 else ""
+        done = width * status.step // max(1, status.steps or 1)
+        bar = f" {'#' * done}{'-' * (width - done)}" if width >= 5 and status.steps is not None else ""
         print("\r" + f"{place}{bar} {text}"[: self._columns], end="", file=sys.stderr, flush=True)
         self._is_drawn = True
 
@@ -375,7 +382,7 @@ def as_heading(trainer: TrainingContext) -> str:
     workers, threads = trainer.comm.size, torch.get_num_threads()
     parts = [
         f"global batch {trainer.global_batch_size:,}",
-        f"{trainer.steps_per_epoch:,} steps an epoch",
+        *([] if trainer.steps_per_epoch is None else [f"{trainer.steps_per_epoch:,} steps an epoch"]),
         f"{workers} {'worker' if workers == 1 else 'workers'} on {trainer.comm.device.type}",
     ]
     if (devices := len(trainer.step.strategy.devices)) > 1:
@@ -385,16 +392,16 @@ def as_heading(trainer: TrainingContext) -> str:
     return ", ".join(parts) + ("" if trainer.run_dir is None else f"\nfiles in {trainer.run_dir}")
 
 
-def as_line(row: Row, epochs: int, within: bool = False) -> str:
+def as_line(row: Row, epochs: int | None, within: bool = False) -> str:
     """Return a row of the history as one line of at most 80 columns; it ends with the samples, or tokens, per second.
 
     Args:
         row: the row.
-        epochs: the number of epochs of the run.
+        epochs: the number of epochs of the run, None if that is not known.
         within: whether the row is that of a validation within an epoch, whose step is named then.
     """
-    width = len(str(epochs))
-    parts = [f"epoch {int(row['epoch']):>{width}}/{epochs}"]
+    of = "" if epochs is None else f"/{epochs}"
+    parts = [f"epoch {int(row['epoch']):>{len(of) - 1 if of else 0}}{of}"]
     if within:
         parts.append(f"step {int(row['step'])}")
     parts.append(f"loss {row['train_loss']:.4f}")
