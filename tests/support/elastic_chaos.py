@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -63,6 +64,7 @@ class Plan:
         waits: whether the training waits for workers that start to join, which it would be over before.
         virtual: whether there are virtual workers; without them, losses are equal up to rounding.
         loaders: the number of loader processes of each worker.
+        parts: of an iterable data set with the samples; 0 for one whose samples have indices.
     """
 
     workers: int
@@ -75,6 +77,7 @@ class Plan:
     waits: bool = False
     virtual: bool = True
     loaders: int = 0
+    parts: int = 0
 
     @classmethod
     def of(cls, seed: int, backend: str | None = None) -> Plan:
@@ -89,7 +92,8 @@ class Plan:
             plan = replace(plan, model="lenet")
         if draw.random() < 0.15:  # over Gloo a wait of DDP may not end for half an hour, see docs/elastic.md
             plan = replace(plan, model=draw.choice(["plain", "lenet"]), virtual=False, backend="shm")
-        return replace(plan, waits=draw.random() < 0.3, loaders=2 * (draw.random() < 0.1))
+        plan = replace(plan, waits=draw.random() < 0.3, loaders=2 * (draw.random() < 0.1))
+        return replace(plan, parts=draw.choice([1, 3]) if draw.random() < 0.2 else 0)
 
     @staticmethod
     def _fault(draw: random.Random, workers: int) -> Point:
@@ -130,11 +134,25 @@ class Seen(nn.Module):
         return x
 
 
+class Iterated(torch.utils.data.IterableDataset[Any]):
+    """The samples of a data set, for each loader process every so many."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return (self.dataset[index] for index in range(first, len(self.dataset), step))
+
+
 def make_trainer(plan: Plan, run_dir: Path | None, callbacks: list[Any]) -> tuple[Any, nn.Module, Any]:
     torch.manual_seed(0)
     n = BATCH * STEPS_PER_EPOCH - 3
     shape = (1, 28, 28) if plan.model == "lenet" else (6,)
-    data = torch.utils.data.TensorDataset(torch.randn(n, *shape), torch.randint(0, 3, (n,)))
+    data: Any = torch.utils.data.TensorDataset(torch.randn(n, *shape), torch.randint(0, 3, (n,)))
+    if plan.parts:
+        data = lockstep.data.Substreams(Iterated(data), plan.parts)
     if plan.model == "lenet":
         net: nn.Module = lockstep.models.lenet()
         optimizer: Any = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9)
@@ -237,6 +255,7 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     trainer.optimizer.register_step_post_hook(lambda *_: chaos.pass_by("updated"))
     chaos.around(CheckpointStore, "save", "save")
     chaos.around(Fetcher, "fetch", "load")
+    chaos.around(Fetcher, "fetch_parts", "load")
     chaos.around(ElasticCommunicator, "leave_group", "leave group")
     chaos.around(client_module.MembershipClient, "regroup", "arrive")
     chaos.around(ElasticCommunicator, "_make_group", "form")
@@ -306,11 +325,12 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
 
 
 @cache
-def undisturbed(model: str, virtual: bool, loaders: int) -> dict[str, Any]:
+def undisturbed(model: str, virtual: bool, loaders: int, parts: int) -> dict[str, Any]:
     """Return the result of a run without faults on one worker."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result")
-        train(Plan(1, model, "shm", (), (), False, False, virtual=virtual, loaders=loaders), 0, None, path)
+        plan = Plan(1, model, "shm", (), (), False, False, virtual=virtual, loaders=loaders, parts=parts)
+        train(plan, 0, None, path)
         found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -513,13 +533,13 @@ def main(words: list[str]) -> int:
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
-    undisturbed("plain", True, 0)  # what workers are forked from has loaded what they need
+    undisturbed("plain", True, 0, 0)  # what workers are forked from has loaded what they need
     bad = completed = joined = 0
     for seed in range(options.first, options.first + options.count):
         plan = Plan.of(seed, options.backend)
         begun = time.monotonic()
         outcome = run_job(plan)
-        wrong = check(plan, outcome, undisturbed(plan.model, plan.virtual, plan.loaders))
+        wrong = check(plan, outcome, undisturbed(plan.model, plan.virtual, plan.loaders, plan.parts))
         bad, completed, joined = bad + bool(wrong), completed + bool(outcome.results), joined + outcome.joined
         if wrong or options.verbose:
             print(f"seed {seed}: {wrong or 'fine'} in {time.monotonic() - begun:.2f} s: {plan}", flush=True)

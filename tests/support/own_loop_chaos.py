@@ -60,9 +60,9 @@ def main(words: list[str]) -> int:
     completed = wrong = 0
     for seed in range(options.first, options.first + options.count):
         plan = Plan.of(seed, options.backend)
-        plan = replace(plan, virtual=True, loaders=0)
+        plan = replace(plan, virtual=True, loaders=0, parts=0)
         if plan.model not in expected:
-            expected[plan.model] = elastic_chaos.undisturbed(plan.model, True, 0)
+            expected[plan.model] = elastic_chaos.undisturbed(plan.model, True, 0, 0)
         outcome = elastic_chaos.run_job(plan)
         problem = elastic_chaos.check(plan, outcome, expected[plan.model])
         completed, wrong = completed + bool(outcome.results), wrong + bool(problem)
