@@ -8,7 +8,8 @@ from ..registry import Registry, import_object
 
 if TYPE_CHECKING:
     from .iterable import Substreams
-    from .loader import Batch, LengthBatchSampler, Loader
+    from .loader import Batch, LengthBatchSampler, Loader, TokenBatchSampler
+    from .packing import PackedSequences
     from .sets import ImageSet, cifar10, digits, fashion_mnist, mnist, synthetic
     from .shard_readers import ShardReader
     from .stream import Stream
@@ -20,10 +21,12 @@ __all__ = [
     "ImageSet",
     "LengthBatchSampler",
     "Loader",
+    "PackedSequences",
     "ShardReader",
     "Stream",
     "Substreams",
     "TextBlocks",
+    "TokenBatchSampler",
     "cifar10",
     "digits",
     "fashion_mnist",
@@ -50,10 +53,12 @@ _LAZY = {
     "ImageSet": "lockstep.data.sets:ImageSet",
     "LengthBatchSampler": "lockstep.data.loader:LengthBatchSampler",
     "Loader": "lockstep.data.loader:Loader",
+    "PackedSequences": "lockstep.data.packing:PackedSequences",
     "ShardReader": "lockstep.data.shard_readers:ShardReader",
     "Stream": "lockstep.data.stream:Stream",
     "Substreams": "lockstep.data.iterable:Substreams",
     "TextBlocks": "lockstep.data.text_files:TextBlocks",
+    "TokenBatchSampler": "lockstep.data.loader:TokenBatchSampler",
     **{target.partition(":")[2]: target for target in DATA.targets.values()},
 }
 

@@ -41,7 +41,7 @@ from .fetching import (
 from .iterable import BatchSettings, EpochOfStream, PartOfBatch, StreamPosition, is_iterable, substreams_of
 from .nested import narrow
 
-__all__ = ["Batch", "LengthBatchSampler", "Loader", "dataloader_settings"]
+__all__ = ["Batch", "LengthBatchSampler", "Loader", "TokenBatchSampler", "dataloader_settings"]
 
 _log = logging.getLogger(__name__)
 
@@ -691,9 +691,7 @@ class LengthBatchSampler:
     def __init__(self, lengths: Sequence[int], global_batch_size: int, pool: int = 50) -> None:
         _check_whole("global_batch_size", global_batch_size, 1)
         _check_whole("pool", pool, 1)
-        self._lengths = torch.as_tensor(lengths)
-        if self._lengths.dim() != 1 or not len(self._lengths):
-            raise ConfigError("lengths", "one number for each sample", found=f"shape {list(self._lengths.shape)}")
+        self._lengths = _as_lengths(lengths)
         self.global_batch_size, self.pool = global_batch_size, pool
 
     def __len__(self) -> int:
@@ -709,6 +707,60 @@ class LengthBatchSampler:
             batches += torch.split(by_length, self.global_batch_size)
         for number in torch.randperm(len(batches)):
             yield batches[number].tolist()
+
+
+class TokenBatchSampler:
+    """Global batches of about the same number of tokens: of few long samples or of many short ones.
+
+    Samples are sorted by length, and cut into batches that have at most so many tokens when they are padded to their
+    longest sample. Each epoch shuffles samples of the same length, and the batches; every sample is used once.
+
+    Args:
+        lengths: the tokens of each sample, by index.
+        global_batch_tokens: tokens in a batch with the padding, over all workers, at most.
+
+    Attributes:
+        global_batch_size: samples in the batch with the most; the `Loader` and the `Trainer` need it.
+
+    Raises:
+        ConfigError: an argument is invalid, or a sample has more tokens than a batch may have.
+    """
+
+    def __init__(self, lengths: Sequence[int], global_batch_tokens: int) -> None:
+        _check_whole("global_batch_tokens", global_batch_tokens, 1)
+        self._lengths = _as_lengths(lengths)
+        in_order = self._lengths.sort().values.tolist()
+        if in_order[0] < 1 or in_order[-1] > global_batch_tokens:
+            index = int((self._lengths.argmin() if in_order[0] < 1 else self._lengths.argmax()).item())
+            found = f"{int(self._lengths[index])} tokens in sample {index}"
+            raise ConfigError("lengths", f"numbers from 1 to {global_batch_tokens} (global_batch_tokens)", found=found)
+        self._sizes, size = [], 0
+        for length in in_order:
+            if (size + 1) * length > global_batch_tokens:
+                self._sizes.append(size)
+                size = 0
+            size += 1
+        self._sizes.append(size)
+        self.global_batch_size, self.global_batch_tokens = max(self._sizes), global_batch_tokens
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Iterate over the batches of an epoch, in an order drawn from torch's global generator."""
+        shuffled = torch.randperm(len(self._lengths))
+        by_length = shuffled[self._lengths[shuffled].argsort(stable=True)]
+        batches = torch.split(by_length, self._sizes)
+        for number in torch.randperm(len(batches)):
+            yield batches[number].tolist()
+
+
+def _as_lengths(lengths: Sequence[int]) -> torch.Tensor:
+    found = torch.as_tensor(lengths)
+    if found.dim() != 1 or not len(found):
+        raise ConfigError("lengths", "one number for each sample", found=f"shape {list(found.shape)}")
+    return found
 
 
 # --- Settings of a DataLoader of torch --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -233,8 +234,21 @@ def _mean(values: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor
 
 def _call(model: nn.Module, data: Any) -> Any:
     if isinstance(data, Mapping):
-        return model(**data)
+        return model(**_without_cache(model, data))
     return model(*data) if isinstance(data, (tuple, list)) else model(data)
+
+
+def _without_cache(model: nn.Module, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch that keeps sequences apart that are packed into one row.
+
+    Models of Transformers see by "position_ids" where a sequence begins, but not while they keep keys and values for
+    later tokens, as most do by default: then each sequence attends to those before it, and nothing says so.
+    """
+    if "position_ids" not in data or "attention_mask" in data or "use_cache" in data:
+        return data
+    inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
+    return {**data, "use_cache": False} if "use_cache" in signature(inner.forward).parameters else data
 
 
 def _labels_of(data: Any) -> torch.Tensor | None:

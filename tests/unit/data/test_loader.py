@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lockstep.communicator import Communicator
 from lockstep.data import fetching
-from lockstep.data.loader import Batch, LengthBatchSampler, Loader
+from lockstep.data.loader import Batch, LengthBatchSampler, Loader, TokenBatchSampler
 from lockstep.errors import CheckpointError, ConfigError, DataError, MismatchError
 from lockstep.topology import World
 
@@ -355,6 +355,38 @@ def test_batches_by_length_pad_little() -> None:
     lengths = torch.randint(1, 500, (4000,), generator=torch.Generator().manual_seed(0))
     spread = [int(lengths[batch].max() - lengths[batch].min()) for batch in LengthBatchSampler(lengths.tolist(), 16)]
     assert sum(spread) / len(spread) < 25  # of 500: in any order it would be some 440
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=100), tokens=st.integers(30, 200))
+def test_batches_by_tokens_have_every_sample_once(lengths: list[int], tokens: int) -> None:
+    sampler = TokenBatchSampler(lengths, tokens)
+    batches = list(sampler)
+    assert len(batches) == len(sampler)
+    assert sorted(chain.from_iterable(batches)) == list(range(len(lengths)))
+    assert max(map(len, batches)) == sampler.global_batch_size
+    assert all(len(batch) * max(lengths[index] for index in batch) <= tokens for batch in batches)
+
+
+def test_batches_by_tokens_change_with_the_epoch() -> None:
+    sampler = TokenBatchSampler([1 + index % 9 for index in range(300)], 50)
+    with Loader(numbers(300), sampler.global_batch_size, batch_sampler=sampler, comm=rank_of(0, 1)) as loader:
+        orders = [loader.order(epoch).tolist() for epoch in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "message"),
+    [
+        ([3], 0, "global_batch_tokens: expected a whole number of at least 1, got 0"),
+        ([[3]], 9, r"lengths: expected one number for each sample, got shape \[1, 1\]"),
+        ([3, 10], 9, r"lengths: expected numbers from 1 to 9 \(global_batch_tokens\), got 10 tokens in sample 1"),
+        ([3, 0], 9, "got 0 tokens in sample 1"),
+    ],
+)
+def test_bad_lengths(lengths: Any, tokens: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TokenBatchSampler(lengths, tokens)
 
 
 def test_a_position_with_a_batch_sampler_is_restored() -> None:

@@ -105,6 +105,25 @@ def test_the_bits_are_equal_at_any_number_of_workers(pool: Pool, name: str) -> N
     assert found[0] == found[1] == found[2]
 
 
+class Texts(Sentences):
+    """Token ids without labels."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)["input_ids"].tolist()
+
+
+def test_sequences_in_one_row_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    model, texts = gpt2().eval(), [torch.tensor(Texts()[index]) for index in range(len(Texts()))]
+    with torch.no_grad():
+        losses = [float(model(input_ids=text[None], labels=text[None]).loss) * (len(text) - 1) for text in texts]
+    expected = sum(losses) / sum(len(text) - 1 for text in texts)
+    rows = lockstep.data.PackedSequences(Texts(), 16)
+    assert len(rows) < len(texts)
+    trainer = lockstep.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), global_batch_size=4)
+    assert trainer.evaluate(rows)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_padding_and_the_number_of_workers_change_no_loss(pool: Pool, name: str) -> None:
     """As for one worker with the whole batch, whose loss is the model's own."""
