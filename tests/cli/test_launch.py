@@ -283,6 +283,13 @@ def test_a_death_is_named_before_the_failures_that_follow_from_it(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_death_that_the_agent_alone_has_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # it came just after the launcher had looked, and the agent ended the others before the launcher's next look
+    monkeypatch.setattr(agent.Agent, "_record_exits", lambda _: False)
+    with pytest.raises(WorkerError, match="rank 1: exit: killed by SIGKILL"):
+        launch(lambda: os.kill(os.getpid(), signal.SIGKILL) if rank() == 1 else signal.pause())
+
+
 def test_a_worker_that_vanishes_with_exit_code_0_does_not_leave_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -122,7 +122,10 @@ class Agent(LocalElasticAgent):
             return RunResult(WorkerState.FAILED)
         if self._record_exits() and self._job.awaits_reports(self._remaining_restarts):
             return RunResult(WorkerState.HEALTHY)  # once the agent sees a failure, it ends the other workers
-        return super()._monitor_workers(worker_group)  # type: ignore[no-any-return]
+        result = super()._monitor_workers(worker_group)
+        for failure in result.failures.values():  # one that came after the exits were recorded
+            self.codes.setdefault(failure.local_rank, failure.exitcode)
+        return result  # type: ignore[no-any-return]
 
     def _record_exits(self) -> bool:
         """Record the exit codes of workers that have ended; returns whether any failed."""
