@@ -270,13 +270,13 @@ class Mesh:
             self._dial(host, probes=False)
 
     def close(self) -> None:
-        """Close all connections."""
-        for peer in [*self._peers.values(), *self._strangers]:
-            self._close(peer)
+        """Listen no more, and close all connections."""
         for end in (self._listener, self._wake):
             with suppress(KeyError, ValueError):
                 self._selector.unregister(end)
             end.close()
+        for peer in [*self._peers.values(), *self._strangers]:
+            self._close(peer)
         self._waker.close()
 
     # --- dialling -----------------------------------------------------------------------------------------------------

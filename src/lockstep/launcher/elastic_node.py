@@ -97,6 +97,23 @@ class Listener:
         """Return this host as the others know it."""
         return HostEntry(number, self.name, self.address, self.port, slots)
 
+    def take_part(self, host: ElasticHost, setup: HostSetup) -> list[tuple[str, int]]:
+        """Run the part of `host`; returns where to join again, if the others have gone on without it.
+
+        Otherwise nothing listens here any more, before the host's connections end: the others take it for one that does
+        not answer if it still listens a second later.
+        """
+        try:
+            host.run()
+        except OutsideError as error:
+            setup.multiplexer.write_message(f"lockstep: {error}")
+            return [(each.address, each.port) for each in host.other_hosts]
+        except BaseException:
+            self.socket.close()
+            raise
+        self.socket.close()
+        return []
+
 
 # --- `lockstep run` on one of several hosts ---------------------------------------------------------------------------
 
@@ -253,7 +270,7 @@ def found_job(config: RunConfig, setup: HostSetup, slots: int, listener: Listene
         others = porter.wait_for(config.nnodes - 1, config.start_timeout)
         total = config.elastic_start or slots + sum(other.slots for other in others)
         host.found([own, *others], min(total, setup.limits.maximum), porter.spec)
-        addresses = _take_part(host, setup)
+        addresses = listener.take_part(host, setup)
     if addresses:
         watch(None)
         join_job(addresses, config, setup, slots, watch, math.inf)
@@ -342,7 +359,7 @@ def join_job(
         with _opened(setup, listener.entry(welcome.number, slots), listener) as host:
             watch(host)
             host.join(connection, welcome)
-            addresses = _take_part(host, setup)
+            addresses = listener.take_part(host, setup)
         if addresses:
             watch(None)
         node, seconds = -1, math.inf
@@ -382,16 +399,6 @@ def _knock_until(
             expected = f"a launcher of the job that answers within {seconds:g} s"
             raise ConfigError("master_addr", expected, found=problem)
         time.sleep(_RETRY_S)
-
-
-def _take_part(host: ElasticHost, setup: HostSetup) -> list[tuple[str, int]]:
-    """Run this host's part; returns where to join again, if the others have gone on without this host."""
-    try:
-        host.run()
-    except OutsideError as error:
-        setup.multiplexer.write_message(f"lockstep: {error}")
-        return [(each.address, each.port) for each in host.other_hosts]
-    return []
 
 
 def join_running_job(address: str, port: int, workers: int | None) -> None:

@@ -81,8 +81,8 @@ class _HostLauncher:
 
     @property
     def is_disconnected(self) -> bool:
-        """Whether it was killed, or the connection to it broke."""
-        code = self.exit_code()
+        """Whether it was killed, or the connection to it broke, since it has begun."""
+        code = self.exit_code() if self.has_begun else None
         return code is not None and (code == _SSH_FAILED or code < 0) and not (self.failure or self.error)
 
     def begin(self, address: str, port: int) -> None:
@@ -401,7 +401,7 @@ class _ListedHosts:
             return
         self._next = time.monotonic() + _FOLLOW_S
         listed = {host.name: host for host in self._listed()}
-        self._begin_or_give_up()
+        self._begin_or_give_up(listed)
         running = {each.host.name: each for each in self._launchers if each.process.poll() is None}
         lost = (self._running or {each.host.name for each in self._launchers}) - running.keys() - self._leaving
         self._given_up = (self._given_up | lost) & listed.keys()
@@ -414,12 +414,12 @@ class _ListedHosts:
                 self._starting.append(self._add(host))
         self._let_leave(listed)
 
-    def _begin_or_give_up(self) -> None:
+    def _begin_or_give_up(self, listed: Mapping[str, Host]) -> None:
         """Let new launchers join the job that are ready; do without those that have failed."""
         self._starting = [launcher for launcher in self._starting if not launcher.address]
         for launcher in list(self._starting):
             try:
-                self._check(launcher)
+                self._check(launcher, listed)
             except LockstepError as error:
                 self._say(f"{launcher.host.name} is not added: {error}")
                 launcher.process.terminate()
@@ -427,7 +427,7 @@ class _ListedHosts:
                 self._starting.remove(launcher)
                 self._given_up.add(launcher.host.name)
 
-    def _check(self, launcher: _HostLauncher) -> None:
+    def _check(self, launcher: _HostLauncher, listed: Mapping[str, Host]) -> None:
         """Let a launcher begin if it can.
 
         Raises:
@@ -438,7 +438,8 @@ class _ListedHosts:
             raise LockstepError(launcher.error or "its workers have failed")
         if code is not None:
             raise _start_error(launcher, self._config)
-        known = next((each for each in self._launchers if each.takes_part), None)
+        stay_first = sorted(self._launchers, key=lambda each: each.host.name not in listed)
+        known = next((each for each in stay_first if each.takes_part), None)
         if launcher.ready is not None and not launcher.has_begun and known is not None:
             check_compatible([each.ready for each in (known, launcher) if each.ready is not None])
             launcher.begin(known.address, known.port)

@@ -1,16 +1,27 @@
-"""What one host of an elastic job keeps while it is open which host leads, and how it claims to go on."""
+"""One host of an elastic job: what it keeps while nobody leads, how it claims to go on, and how it ends."""
 
 from __future__ import annotations
 
+import socket
 import threading
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from lockstep.elastic.membership import Leave
+from lockstep.elastic.mesh import HostEntry
 from lockstep.elastic.succession import HostView
-from lockstep.launcher.elastic_host import _Inbox, _SharedFolder, claim_succession
+from lockstep.errors import LockstepError
+from lockstep.launcher import elastic_node
+from lockstep.launcher.elastic_host import ElasticHost, OutsideError, _Inbox, _SharedFolder, claim_succession
 from lockstep.launcher.elastic_job import Ask, Ended, FromWorker, HostMessages, Saved
+from lockstep.launcher.elastic_node import Listener
+from lockstep.launcher.elastic_workers import HostSetup
 
 VIEW = HostView(1, 2, 0, (0, 1, 2), "folder")
 
@@ -42,6 +53,39 @@ def test_a_report_is_good_for_one_time() -> None:
     inbox.add(1, ended(3))
     assert inbox.drop_reported() == []
     assert list(inbox.take()) == [(1, ended(3))]
+
+
+@dataclass
+class FakeHost:
+    """A host whose part ends as the test says."""
+
+    error: Exception | None = None
+    other_hosts: tuple[HostEntry, ...] = (HostEntry(4, "beta", "10.0.0.2", 4711, 1),)
+
+    def run(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"), [(None, True), (LockstepError("ended"), True), (OutsideError("went on"), False)]
+)
+def test_a_host_listens_no_more_when_its_part_is_over(
+    error: Exception | None, is_final: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # others that still find it listening when its connections end take it for a host that is cut off, and wait for it
+    monkeypatch.setattr(elastic_node, "interface_with_address", lambda address: None)  # no variables are set
+    listener, setup = Listener("127.0.0.1"), cast(HostSetup, SimpleNamespace(multiplexer=Mock()))
+    with listener.socket:
+        try:
+            again = listener.take_part(cast(ElasticHost, FakeHost(error)), setup)
+        except LockstepError as raised:
+            assert raised is error
+        else:
+            assert again == ([] if is_final else [("10.0.0.2", 4711)])
+        refuses = pytest.raises(ConnectionRefusedError) if is_final else nullcontext()
+        with refuses:
+            socket.create_connection(("127.0.0.1", listener.port), 10).close()
 
 
 def test_the_first_claim_wins_and_all_get_to_know_it(tmp_path: Path) -> None:
