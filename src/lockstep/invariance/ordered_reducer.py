@@ -235,6 +235,7 @@ class OrderedReducer:
 
     Attributes:
         local_shards: the numbers of this worker's shards.
+        shard: the number of the shard whose passes run, or have run last.
         sums: the sums of the numbers passed to `add`, after a step; None without any.
 
     Raises:
@@ -261,7 +262,7 @@ class OrderedReducer:
         self._hooks = GradientHooks()
         self._numbers: TreeSum[torch.Tensor] = self._layout.tree()
         self._wait_for_sums: Callable[[], torch.Tensor] | None = None
-        self._shard, self._sent, self._known_order = -1, 0, False
+        self.shard, self._sent, self._known_order = -1, 0, False
         self._iteration: object = None
         self._in_progress = False
         self._generators = None if bare else _GeneratorGuard(self.comm.device)
@@ -324,8 +325,8 @@ class OrderedReducer:
             raise ConfigError(
                 "numbers", "numbers before the backward pass of their shard", found="some after it", hint=hint
             )
-        self._numbers.push((self._shard, 1), numbers)
-        if self._shard == self.local_shards[-1] and self.comm.size > 1:
+        self._numbers.push((self.shard, 1), numbers)
+        if self.shard == self.local_shards[-1] and self.comm.size > 1:
             self._wait_for_sums = gather_sum(self._numbers.partial_sums, self._layout)
 
     def _begin(self) -> None:
@@ -353,7 +354,7 @@ class OrderedReducer:
         self._buckets, self._exchanges = make_exchanges(order, self._layout)
 
     def _begin_shard(self, shard: int) -> None:
-        self._shard = shard
+        self.shard = shard
         # Autograd adds the second gradient of a pair to the first: that is the lowest level of the tree.
         second = self._is_second(shard)
         self._hooks.record_versions(self._trained if second else [])
@@ -376,7 +377,7 @@ class OrderedReducer:
 
     def _collect(self, number: int) -> None:
         """Move a bucket's gradients into its tree, and send the partial sums after the last shard."""
-        bucket, shard = self._buckets[number], self._shard
+        bucket, shard = self._buckets[number], self.shard
         bucket.collect((shard - 1, 2) if self._is_second(shard) else (shard, 1))
         if self._exchanges and shard == self.local_shards[-1]:
             self._exchanges[number].start(bucket.tree.partial_sums)

@@ -8,6 +8,7 @@ from .checkpoints import Checkpoints
 from .csv_log import CSVLog
 from .curve import Curve
 from .early_stopping import EarlyStopping
+from .gradient_noise import GradientNoise
 from .language import TextSamples, TokenColumns
 from .learning_rates import LearningRates
 from .pretrained import Pretrained
@@ -23,6 +24,7 @@ __all__ = [
     "Checkpoints",
     "Curve",
     "EarlyStopping",
+    "GradientNoise",
     "LearningRates",
     "MLflow",
     "Pretrained",

@@ -1,0 +1,148 @@
+"""A callback that estimates how large a global batch still pays: the gradient noise scale."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import ConfigError
+from ...invariance.shards import sizes
+from ...strategies.base import accumulation_dtype
+from ...strategies.invariant import Invariant
+from .base import Callback, Row, TrainingContext
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from ...data.loader import Batch
+    from ..step import StepResult
+
+__all__ = ["GradientNoise"]
+
+
+class GradientNoise(Callback):
+    """Adds the column `noise_scale`: about the global batch size, in samples, up to which a larger one pays.
+
+    At a batch size equal to the noise scale, a run needs twice the fewest steps, and twice the fewest samples, for the
+    same progress; far below it steps are cheap and noisy, far above it samples are wasted. It compares the gradients of
+    the virtual workers with that of the global batch, which are there anyway, and costs a norm for each of them in
+    every `every`-th step. It grows during a training. The estimate is that of the steps since the last row; it is nan
+    where these are too few to tell the gradient from its noise.
+
+    Needs `virtual_workers` of at least 2, and is then the same at any number of workers. For a loss that counts
+    something else than samples, such as tokens, samples are assumed to have equally many.
+
+    Source: McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch training", 2018, section 2.2 and
+    appendix A.1: the simple noise scale, tr(Σ) / |G|², of unbiased estimates of both.
+
+    Args:
+        every: number of steps between two that are measured.
+
+    Raises:
+        ConfigError: for an invalid argument; when `fit` starts, without virtual workers, or where their gradients are
+            not separate: with sync_batchnorm, fp16 or strategy="sharded".
+    """
+
+    every_rank = True
+    adds_columns = ("noise_scale",)
+
+    def __init__(self, every: int = 10) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigError("every", "a whole number of steps, at least 1", every)
+        self._every = every
+        self._hooks: list[RemovableHandle] = []
+        self._squares = torch.zeros(0)  # of the gradient of each virtual worker, in the step that is measured
+        self._total = torch.zeros(())  # of the whole gradient
+        self._sums: Any = 0.0  # of the estimates (tr(Σ), |G|²), since the last row
+        self._batch: Batch | None = None
+
+    def on_train_start(self, trainer: TrainingContext) -> None:
+        """Check that the gradients of virtual workers can be measured."""
+        strategy, found = trainer.step.strategy, ""
+        if not isinstance(strategy, Invariant) or strategy.virtual_workers < 2:
+            found = "none, or 1"
+        elif strategy.sharded_state:
+            found = 'strategy="sharded"'
+        elif strategy.joint_layers:
+            found = "sync_batchnorm, whose passes run at once"
+        elif trainer.step.precision.name == "fp16":
+            found = "fp16, whose gradients are scaled"
+        if found:
+            expected = "GradientNoise() with virtual_workers of at least 2, each with a pass of its own"
+            raise ConfigError("callbacks", expected, found=found)
+
+    def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
+        """Watch the gradients of the step, if it is time."""
+        self._stop_watching()
+        if trainer.step.steps_done % self._every:
+            return
+        device, strategy = trainer.comm.device, trainer.step.strategy
+        assert isinstance(strategy, Invariant)
+        self._batch = batch
+        self._squares = torch.zeros(strategy.virtual_workers, dtype=accumulation_dtype(device), device=device)
+        add = partial(self._add, strategy)
+        trained = [p for group in trainer.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._hooks = [p.register_hook(add) for p in trained]
+        self._hooks.append(trainer.optimizer.register_step_pre_hook(self._note_total))
+
+    def _add(self, strategy: Invariant, gradient: torch.Tensor) -> None:
+        """Add the square of a parameter's gradient in a backward pass."""
+        self._squares[strategy.reducer.shard] += _square(gradient)
+
+    def _note_total(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        trained = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._total = torch.stack([_square(gradient) for gradient in trained]).sum()
+
+    def _stop_watching(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
+        """Add the estimates of the step that was measured; nothing waits for the device."""
+        if not self._hooks or self._batch is None:
+            return
+        self._stop_watching()
+        samples = self._batch.global_size
+        by_shard = torch.tensor(sizes(samples, len(self._squares)), device=self._squares.device)
+        has_samples = by_shard > 0
+        counts = by_shard.clamp(min=1).to(self._squares.dtype)
+        # A pass is that of the sum of its samples' losses divided by `samples`; the step then divides by what counts.
+        scale = (samples / counts) * (samples / result.count)
+        squares = trainer.comm.allreduce(self._squares) * scale.square() * has_samples
+        small, inverse = squares.sum() / has_samples.sum(), (has_samples / counts).sum() / has_samples.sum()
+        total = self._total.to(squares.dtype)
+        if result.grad_norm is not None:  # the gradient was clipped
+            total = result.grad_norm.to(squares.dtype).square()
+        noise = (small - total) / (inverse - 1 / samples)
+        self._sums = self._sums + torch.stack((noise, total - noise / samples))
+
+    def on_row(self, trainer: TrainingContext, row: Row) -> None:
+        """Add the column."""
+        row["noise_scale"] = self._estimate()
+        self._sums = 0.0
+
+    def _estimate(self) -> float:
+        noise, gradient = self._values()
+        return noise / gradient if noise > 0 and gradient > 0 else math.nan
+
+    def _values(self) -> list[float]:
+        sums = self._sums
+        return sums.tolist() if isinstance(sums, torch.Tensor) else [0.0, 0.0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the estimates since the last row."""
+        return {"sums": self._values()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self._sums = torch.tensor(state["sums"], dtype=torch.float64)
+
+
+def _square(gradient: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
+    return norm.square()
