@@ -20,6 +20,8 @@ from typing import Any
 
 import cloudpickle
 
+from lockstep.system.pickling import pickled
+
 from . import leaks, mpi
 from .outcome import Outcome, RanksFailedError
 from .process import WorkerProcess
@@ -240,8 +242,7 @@ def _ship(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
     if module is not None and Path(getattr(module, "__file__", None) or "").name.startswith("test_"):
         cloudpickle.register_pickle_by_value(module)
-    data: bytes = cloudpickle.dumps((fn, args, kwargs))
-    return data
+    return pickled((fn, args, kwargs))
 
 
 def _make_modules_picklable() -> None:

@@ -117,15 +117,13 @@ def _pickles_by_name(value: Any) -> bool:
 
 
 def _pack(value: Any) -> bytes:
-    import cloudpickle
+    from ..system.pickling import Pickler, pickled
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class SharingPickler(Pickler):
         # ForkingPickler's reducers include torch's, which send tensors through shared memory.
-        dispatch_table = ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)  # type: ignore[attr-defined]
+        dispatch_table = ChainMap(ForkingPickler._extra_reducers, Pickler.dispatch_table)  # type: ignore[attr-defined]
 
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    return buffer.getvalue()
+    return pickled(value, SharingPickler)
 
 
 def _unpack(data: bytes) -> PickledByValue:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import base64
 import fcntl
-import io
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import msgspec
 import torch
 from msgspec import structs
 
 from .. import environment, messages
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError
+from ..system.pickling import Pickler, pickled
 from ..watchdog.report import Report as WatchdogReport
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
 # --- Pickled calls and values -----------------------------------------------------------------------------------------
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     """Pickles by value and moves tensors to the CPU, as the reader may lack the device."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -60,14 +60,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def pickle_by_value(value: object) -> bytes:
     """Return `value` as bytes that another process of this Python can rebuild; tensors arrive on the CPU."""
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
+    return pickled(value, _Pickler)
 
 
 def unpickle(data: bytes) -> Any:
     """Return the value of `pickle_by_value`. Only for bytes that this program has written itself."""
-    return cloudpickle.loads(data)
+    return pickle.loads(data)
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
