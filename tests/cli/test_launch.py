@@ -280,7 +280,8 @@ def test_a_death_is_named_before_the_failures_that_follow_from_it(
     assert (caught.value.rank, caught.value.kind, caught.value.exit_code) == (1, "exit", code)
     assert reason in caught.value.reason
     assert caught.value.worker_traceback == ""
-    assert capfd.readouterr() == ("", "")
+    out, err = capfd.readouterr()
+    assert (out, [line for line in err.splitlines() if "[c10d]" not in line]) == ("", [])  # torch tells of lost peers
 
 
 def test_a_death_that_the_agent_alone_has_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
