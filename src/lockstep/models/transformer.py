@@ -54,8 +54,8 @@ class MLP(nn.Sequential):
 class Block(nn.Module):
     """Attention and an MLP, side by side, both added to their input: (n, t, width) → (n, t, width).
 
-    Their input is normalised (Zhang, Sennrich, "Root mean square layer normalization", NeurIPS 2019), the sum is not, as
-    in GPT-2. The norm has no gains of its own: the matrices after it can hold these. Side by side needs one norm a
+    Their input is normalised (Zhang, Sennrich, "Root mean square layer normalization", NeurIPS 2019), the sum is not,
+    as in GPT-2. The norm has no gains of its own: the matrices after it can hold these. Side by side needs one norm a
     block instead of two (Chowdhery et al., "PaLM: scaling language modeling with pathways", 2022, section 2).
     """
 
