@@ -65,9 +65,9 @@ def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: 
         os.kill(pids[lost.removeprefix("rank ")], signal.SIGKILL)
         seen += job.read_until(r"pid \d+")
         seen += job.read_until(r"step \d+ of 2")
-        assert main(["resize", str(job.pid), "3"]) == 0
-        assert "2 workers before, 3 after" in capsys.readouterr().out
-        seen += job.read_until(r"step \d+ of 3")
+        assert main(["resize", str(job.pid), "4"]) == 0
+        assert "2 workers before, 4 after" in capsys.readouterr().out
+        seen += job.read_until(r"step \d+ of 4")
         assert main(["resize", str(job.pid), "5"]) == 1
         assert "expected 1 to 4 workers" in capsys.readouterr().err
         (tmp_path / "enough").touch()  # at the end of this epoch

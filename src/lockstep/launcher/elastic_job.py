@@ -99,6 +99,7 @@ class Start(Tagged, frozen=True):
     Attributes:
         number: of the worker.
         rank, size: its rank, and of how many, until it is a member.
+        local_size: the number of workers on its host.
         joins: whether the training runs already.
         attempt: how often all workers have been started again.
         resume: the checkpoint from which they begin then; "" without one.
@@ -108,6 +109,7 @@ class Start(Tagged, frozen=True):
     number: Integer
     rank: Integer
     size: Integer
+    local_size: Integer
     joins: bool
     attempt: Integer
     resume: str
@@ -347,6 +349,8 @@ class ElasticJob:
             self.coordinator.to_keep.append((number, message))  # asked again, as the launcher that led is gone
             return
         self.coordinator.receive(number, message)
+        if self.state.target > self.coordinator.most:  # a host has joined before the training had begun
+            self._change_state(target=self.coordinator.most)
 
     def ended(self, host: int, end: Ended) -> None:
         """Decide what the end of a worker's process means."""
@@ -467,8 +471,10 @@ class ElasticJob:
     def _free_slots(self, host: int) -> int:
         if host in self.state.leaving:
             return 0
-        used = sum(1 for worker, at in self._living.items() if at == host and worker not in self._dismissed)
-        return max(0, self.hosts[host].slots - used)
+        return max(0, self.hosts[host].slots - len(self._staying_on(host)))
+
+    def _staying_on(self, host: int) -> list[int]:
+        return [worker for worker, at in self._living.items() if at == host and worker not in self._dismissed]
 
     def _start_worker(self) -> bool:
         """Start a worker on a host that has a slot for it; returns whether there is one."""
@@ -479,14 +485,16 @@ class ElasticJob:
         if host is None:
             return False
         number, joins = state.started, coordinator.formed >= 0
-        last = min(len(coordinator.members), coordinator.most - 1)  # the view may have a lost worker still
+        before = len(coordinator.members) + len(coordinator.candidates)
+        last = min(before, coordinator.most - 1)  # the view may have a lost worker still
         rank = last if joins else (number - state.first) % state.target
         size = rank + 1 if joins else state.target
         self._living[number] = host
+        local_size = len(self._staying_on(host)) + self._plan.count(host)
         self._change_state(started=number + 1)
         coordinator.started(number, host)
         folder = state.folder if state.restarts else ""
-        self.send(host, Start(number, rank, size, joins, state.restarts, state.resume, folder))
+        self.send(host, Start(number, rank, size, local_size, joins, state.restarts, state.resume, folder))
         return True
 
     def _places(self, count: int) -> list[int]:
@@ -607,7 +615,7 @@ class ElasticJob:
         others = self.hosts.keys() - {number, *self.state.leaving}
         if not others:
             raise LockstepError(f"{self.hosts[number].name} is the job's last host")
-        there = [worker for worker, at in self._living.items() if at == number and worker not in self._dismissed]
+        there = self._staying_on(number)
         left = len(self._living.keys() - self._dismissed) - len(there)
         free = sum(self._free_slots(other) for other in others)
         if left + free < self.limits.minimum and isinstance(which, str):
@@ -629,8 +637,7 @@ class ElasticJob:
         if slots > before.slots:
             self._use_slots(slots - before.slots)
         else:
-            there = [worker for worker, at in self._living.items() if at == host and worker not in self._dismissed]
-            self._let_leave(there[slots:])
+            self._let_leave(self._staying_on(host)[slots:])
             living = len(self._living.keys() - self._dismissed)
             free = sum(self._free_slots(each) for each in self.hosts)
             self._change_state(target=max(self.limits.minimum, min(self.state.target, living + free)))
@@ -640,7 +647,7 @@ class ElasticJob:
         """Let the job have more workers, of which there are as many slots as `more`."""
         living = len(self._living.keys() - self._dismissed)
         free = sum(self._free_slots(each) for each in self.hosts)
-        wanted = min(self.limits.maximum, max(self.state.target, living + more))
+        wanted = min(self.limits.maximum, self.coordinator.most, max(self.state.target, living + more))
         self._failed_starts = 0
         self._change_state(target=min(wanted, living + free))
 

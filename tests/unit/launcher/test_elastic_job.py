@@ -97,6 +97,36 @@ def test_a_worker_that_was_lost_is_replaced_where_a_slot_is_free() -> None:
     assert world.said == ["lockstep: rank 1 on beta was lost (killed by SIGKILL); 2 workers go on"]
 
 
+def places(world: World) -> list[tuple[int, int, int]]:
+    """The rank, the world size and the local world size of each worker that was started."""
+    return [(start.rank, start.size, start.local_size) for _, start in world.of(Start)]
+
+
+def test_workers_that_start_to_join_at_once_have_places_of_their_own() -> None:
+    world = World((8,), 4)
+    world.train()
+    world.job.ask(0, Ask(1, "resize", 7))
+    world.job.supervise()
+    assert places(world) == [(4, 5, 5), (5, 6, 6), (6, 7, 7)]
+
+
+def test_the_local_size_is_that_of_the_host() -> None:
+    world = World((4, 4), 8)
+    assert {start.local_size for _, start in world.of(Start)} == {4}
+    world.train()
+    world.end(5, host=1)
+    assert places(world) == [(7, 8, 4)]
+
+
+def test_a_host_that_joins_gets_no_more_workers_than_the_training_can_have() -> None:
+    world = World((1,), 1, maximum=20)
+    world.train()
+    world.job.host_added(entry(1, 12))
+    world.job.supervise()
+    assert world.job.state.target == 8
+    assert [start.rank for _, start in world.of(Start)] == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_a_host_that_was_lost_is_not_replaced_beyond_the_slots_of_the_others() -> None:
     world = World((2, 2), 3)
     world.train()
