@@ -142,6 +142,23 @@ def test_a_worker_leaves_and_the_job_is_interrupted_and_resumed(tmp_path: Path) 
     assert fingerprint(out) == fingerprint(done.stdout)
 
 
+def test_a_strategy_whose_state_is_in_parts_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    program = write(tmp_path, 1000)
+    text = program.read_text().replace("virtual_workers=4,", 'strategy="sharded",')
+    text = text.replace("Checkpoints()", 'Checkpoints("2steps")')
+    program.write_text(text[: text.index("if comm.rank == 0:\n    print")])
+    with start(tmp_path, "1:2", "-np", 2, program) as job:
+        seen = job.read_until(r"step 5 of 2")
+        os.kill(int(re.findall(r"\[1\] pid (\d+)", seen)[0]), signal.SIGKILL)
+        job.read_until(r"pid \d+")
+        assert int(re.findall(r"step (\d+) of 2", job.read_until(r"step \d+ of 2"))[0]) >= 4
+        (tmp_path / "enough").touch()
+        _, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert err.count("the loss of a worker starts all workers again, from the newest checkpoint") == 2, err
+    assert err.count("all workers are started again, from the checkpoint") == 1, err
+
+
 OWN_LOOP = """
 import os, time, torch, lockstep
 comm = lockstep.init("cpu")
