@@ -79,7 +79,7 @@ def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest
         ("-np 2 --max-np 1 python x.py", "--max-np: expected at least 2"),
         ("-np 2 -H a:2 --host-discovery-script s python x.py", "--host-discovery-script: expected either this option"),
         ("-np 2 --stall-check-warning-time-seconds 0 python x.py", "--stall-check-warning-time-seconds: expected"),
-        ("-np 2 --slot-per-host 3 python x.py", "Did you mean --slots-per-host?"),
+        ("-np 2 --slot-per-host 3 python x.py", "Did you mean --slots-per-host"),
         ("-np 2 --slots none python x.py", "--slots-per-host: expected a whole number"),
         ("-np 2 python not-there.py", "script: expected an existing Python file"),
         ("-np 2 -hostfile not-there python x.py", "-hostfile: expected a text file"),
