@@ -5,6 +5,7 @@ PYTHON       ?= python3
 TRAIN_FLAGS  ?= --data digits --model lenet --epochs 15 --global-batch-size 64 --workers auto
 PYTEST_FLAGS ?=
 CHAOS_FLAGS  ?= 1000
+LOOP_CHAOS_FLAGS ?= 200
 HOST_CHAOS_FLAGS ?= 200
 # processes that run tests: one more than there are cores, because most tests wait for processes of their own
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
@@ -34,7 +35,8 @@ help: ## show this list
 	@echo "make types    check types (mypy, strict)"
 	@echo "make layers   check which module imports which (docs/architecture.md)"
 	@echo "make docs     build the documentation as a site, in site/index.html"
-	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 200 of hosts (CHAOS_FLAGS=..., HOST_CHAOS_FLAGS=...)"
+	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 200 with loops of their own, 200 of hosts"
+	@echo "              (CHAOS_FLAGS=..., LOOP_CHAOS_FLAGS=..., HOST_CHAOS_FLAGS=...)"
 	@echo "make clean    remove caches and build output; make distclean removes .venv as well"
 	@echo "TEST_PROCESSES=...  the number of processes that run tests (now: $(TEST_PROCESSES))"
 	@echo "PYTHON=...    the Python that .venv is made with, 3.10 or newer (now: $(PYTHON))"
@@ -53,9 +55,10 @@ types: $(TESTS)
 	@$(BIN)/mypy
 	@MYPYPATH=src:benchmarks:tests $(BIN)/mypy benchmarks/*.py packaging/*.py
 
-# a thousand elastic jobs with random faults; about half an hour
+# some 1,400 elastic jobs with random faults; an hour or two
 chaos: $(TESTS)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/elastic_chaos.py $(CHAOS_FLAGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/own_loop_chaos.py $(LOOP_CHAOS_FLAGS)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/launcher_chaos.py $(HOST_CHAOS_FLAGS)
 
 # -q twice leaves out pytest's count, so that the last one seen in CI is that of all tests

@@ -65,9 +65,9 @@ def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: 
         os.kill(pids[lost.removeprefix("rank ")], signal.SIGKILL)
         seen += job.read_until(r"pid \d+")
         seen += job.read_until(r"step \d+ of 2")
-        assert main(["resize", str(job.pid), "3"]) == 0
-        assert "2 workers before, 3 after" in capsys.readouterr().out
-        seen += job.read_until(r"step \d+ of 3")
+        assert main(["resize", str(job.pid), "4"]) == 0
+        assert "2 workers before, 4 after" in capsys.readouterr().out
+        seen += job.read_until(r"step \d+ of 4")
         assert main(["resize", str(job.pid), "5"]) == 1
         assert "expected 1 to 4 workers" in capsys.readouterr().err
         (tmp_path / "enough").touch()  # at the end of this epoch
@@ -140,6 +140,23 @@ def test_a_worker_leaves_and_the_job_is_interrupted_and_resumed(tmp_path: Path) 
     alone_.mkdir()
     done = warm_python.run([write(alone_, 30)], alone_, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert fingerprint(out) == fingerprint(done.stdout)
+
+
+def test_a_strategy_whose_state_is_in_parts_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    program = write(tmp_path, 1000)
+    text = program.read_text().replace("virtual_workers=4,", 'strategy="sharded",')
+    text = text.replace("Checkpoints()", 'Checkpoints("2steps")')
+    program.write_text(text[: text.index("if comm.rank == 0:\n    print")])
+    with start(tmp_path, "1:2", "-np", 2, program) as job:
+        seen = job.read_until(r"step 5 of 2")
+        os.kill(int(re.findall(r"\[1\] pid (\d+)", seen)[0]), signal.SIGKILL)
+        job.read_until(r"pid \d+")
+        assert int(re.findall(r"step (\d+) of 2", job.read_until(r"step \d+ of 2"))[0]) >= 4
+        (tmp_path / "enough").touch()
+        _, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert err.count("the loss of a worker starts all workers again, from the newest checkpoint") == 2, err
+    assert err.count("all workers are started again, from the checkpoint") == 1, err
 
 
 OWN_LOOP = """

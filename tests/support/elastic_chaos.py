@@ -345,7 +345,7 @@ def become_worker(plan: Plan, number: int, joins: bool, folder: Path, socket: st
     os.dup2(log, 1)
     os.dup2(log, 2)
     rank = min(plan.workers, VIRTUAL_WORKERS - 1) if joins else number
-    variables = environment.position_variables(rank, rank + 1 if joins else plan.workers, rank)
+    variables = environment.position_variables(rank, rank + 1 if joins else plan.workers, rank, rank + 1)
     variables |= environment.elastic_variable(ElasticWorker(number, socket, joins))
     variables |= {
         "LOCKSTEP_LAUNCHED": "1",

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,9 @@ SAID = "the job goes on|was lost|has left|joined|coordinates|paused|started agai
 class Fault:
     """What happens when the training has done `step` steps, to the `which`-th of the hosts that are left.
 
-    "lose" kills a host's launcher with its workers, "launcher" the launcher alone, "worker" one of its workers; "stop"
-    stops the launcher for a moment; "leave" tells it to leave; "join" adds a host.
+    "lose" kills a host's launcher with its workers, "launcher" the launcher alone, "worker" one of its workers,
+    "workers" all of them at once; "stop" stops the launcher for a moment; "leave" tells it to leave; "join" adds a
+    host; "resize" changes the number of workers.
     """
 
     step: int
@@ -51,21 +53,36 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job: its hosts, with so many workers each, its faults, and whether all see its run folder."""
+    """A job: its hosts, with so many workers each, its faults, whether all see its run folder, and its transport."""
 
     hosts: int
     workers: int
     shared: bool
     faults: tuple[Fault, ...]
+    transport: str
 
     @classmethod
     def of(cls, seed: int) -> Plan:
         """Return the plan of a seed."""
         draw = random.Random(seed)
-        kinds = ["lose", "lose", "lose", "launcher", "worker", "stop", "leave", "join", "join"]
+        kinds = [
+            "lose",
+            "lose",
+            "lose",
+            "launcher",
+            "worker",
+            "workers",
+            "stop",
+            "leave",
+            "join",
+            "join",
+            "resize",
+            "resize",
+        ]
         steps = sorted(draw.randrange(STEPS - 8) for _ in range(draw.randrange(1, 6)))
         faults = tuple(Fault(step, draw.choice(kinds), draw.randrange(9)) for step in steps)
-        return cls(draw.randrange(2, 5), draw.randrange(1, 3), draw.random() < 0.5, faults)
+        hosts, workers, shared = draw.randrange(2, 5), draw.randrange(1, 3), draw.random() < 0.5
+        return cls(hosts, workers, shared, faults, draw.choice(["shm", "gloo"]))
 
 
 class Job:
@@ -87,7 +104,8 @@ class Job:
 
     def start(self, *words: object) -> None:
         """Start a launcher."""
-        index, variables = len(self.hosts), {**os.environ, "OMP_NUM_THREADS": "1"}
+        index = len(self.hosts)
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TRANSPORT": self.plan.transport}
         process = warm_python.popen(["-m", "lockstep", *words], self.folder, variables)
         self.hosts.append(process)
         for stream in (process.stdout, process.stderr):
@@ -154,8 +172,10 @@ class Job:
             if fault.what in ("lose", "launcher"):
                 self.lost.add(index)
                 self.kill(process.pid) if fault.what == "lose" else process.kill()
-            elif fault.what == "worker":
-                self.kill_worker(process)
+            elif fault.what in ("worker", "workers"):
+                self.kill_workers(process, 1 if fault.what == "worker" else None)
+            elif fault.what == "resize":
+                self.resize(process.pid, 1 + fault.which % VIRTUAL_WORKERS)
             elif fault.what == "stop":
                 process.suspend()
                 threading.Timer(0.1 + fault.which / 10, self.resume, [process.pid]).start()
@@ -181,17 +201,25 @@ class Job:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
-    def kill_worker(self, launcher: psutil.Process) -> None:
+    def kill_workers(self, launcher: psutil.Process, count: int | None) -> None:
         workers = [each for each in launcher.children(recursive=True) if each.name().startswith("lockstep rank")]
-        for worker in workers[:1]:
+        for worker in workers[:count]:
             worker.kill()
 
     def join(self, launcher: int) -> None:
+        for answer in self.ask(launcher, "address"):
+            self.start("join", answer.split()[-1], "-np", self.plan.workers)
+
+    def resize(self, launcher: int, workers: int) -> None:
+        for answer in self.ask(launcher, "resize", workers):
+            self.note(f"    {answer}")
+
+    def ask(self, launcher: int, what: str, number: int = 0) -> Iterator[str]:
+        """Yield the answer of a launcher, unless it refuses or has just ended."""
         for job in jobs.find_jobs().values():
             if job.pid == launcher and job.control:
-                with suppress(LockstepError):  # it has just ended
-                    address = request(job.control, "address").split()[-1]
-                    self.start("join", address, "-np", self.plan.workers)
+                with suppress(LockstepError):
+                    yield request(job.control, what, number)
 
     # --- what has come out ------------------------------------------------------------------------------------
 

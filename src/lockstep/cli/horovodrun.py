@@ -60,7 +60,8 @@ OPTIONS = {
                 "or with --host-discovery-script as many as there are slots)"),
         _option("--host-discovery-script", metavar="FILE", help="program that prints one line `host:slots` per host; "
                 "it is run once a second, and the job follows the hosts and their slots"),
-        _option("--slots-per-host", metavar="N", help="slots of a host that is printed without a number (default: 1)"),
+        _option("--slots-per-host", "--slots", dest="slots_per_host", metavar="N", help="slots of a host that "
+                "is printed without a number (default: 1)"),
         _option("--elastic-timeout", metavar="S", help="seconds to wait for enough slots (default: "
                 "HOROVOD_ELASTIC_TIMEOUT, or 600)"),
     ],

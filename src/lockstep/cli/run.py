@@ -34,6 +34,10 @@ examples:
       under Slurm, with one launcher per node, or without a launcher:
   srun --ntasks-per-node=1 lockstep run -np 4 train.py
   srun --ntasks-per-node=4 python train.py
+      replace workers that are lost, and change their number by `lockstep resize 6`:
+  lockstep run --elastic 2:8 -np 4 train.py
+      the same on two hosts; `lockstep join` on another one adds it:
+  lockstep run --elastic 2:8 -H serverA:4,serverB:4 -np 6 train.py
       debug rank 1 at breakpoint() while the others wait:
   lockstep run -np 2 --debug-rank 1 train.py
       profile communication (open trace.json at ui.perfetto.dev):

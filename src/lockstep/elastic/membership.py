@@ -463,6 +463,11 @@ class Coordinator:
         return [worker.number for worker in sorted(found, key=lambda worker: worker.seniority)]
 
     @property
+    def leaving(self) -> list[int]:
+        """The members that have arrived in order to leave, and wait below the minimum for those that replace them."""
+        return [number for number in self.members if self.waiting and self._workers[number].leaving]
+
+    @property
     def candidates(self) -> list[int]:
         """The workers that have been started and are not members yet."""
         statuses = (_Status.STARTED, _Status.READY)
@@ -500,7 +505,12 @@ class Coordinator:
         self.lost(number)
 
     def stop(self, signal: int) -> None:
-        """The whole job is to save and end."""
+        """The whole job is to save and end, also if it waits for workers."""
+        self._tell_stop(signal)
+        if self.waiting:
+            self._give_view()
+
+    def _tell_stop(self, signal: int) -> None:
         self._stop = Stop(signal)
         for worker in self._workers.values():
             self._send(worker, self._stop)
@@ -723,7 +733,7 @@ class Coordinator:
         leave = [member for member in members if member.leaving and self._stop is None]
         stay = [member for member in members if member not in leave]
         if leave and not stay and not ready:
-            self.stop(_SIGTERM)  # nobody is left to go on: save and end
+            self._tell_stop(_SIGTERM)  # nobody is left to go on: save and end
             return members, []
         if leave and not any(member.commit for member in stay):
             source = max(leave, key=lambda member: member.commit)

@@ -183,13 +183,14 @@ def note_checkpoint(path: str) -> None:
             draft.replace(file)
 
 
-def position_variables(rank: int, size: int, local_rank: int) -> dict[str, str]:
+def position_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
     """Return the variables that give a worker of an elastic job its position at its start, as the agent's do.
 
     Its host counts as the only one until it is in a group. `local_rank`, which no other worker of its host has,
-    chooses its GPU.
+    chooses its GPU; so there are at least `local_rank` + 1 of the `local_size` workers on its host.
     """
-    names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": max(size, local_rank + 1)}
+    local_size = max(local_size, local_rank + 1)
+    names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
     return {name: str(value) for name, value in {**names, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}.items()}
 
 

@@ -99,6 +99,7 @@ class Start(Tagged, frozen=True):
     Attributes:
         number: of the worker.
         rank, size: its rank, and of how many, until it is a member.
+        local_size: the number of workers on its host.
         joins: whether the training runs already.
         attempt: how often all workers have been started again.
         resume: the checkpoint from which they begin then; "" without one.
@@ -108,6 +109,7 @@ class Start(Tagged, frozen=True):
     number: Integer
     rank: Integer
     size: Integer
+    local_size: Integer
     joins: bool
     attempt: Integer
     resume: str
@@ -325,10 +327,8 @@ class ElasticJob:
         host = self.hosts.pop(number, None)
         lost = {worker for worker, at in self._living.items() if at == number}
         if host is not None and number not in self.state.leaving:
-            text = f"{host.name} was lost with {describe_workers(len(lost), '', '')}"
-            self._losses.append(text)
             left = [worker for worker in self.coordinator.members if worker not in lost]
-            self.tell(f"{text}; {describe_workers(len(left))} on")
+            self._tell_loss(f"{host.name} was lost with {describe_workers(len(lost), '', '')}", len(left))
         self._living = {worker: at for worker, at in self._living.items() if worker not in lost}
         for key, hosts in list(self._keeping.items()):
             hosts.discard(number)
@@ -347,6 +347,8 @@ class ElasticJob:
             self.coordinator.to_keep.append((number, message))  # asked again, as the launcher that led is gone
             return
         self.coordinator.receive(number, message)
+        if self.state.target > self.coordinator.most:  # a host has joined before the training had begun
+            self._change_state(target=self.coordinator.most)
 
     def ended(self, host: int, end: Ended) -> None:
         """Decide what the end of a worker's process means."""
@@ -373,8 +375,7 @@ class ElasticJob:
             self._note_failed_start(host, end)
         elif was_member:
             lost = f"rank {rank}{self._on_host(host)} was lost ({_how(code)})"
-            self._losses.append(lost)
-            self.tell(f"{lost}; {describe_workers(len(coordinator.members))} on")
+            self._tell_loss(lost, len(coordinator.members))
 
     def saved(self, path: str) -> None:
         """A checkpoint was saved."""
@@ -426,7 +427,7 @@ class ElasticJob:
                 self._kill(self._living)
             self.is_over = not self._living
         elif not coordinator.complete:
-            for _ in range(state.target - len(self._living.keys() - self._dismissed)):
+            for _ in range(self._missing()):
                 if not self._start_worker():
                     break
             coordinator.expect(len(self._living))
@@ -467,8 +468,20 @@ class ElasticJob:
     def _free_slots(self, host: int) -> int:
         if host in self.state.leaving:
             return 0
-        used = sum(1 for worker, at in self._living.items() if at == host and worker not in self._dismissed)
-        return max(0, self.hosts[host].slots - used)
+        return max(0, self.hosts[host].slots - len(self._staying_on(host)))
+
+    def _staying_on(self, host: int) -> list[int]:
+        return [worker for worker, at in self._living.items() if at == host and worker in self._staying()]
+
+    def _staying(self) -> set[int]:
+        """Return the workers that have not been told to leave, and do not wait to be replaced so that they may."""
+        return self._living.keys() - self._dismissed - set(self.coordinator.leaving)
+
+    def _missing(self) -> int:
+        """Return how many workers are to be started."""
+        leavers = self._living.keys() & set(self.coordinator.leaving) - self._dismissed
+        target = max(self.limits.minimum, self.state.target - len(leavers)) if leavers else self.state.target
+        return target - len(self._staying())
 
     def _start_worker(self) -> bool:
         """Start a worker on a host that has a slot for it; returns whether there is one."""
@@ -479,14 +492,16 @@ class ElasticJob:
         if host is None:
             return False
         number, joins = state.started, coordinator.formed >= 0
-        last = min(len(coordinator.members), coordinator.most - 1)  # the view may have a lost worker still
+        before = len(coordinator.members) + len(coordinator.candidates)
+        last = min(before, coordinator.most - 1)  # the view may have a lost worker still
         rank = last if joins else (number - state.first) % state.target
         size = rank + 1 if joins else state.target
         self._living[number] = host
+        local_size = len(self._staying_on(host)) + self._plan.count(host)
         self._change_state(started=number + 1)
         coordinator.started(number, host)
         folder = state.folder if state.restarts else ""
-        self.send(host, Start(number, rank, size, joins, state.restarts, state.resume, folder))
+        self.send(host, Start(number, rank, size, local_size, joins, state.restarts, state.resume, folder))
         return True
 
     def _places(self, count: int) -> list[int]:
@@ -521,7 +536,7 @@ class ElasticJob:
         elif not was_candidate:
             if number not in self._dismissed:
                 self._change_state(target=max(self.limits.minimum, self.state.target - 1))
-            self.tell(f"rank {rank} has left; {describe_workers(len(self.coordinator.members))} on")
+            self._tell_loss(f"rank {rank} has left", len(self.coordinator.members))
 
     def _note_end(self, host: int, end: Ended) -> None:
         rank = self.rank_of(end.number)
@@ -591,10 +606,12 @@ class ElasticJob:
             raise LockstepError(f"expected at most {slots} workers, the slots of the hosts, got {workers}")
         if self.state.is_ending or self.state.stops or coordinator.complete:
             raise LockstepError("the job is ending")
-        before, self._failed_starts = self.state.target, 0
+        self._failed_starts = 0
         self._change_state(target=workers)
-        staying = [number for number in coordinator.members if number not in self._dismissed]
-        self._let_leave([*coordinator.candidates, *reversed(staying)][: max(0, before - workers)])
+        newest_first = [*coordinator.candidates, *reversed(coordinator.members)]
+        staying = [number for number in newest_first if number not in self._dismissed]
+        before = len(staying)  # fewer than the job had wanted if a host was lost
+        self._let_leave(staying[: max(0, before - workers)])
         return f"{before} workers before, {workers} after the step in progress"
 
     def _remove_host(self, which: str | int) -> str:
@@ -607,8 +624,8 @@ class ElasticJob:
         others = self.hosts.keys() - {number, *self.state.leaving}
         if not others:
             raise LockstepError(f"{self.hosts[number].name} is the job's last host")
-        there = [worker for worker, at in self._living.items() if at == number and worker not in self._dismissed]
-        left = len(self._living.keys() - self._dismissed) - len(there)
+        there = self._staying_on(number)
+        left = len(self._staying()) - len(there)
         free = sum(self._free_slots(other) for other in others)
         if left + free < self.limits.minimum and isinstance(which, str):
             raise LockstepError(f"expected at least {self.limits.minimum} workers, without {which} there are {left}")
@@ -629,18 +646,17 @@ class ElasticJob:
         if slots > before.slots:
             self._use_slots(slots - before.slots)
         else:
-            there = [worker for worker, at in self._living.items() if at == host and worker not in self._dismissed]
-            self._let_leave(there[slots:])
-            living = len(self._living.keys() - self._dismissed)
+            self._let_leave(self._staying_on(host)[slots:])
+            living = len(self._staying())
             free = sum(self._free_slots(each) for each in self.hosts)
             self._change_state(target=max(self.limits.minimum, min(self.state.target, living + free)))
         return f"{before.name} had {before.slots} slots, and has {slots} now"
 
     def _use_slots(self, more: int) -> None:
         """Let the job have more workers, of which there are as many slots as `more`."""
-        living = len(self._living.keys() - self._dismissed)
+        living = len(self._staying())
         free = sum(self._free_slots(each) for each in self.hosts)
-        wanted = min(self.limits.maximum, max(self.state.target, living + more))
+        wanted = min(self.limits.maximum, self.coordinator.most, max(self.state.target, living + more))
         self._failed_starts = 0
         self._change_state(target=min(wanted, living + free))
 
@@ -661,6 +677,14 @@ class ElasticJob:
             self._ranks |= {member: rank for rank, member in enumerate(view)}
         self._view = view
 
+    def _tell_loss(self, what: str, left: int) -> None:
+        """Say who was lost or has left, and what the workers that are left do."""
+        self._losses.append(f"{what} at {time.strftime('%H:%M:%S')}")
+        least = self.limits.minimum
+        is_enough = left >= least or self.coordinator.complete
+        few = f"{describe_workers(left, 'is', 'are')} left of the {least} that the training needs"
+        self.tell(f"{what}; {describe_workers(left)} on" if is_enough else f"{what}; {few}")
+
     def _announce_waiting(self) -> None:
         """Say once that the members wait because they are too few."""
         if not self.coordinator.waiting:
@@ -671,9 +695,14 @@ class ElasticJob:
             self._waits_since = now
         if _WAITING_S <= now - self._waits_since < math.inf:
             self._waits_since = -math.inf
-            members = len(self.coordinator.members)
-            since = f" ({'; '.join(self._losses)} at {time.strftime('%H:%M:%S')})" if self._losses else ""
-            self.tell(f"{describe_workers(members, 'waits', 'wait')} for {self.limits.minimum - members} more{since}")
+            leaving = self.coordinator.leaving
+            leave = [
+                f"rank {self.rank_of(each)}{self._on_host(self._living.get(each, -1))} is to leave" for each in leaving
+            ]
+            why = "; ".join([*self._losses, *leave])
+            count = len(self.coordinator.members) - len(leaving)
+            missing = f"{self.limits.minimum - count} more{f' ({why})' if why else ''}"
+            self.tell(f"{describe_workers(count, 'waits', 'wait')} for {missing}")
 
     # --- what all hosts keep ------------------------------------------------------------------------------------------
 

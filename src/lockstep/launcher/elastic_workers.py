@@ -113,7 +113,7 @@ class HostWorkers:
         variables = {**environment.variables(), **setup.variables, **own, **self._watchdog.variables(), **elastic}
         local_rank = next(index for index in count() if index not in self._local_ranks.values())
         self._local_ranks[number] = local_rank
-        variables |= environment.position_variables(message.rank, message.size, local_rank)
+        variables |= environment.position_variables(message.rank, message.size, local_rank, message.local_size)
         variables["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)
         if message.resume:
             variables["LOCKSTEP_RESUME"] = message.resume
@@ -141,6 +141,7 @@ class HostWorkers:
         """End workers, at once or after their step."""
         if gently:
             for number in numbers:
+                self._local_ranks.pop(number, None)  # who replaces it may begin before it has ended
                 self._roster.terminate(number)
             return
         self._supervisor.kill(numbers)
@@ -154,7 +155,8 @@ class HostWorkers:
         for number in list(self._roster.exit_codes):
             code, report = self._roster.exit_codes.pop(number), self._status.read_report(number)
             self._living.remove(number)
-            del self._pids[number], self._local_ranks[number]
+            self._local_ranks.pop(number, None)
+            del self._pids[number]
             self._pipes.release(number)
             code = 0 if number in self._supervisor.killed_ranks else code
             ended.append(Ended(number, code, self._status.is_finished(number), report))

@@ -69,8 +69,6 @@ def wrap_policy(model: nn.Module, min_size: int = MIN_UNIT_SIZE) -> list[str]:
 class _WrapSearch:
     """A search for the units of `model`, see `wrap_policy`."""
 
-    can_regroup = False
-
     def __init__(self, model: nn.Module, min_size: int) -> None:
         self._min_size = min_size
         self._limit = sum(p.numel() for p in model.parameters()) // PART
@@ -183,6 +181,7 @@ class Sharded(Distributed):
     """
 
     backward_name = "backward pass"  # it gathers parameters as well
+    can_regroup = False
 
     def __init__(self, comm: Communicator, unit_names: Sequence[str] | None = None) -> None:
         super().__init__(comm)

@@ -140,6 +140,10 @@ class Trainer:
             callbacks = defaults(self.run_dir is not None, hasattr(model, "save_pretrained"))
         elastic = isinstance(self.comm, ElasticCommunicator) and self.step.strategy.can_regroup
         self._elastic = cast(ElasticCommunicator, self.comm) if elastic else None
+        if isinstance(self.comm, ElasticCommunicator) and not elastic and self.comm.rank == 0:
+            where = "the beginning" if run_dir is None else "the newest checkpoint"
+            what = "no worker can join or leave, and the loss of a worker starts all workers again"
+            _log.warning("strategy %r in an elastic job: %s, from %s", strategy, what, where)
         self._callbacks = (CallbackGroup if self._elastic is None else ElasticCallbacks)(callbacks, self.comm.rank)
         if self.run_dir is not None:
             self._callbacks.warn_of_missing()

@@ -404,6 +404,18 @@ def told(coordinator: Coordinator) -> list[tuple[int, Down]]:
     return [(number, down(message)) for number, message in coordinator.take_messages()]
 
 
+def test_members_that_wait_below_the_minimum_save_and_end_when_they_are_told_to() -> None:
+    coordinator = formed(2, minimum=2)
+    coordinator.lost(1)
+    coordinator.receive(0, Arrived(2, (0, 5, 0)))
+    assert coordinator.waiting
+    told(coordinator)
+    coordinator.stop(15)
+    (_, stop), (number, view) = told(coordinator)
+    assert stop == Stop(15) and number == 0 and not coordinator.waiting
+    assert isinstance(view, View) and view.members == (0,)
+
+
 def test_below_the_minimum_the_members_wait_until_a_worker_has_joined() -> None:
     coordinator = formed(2, minimum=2)
     coordinator.lost(1)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lockstep.elastic.membership import Arrived, Bye, Done, Enter, Hello, HostMemory, Ready, View
+from lockstep.elastic.membership import Arrived, Boundary, Bye, Done, Enter, Hello, HostMemory, Ready, View
 from lockstep.elastic.mesh import HostEntry
 from lockstep.errors import LockstepError
 from lockstep.launcher import elastic_job
@@ -62,6 +62,15 @@ class World:
             self.job.receive(number, Arrived(self.job.coordinator.generation, (0, 5, 0)))
         self.job.supervise()
 
+    def leave(self, leaver: int) -> None:
+        """A member leaves after the step in progress."""
+        for number in self.job.coordinator.members:
+            self.job.receive(number, Boundary(self.job.coordinator.formed))
+        for number in self.job.coordinator.members:
+            generation = self.job.coordinator.generation
+            self.job.receive(number, Arrived(generation, (0, 5, 0), leaving=number == leaver))
+        self.job.supervise()
+
 
 def entry(number: int, slots: int) -> HostEntry:
     return HostEntry(number, NAMES[number], f"10.0.0.{number}", 1000 + number, slots)
@@ -95,6 +104,36 @@ def test_a_worker_that_was_lost_is_replaced_where_a_slot_is_free() -> None:
     world.end(1, host=1)
     assert [(host, start.number, start.joins) for host, start in world.of(Start)] == [(2, 3, True)]
     assert world.said == ["lockstep: rank 1 on beta was lost (killed by SIGKILL); 2 workers go on"]
+
+
+def places(world: World) -> list[tuple[int, int, int]]:
+    """The rank, the world size and the local world size of each worker that was started."""
+    return [(start.rank, start.size, start.local_size) for _, start in world.of(Start)]
+
+
+def test_workers_that_start_to_join_at_once_have_places_of_their_own() -> None:
+    world = World((8,), 4)
+    world.train()
+    world.job.ask(0, Ask(1, "resize", 7))
+    world.job.supervise()
+    assert places(world) == [(4, 5, 5), (5, 6, 6), (6, 7, 7)]
+
+
+def test_the_local_size_is_that_of_the_host() -> None:
+    world = World((4, 4), 8)
+    assert {start.local_size for _, start in world.of(Start)} == {4}
+    world.train()
+    world.end(5, host=1)
+    assert places(world) == [(7, 8, 4)]
+
+
+def test_a_host_that_joins_gets_no_more_workers_than_the_training_can_have() -> None:
+    world = World((1,), 1, maximum=20)
+    world.train()
+    world.job.host_added(entry(1, 12))
+    world.job.supervise()
+    assert world.job.state.target == 8
+    assert [start.rank for _, start in world.of(Start)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_host_that_was_lost_is_not_replaced_beyond_the_slots_of_the_others() -> None:
@@ -187,6 +226,19 @@ def test_resize_starts_workers_or_lets_the_newest_leave() -> None:
     assert all(kill.gently for _, kill in world.of(Kill))
 
 
+def test_resize_lets_nobody_leave_where_workers_are_missing() -> None:
+    world = World((2, 2), 4)
+    world.train()
+    world.job.host_lost(1)
+    for number in (2, 3):
+        world.job.coordinator.lost(number)
+    world.job.supervise()
+    assert world.job.ask(0, Ask(1, "resize", 2)) == "2 workers before, 2 after the step in progress"
+    assert not world.of(Kill) and world.job.state.target == 2
+    world.job.ask(0, Ask(2, "resize", 1))
+    assert world.of(Kill) == [(0, Kill((1,), gently=True))]
+
+
 def test_a_host_may_have_more_or_fewer_slots() -> None:
     world = World((2, 1), 3, maximum=4)
     world.train()
@@ -232,6 +284,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
     clock: Callable[[], float] = lambda: now[0]  # noqa: E731
     monkeypatch.setattr(elastic_job.time, "monotonic", clock)
+    monkeypatch.setattr(elastic_job.time, "strftime", lambda _: f"12:00:{int(now[0]) - 100:02d}")
     return now
 
 
@@ -285,12 +338,41 @@ def test_it_is_said_once_that_members_wait(monkeypatch: pytest.MonkeyPatch) -> N
     world.job.host_lost(1)
     world.job.coordinator.lost(1)
     world.arrive()
-    assert world.said == ["lockstep: beta was lost with 1 worker; 1 worker goes on"]
+    assert world.said == ["lockstep: beta was lost with 1 worker; 1 worker is left of the 2 that the training needs"]
     for _ in range(3):
         now[0] += 2.0
         world.job.supervise()
     assert len(world.said) == 2
-    assert world.said[1].startswith("lockstep: 1 worker waits for 1 more (beta was lost with 1 worker at ")
+    assert world.said[1] == "lockstep: 1 worker waits for 1 more (beta was lost with 1 worker at 12:00:00)"
+
+
+def test_below_the_minimum_a_worker_that_leaves_waits_for_its_replacement() -> None:
+    world = World((3,), 3, minimum=2)
+    world.train()
+    for leaver in (2, 1):
+        world.leave(leaver)
+        if leaver == 2:
+            world.end(2, host=0, code=0)
+            assert world.said == ["lockstep: rank 2 has left; 2 workers go on"]
+            assert not world.of(Start)
+    assert [start.number for _, start in world.of(Start)] == [3]
+    for message in (Hello(3), Ready()):
+        world.job.receive(3, message)
+    assert world.job.coordinator.view == (0, 3)
+    world.end(1, host=0, code=0)
+    assert len(world.of(Start)) == 1 and world.job.state.target == 2
+
+
+def test_while_members_wait_it_is_said_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = fake_clock(monkeypatch)
+    world = World((1, 1), 2, minimum=2)
+    world.train()
+    world.job.ask(1, Ask(1, "leave"))
+    world.leave(1)
+    for _ in range(3):
+        world.job.supervise()
+        now[0] += 2.0
+    assert world.said == ["lockstep: 1 worker waits for 1 more (rank 1 on beta is to leave)"]
 
 
 def test_a_signal_ends_the_job_and_nothing_is_started_any_more() -> None:
