@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from ..environment import debugging
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
 from ..interruption import resume_hint
-from . import doctor, explain, horovodrun, join, resize, run, timeline, top, train, verify
+from . import bench, doctor, explain, horovodrun, join, resize, run, timeline, top, train, verify
 from .explain import failure_text
 from .parser import Parser
 from .train_options import as_typed
@@ -26,6 +26,7 @@ _COMMANDS = {
     "run": run,
     "verify": verify,
     "doctor": doctor,
+    "bench": bench,
     "top": top,
     "resize": resize,
     "join": join,

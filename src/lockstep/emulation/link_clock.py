@@ -20,7 +20,7 @@ from ..errors import TransportError
 from ..planning.network import VirtualNetwork
 from .message_schedules import BUSY_TIMES, ROUNDS, Cards, finish_times
 
-__all__ = ["GroupClock", "LinkClock", "Statistics", "sleep_until"]
+__all__ = ["GroupClock", "LinkClock", "Statistics", "emulation_summary", "sleep_until"]
 
 
 # --- Waiting ----------------------------------------------------------------------------------------------------------
@@ -71,6 +71,9 @@ class _SharedNumbers:
         self._bytes.release()
         self._map.close()
         os.close(self._descriptor)
+
+
+_LATE_SHARE = 10  # per cent
 
 
 class Statistics(NamedTuple):
@@ -136,9 +139,31 @@ class LinkClock:
         with self._shared.locked() as numbers:
             return Statistics(int(numbers[_WAITS]), int(numbers[_LATE]), numbers[_LATE_S], numbers[_NETWORK_S])
 
+    def elapsed(self) -> float:
+        """Return the seconds since the job began, in real time."""
+        with self._shared.locked() as numbers:
+            return time.monotonic() - numbers[_STARTED]
+
     def close(self) -> None:
         """Unmap the clocks."""
         self._shared.close()
+
+
+def emulation_summary(folder: Path, network: VirtualNetwork) -> str:
+    """Return in words how well this host has kept up with `network`, whose clocks are in `folder`."""
+    clock = LinkClock(folder, network)
+    found, real_s = clock.statistics(), clock.elapsed()
+    clock.close()
+    text = f"lockstep run: emulated network: {found.waits} messages and collectives between hosts"
+    if found.late:
+        share, mean_us = 100 * found.late / found.waits, 1e6 * found.late_s / found.late
+        text += f"; for {share:.0f} % this host took longer than the network would, by {mean_us:.0f} us on average"
+        if share > _LATE_SHARE:
+            text += f' (a larger dilation helps: --network "..., dilation {2 * network.dilation:.3g}")'
+    if network.dilation != 1:
+        text += f"\nlockstep run: time dilation {network.dilation:.4g}: {real_s:.2f} s here are "
+        text += f"{real_s / network.dilation:.2f} s on the emulated hosts; divide times that the program prints by it"
+    return text
 
 
 # --- The collectives of one group -------------------------------------------------------------------------------------

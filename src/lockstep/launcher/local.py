@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.agent.server.api import RunResult
 
 from .. import environment
+from ..emulation.link_clock import emulation_summary
 from ..errors import LockstepError
 from ..interruption import collect_signals
 from ..stores import loopback_variables
@@ -227,12 +228,15 @@ def _agent_for(task: Callable[[], object], setup: worker.WorkerSetup, job: HostJ
     return agent.make_agent(worker.main, (task, setup), job.options, variables, job.rendezvous, job)
 
 
+_NETWORK = "network"  # the folder of the link clocks, in that of the job
+
+
 def _emulate(job: HostJob) -> dict[str, str]:
     """Return the variables of the network that is emulated, if one is, and make the folder of its link clocks."""
     network = job.options.network
     if network is None:
         return {}
-    folder = job.folder / "network"
+    folder = job.folder / _NETWORK
     folder.mkdir(mode=0o700, exist_ok=True)
     return environment.emulation_variables(str(network), folder)
 
@@ -320,6 +324,8 @@ def run_program(script: Script, options: WorkerOptions, output: OutputSettings, 
             run_workers(script.run, jobs[0])
         finally:
             stack.close()  # the output of the workers precedes the message about their end
+            if options.network is not None and not output.quiet:
+                log(emulation_summary(jobs[0].folder / _NETWORK, options.network))
             output.multiplexer.close()
 
 
