@@ -54,7 +54,7 @@ def add_to(commands: Any, name: str) -> None:
     parser.add_argument("-np", "--nproc", metavar="N", help="number of ranks (default: 2, or one per slot of -H)")
     parser.add_argument("-H", "--hosts", metavar="A:4,B:4", help="hosts, reached by ssh as `lockstep run -H` does")
     parser.add_argument("-o", "--output", metavar="FILE", default="network.json", help="(default: network.json)")
-    parser.add_argument("--seconds", metavar="S", default="40", help="that the measurement may take (default: 40)")
+    parser.add_argument("--seconds", metavar="S", default="30", help="that the measurement may take (default: 30)")
     parser.add_argument("--json", action="store_true", help="print the measurement as JSON instead of the table")
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
