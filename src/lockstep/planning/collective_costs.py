@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ALGORITHMS", "Cost", "Curve", "Fabric", "Wire"]
+from ..errors import ConfigError
+from .measurement import Curve, NetworkMeasurement
+from .network import Link
 
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """A link between two workers, alike in both directions.
-
-    Attributes:
-        latency_s: seconds that an empty message takes.
-        bytes_per_s: in each direction.
-    """
-
-    latency_s: float
-    bytes_per_s: float
+__all__ = ["ALGORITHMS", "Cost", "Fabric", "MeasuredCollective"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,43 +38,43 @@ class Cost:
 
 
 # --- Algorithms -------------------------------------------------------------------------------------------------------
-# Each is a function of the bytes of one worker's tensor, the number of workers, and the wire.
+# Each is a function of bytes, the number of workers, and the link between two of them.
 # Source of the formulas: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH",
 # IJHPCA 2005, section 4; additions of the reduction are left out, as they run at the speed of memory.
 
 
-def ring_all_reduce(size: float, workers: int, wire: Wire) -> Cost:
+def ring_all_reduce(size: float, workers: int, link: Link) -> Cost:
     """A reduce-scatter and an all-gather around a ring: 2 (p - 1) messages of n / p bytes, one after the other."""
-    lane = 2 * (workers - 1) / workers * size / wire.bytes_per_s
-    return Cost(2 * (workers - 1) * wire.latency_s, lane, lane)
+    lane = 2 * (workers - 1) / workers * size / link.bandwidth
+    return Cost(2 * (workers - 1) * link.latency, lane, lane)
 
 
-def tree_all_reduce(size: float, workers: int, wire: Wire) -> Cost:
+def tree_all_reduce(size: float, workers: int, link: Link) -> Cost:
     """A reduction up a binary tree and a broadcast down: 2 ceil(log2 p) messages of n bytes, one after the other."""
     depth = math.ceil(math.log2(workers))
-    lane = 2 * depth * size / wire.bytes_per_s
-    return Cost(2 * depth * wire.latency_s, lane, lane)
+    lane = 2 * depth * size / link.bandwidth
+    return Cost(2 * depth * link.latency, lane, lane)
 
 
-def flat_exchange(size: float, workers: int, wire: Wire) -> Cost:
+def flat_exchange(size: float, workers: int, link: Link) -> Cost:
     """An all-to-all of slices and an all-gather of their sums: the bytes of a ring, in two rounds at once."""
-    lane = 2 * (workers - 1) / workers * size / wire.bytes_per_s
-    return Cost(2 * wire.latency_s, lane, lane)
+    lane = 2 * (workers - 1) / workers * size / link.bandwidth
+    return Cost(2 * link.latency, lane, lane)
 
 
-def all_to_all(size: float, workers: int, wire: Wire) -> Cost:
+def all_to_all(size: float, workers: int, link: Link) -> Cost:
     """Each worker sends a slice of n / p bytes to every other one, all at once."""
-    lane = (workers - 1) / workers * size / wire.bytes_per_s
-    return Cost(wire.latency_s, lane, lane)
+    lane = (workers - 1) / workers * size / link.bandwidth
+    return Cost(link.latency, lane, lane)
 
 
-def ring_all_gather(size: float, workers: int, wire: Wire) -> Cost:
+def ring_all_gather(size: float, workers: int, link: Link) -> Cost:
     """Slices of n / p bytes go around a ring; `size` is that of the result."""
-    lane = (workers - 1) / workers * size / wire.bytes_per_s
-    return Cost((workers - 1) * wire.latency_s, lane, lane)
+    lane = (workers - 1) / workers * size / link.bandwidth
+    return Cost((workers - 1) * link.latency, lane, lane)
 
 
-Algorithm = Callable[[float, int, Wire], Cost]
+Algorithm = Callable[[float, int, Link], Cost]
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "ring": ring_all_reduce,
@@ -93,44 +83,36 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "all_to_all": all_to_all,
     "all_gather": ring_all_gather,
 }
-"""The algorithms, by the names that `Fabric.between` takes."""
+"""The algorithms, by the names that `Fabric.algorithm` takes."""
 
 
 # --- Measured curves --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """A measured duration by message size, linear between its points and along the last two beyond them.
+class MeasuredCollective:
+    """A measured collective, extended to other numbers of workers as the formula of its algorithm grows.
 
     Attributes:
-        sizes: bytes, ascending; at least one.
-        seconds: the duration at each.
+        curve: seconds by the bytes of one worker's input.
         workers: among how many it was measured.
-        collective: the key in `ALGORITHMS` by which it is extended to other numbers of workers.
+        algorithm: a key of `ALGORITHMS`.
     """
 
-    sizes: Sequence[float]
-    seconds: Sequence[float]
+    curve: Curve
     workers: int = 2
-    collective: str = "ring"
-
-    def at(self, size: float) -> float:
-        """Return the seconds for `size` bytes among the workers of the measurement."""
-        sizes, seconds = self.sizes, self.seconds
-        if len(sizes) == 1 or size <= sizes[0]:
-            return seconds[0]
-        right = min(bisect.bisect_left(sizes, size), len(sizes) - 1)
-        left = right - 1
-        share = (size - sizes[left]) / (sizes[right] - sizes[left])
-        return seconds[left] + share * (seconds[right] - seconds[left])
+    algorithm: str = "ring"
 
     def cost(self, size: float, workers: int) -> Cost:
-        """Return the cost for `size` bytes among `workers`: latency and lanes grow as the algorithm's formula does."""
-        latency = self.at(0.0)
-        lane = max(0.0, self.at(size) - latency)
-        unit = Wire(1.0, 1.0)
-        new, old = (ALGORITHMS[self.collective](1.0, count, unit) for count in (workers, self.workers))
+        """Return the cost for `size` bytes, as of the functions in `ALGORITHMS`, among `workers`."""
+        if self.algorithm == "all_gather":  # whose input is a slice of its result
+            size /= workers
+        latency = self.curve.latency
+        lane = max(0.0, self.curve.at(size) - latency)
+        unit = Link(1.0, 1.0)
+        new, old = (ALGORITHMS[self.algorithm](1.0, count, unit) for count in (workers, self.workers))
+        if self.algorithm == "all_gather":  # by the bytes of a slice
+            lane *= workers / self.workers
         lane *= new.send_s / old.send_s
         return Cost(latency * new.latency_s / old.latency_s, lane, lane)
 
@@ -138,33 +120,71 @@ class Curve:
 # --- Fabrics ----------------------------------------------------------------------------------------------------------
 
 
+MEMORY_LINK = Link(4e9, 15e-6)
+"""Stands for the shared memory of a host that has not been measured; of an all-reduce among two workers of a laptop."""
+
+
 @dataclass(frozen=True)
 class Fabric:
-    """What workers are connected by: shared memory inside of hosts, a wire between them.
+    """What workers are connected by: shared memory inside of hosts, links between them.
 
     Attributes:
-        wire: between hosts; None if there is only one host.
+        link: between hosts; None if there is only one host.
         per_host: workers on each host.
-        between: the algorithm of an all-reduce between hosts, a key of `ALGORITHMS`.
-        inside: measured curves inside a host, by the name of the collective: "all_reduce", "all_to_all", "all_gather".
-        measured: measured curves between hosts, used instead of the formulas.
+        algorithm: of an all-reduce between hosts, a key of `ALGORITHMS`.
+        inside: measured collectives inside a host: "all_reduce", "all_to_all", "all_gather".
+        measured: measured collectives between hosts, used instead of the formulas.
         in_flight: collectives that a worker runs at the same time.
-        hierarchical: whether one worker of each host speaks for it, so that a host's data crosses the wire once.
+        hierarchical: whether one worker of each host speaks for it, so that a host's sums cross the link once.
     """
 
-    wire: Wire | None
+    link: Link | None
     per_host: int = 1
-    between: str = "ring"
-    inside: Mapping[str, Curve] = field(default_factory=dict)
-    measured: Mapping[str, Curve] = field(default_factory=dict)
+    algorithm: str = "ring"
+    inside: Mapping[str, MeasuredCollective] = field(default_factory=dict)
+    measured: Mapping[str, MeasuredCollective] = field(default_factory=dict)
     in_flight: int = 1
     hierarchical: bool = True
 
+    @classmethod
+    def of_measurement(cls, measurement: NetworkMeasurement, transport: str, per_host: int = 1) -> Fabric:
+        """Return the fabric that `lockstep bench` has measured.
+
+        A measurement on one host says what happens inside of hosts; one on several hosts, what happens between them.
+
+        Raises:
+            ConfigError: `transport` was not measured.
+        """
+        if transport not in measurement.transports:
+            raise ConfigError("transport", f"one of {', '.join(measurement.transports)}", transport)
+        found = measurement.transports[transport].collectives
+        collectives = {
+            name: MeasuredCollective(found[name].idle, measurement.workers, algorithm)
+            for name, algorithm in _MEASURED.items()
+            if name in found
+        }
+        if "all_reduce" not in collectives:
+            raise ConfigError("network", "a measurement of all_reduce among two workers or more", found="none")
+        if len(measurement.hosts) > 1:
+            return cls(None, 1, measured=collectives)
+        return cls(None, per_host, inside=collectives)
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all workers share memory."""
+        return self.link is None and not self.measured
+
     def cost(self, collective: str, size: float, workers: int) -> Cost:
-        """Return the cost of "all_reduce", "all_to_all" or "all_gather" of `size` bytes among all `workers`."""
+        """Return the cost of "all_reduce", "all_to_all" or "all_gather" among all `workers`.
+
+        Args:
+            collective: its name.
+            size: bytes: those of the sum, of all slices that a worker sends, or of the gathered result.
+            workers: their number.
+        """
         if workers < 2:
             return Cost(0.0, 0.0, 0.0)
-        if self.wire is None and not self.measured:
+        if self.is_one_host:
             return self._inside(collective, size, workers)
         local = min(self.per_host, workers)
         if local == 1:
@@ -174,7 +194,7 @@ class Fabric:
         if hosts == 1:
             return inside
         if not self.hierarchical or collective == "all_to_all":
-            # all workers of a host share its wire
+            # all workers of a host share its link
             outside = self._between(collective, size, workers)
             lanes = local * (workers - local) / (workers - 1)
             return Cost(outside.latency_s, outside.send_s * lanes, outside.receive_s * lanes)
@@ -182,14 +202,20 @@ class Fabric:
         return Cost(outside.latency_s + inside.seconds, outside.send_s, outside.receive_s)
 
     def _inside(self, collective: str, size: float, workers: int) -> Cost:
-        curve = self.inside.get(collective) or self.inside.get("all_reduce")
-        return Cost(0.0, 0.0, 0.0) if curve is None else curve.cost(size, workers)
+        measured = self.inside.get(collective)
+        if measured is not None:
+            return measured.cost(size, workers)
+        return ALGORITHMS[_MEASURED[collective]](size, workers, MEMORY_LINK)
 
     def _between(self, collective: str, size: float, workers: int) -> Cost:
-        curve = self.measured.get(collective)
-        if curve is not None:
-            return curve.cost(size, workers)
-        if self.wire is None:
-            return self._inside(collective, size, workers)
-        name = self.between if collective == "all_reduce" else collective
-        return ALGORITHMS[name](size, workers, self.wire)
+        measured = self.measured.get(collective)
+        if measured is not None:
+            return measured.cost(size, workers)
+        if self.link is None:  # of several hosts, where this collective was not measured
+            return self.measured["all_reduce"].cost(size, workers)
+        name = self.algorithm if collective == "all_reduce" else collective
+        return ALGORITHMS[name](size, workers, self.link)
+
+
+_MEASURED = {"all_reduce": "ring", "all_to_all": "all_to_all", "all_gather": "all_gather"}
+"""The collectives of a training, by name → the algorithm by which they are extended to more workers."""

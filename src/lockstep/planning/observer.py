@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,7 @@ class _Step:
     asked: float | None = None  # for the first batch
     loaded_s: float = 0.0
     loaded_samples: int = 0
+    squares: float = 0.0  # of all gradients in all passes, in a probe
     counts_parts: bool = False  # of an `OrderedReducer`, without a loader
     samples: int = 0
     passes: list[Pass] = field(default_factory=list)
@@ -325,15 +327,21 @@ class StepObserver:
         self._remove_hooks()
         number = self._done - WARM_UP
         rounds = number // (1 if self._virtual_workers else len(self._shares))
-        all_of_them = number < 0 or rounds % _ALL_GRADIENTS_EVERY == 0
+        all_of_them = number < 0 or self._is_probing or rounds % _ALL_GRADIENTS_EVERY == 0
         numbers = range(len(self._parameters)) if all_of_them else [self._last_parameter]
         for index in numbers:
             if index >= 0 and self._parameters[index].requires_grad:
                 hook = partial(self._on_gradient, index)
                 self._hooks.append(self._parameters[index].register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
+    def _on_gradient(self, index: int, gradient: torch.Tensor) -> None:
         self._step.ready[index] = self.now()
+        if self._is_probing:
+            self._step.squares += float(_square(gradient))
+
+    @property
+    def _is_probing(self) -> bool:
+        return self._done >= WARM_UP + self._settings.steps
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -349,20 +357,29 @@ class StepObserver:
             self._device = next((p.device for p in self._parameters if p.is_cuda), self._device)
         if optimizer is self._optimizer:
             self._step.updating = self.now()
-        if self._done >= WARM_UP + self._settings.steps:
-            self._note_noise(optimizer)
+        if self._is_probing and optimizer is self._optimizer:
+            self._note_noise()
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups if isinstance(group.get("lr"), float)]
         for group, _ in self._rates:
             group["lr"] = 0.0
 
-    def _note_noise(self, optimizer: Optimizer) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradients and optimizer is self._optimizer and not self._virtual_workers:
-            squares = [torch.linalg.vector_norm(gradient.detach().float()).square() for gradient in gradients]
-            workers = dist.get_world_size() if dist.is_initialized() else 1
-            square = float(torch.stack(squares).sum())
-            if square < float("inf"):
-                self._noise.append((self._step.samples * workers, square))
+    def _note_noise(self) -> None:
+        """Note the squared norms of gradients over batches of two sizes."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if not gradients:
+            return
+        whole, samples = float(torch.stack([_square(each) for each in gradients]).sum()), self._step.samples
+        shards = self._virtual_workers
+        if shards < 2:
+            self._add_noise(samples * self._workers, whole)
+        elif self._workers == 1 and len(self._step.passes) == shards <= samples:
+            # a pass gives the sum of its samples' gradients, divided by the samples of the global batch
+            self._add_noise(samples // shards, shards * self._step.squares)
+            self._add_noise(samples, whole)
+
+    def _add_noise(self, samples: int, square: float) -> None:
+        if math.isfinite(square):
+            self._noise.append((samples, square))
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
         for group, rate in self._rates:
@@ -435,8 +452,9 @@ class StepObserver:
             from torch.distributed._tools.mem_tracker import MemTracker
 
             tracker = MemTracker()
+            assert self._optimizer is not None
             tracker.track_external(self._optimizer, *self._parameters)
-            tracker.__enter__()  # type: ignore[no-untyped-call]
+            tracker.__enter__()
             self._tracker = tracker
 
     def _stop_tracker(self) -> None:
@@ -483,8 +501,14 @@ class StepObserver:
             tuple(self._memory),
             tuple(self._noise),
             self._device.type,
+            dist.get_backend() if dist.is_available() and dist.is_initialized() else "",
         )
         atomic_files.write_text(profile_file(self._folder, rank), encode(profile))
+
+
+def _square(gradient: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient.detach().float())
+    return norm.square()
 
 
 class _Loading:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -192,7 +192,7 @@ def plan_step(job: Job, times: ComputeTimes, workers: int, network: _Network, sc
         messages.append(Message(start, network.cost("all_reduce", _TOTALS, workers)))
     rows = _subtrees(job.first.virtual_workers, workers)
     # one all-reduce does where it adds in the order of the tree: between two workers, and in shared memory
-    exchange = rows > 1 or (rows == 1 and workers > 2 and job.fabric.wire is not None)
+    exchange = rows > 1 or (rows == 1 and workers > 2 and not job.fabric.is_one_host)
     for bucket in buckets_of(job, times.gradients):
         ready = start + bucket.ready_s * scale
         if exchange:  # slices of each worker's sums of its shards, and then the sums of the slices
@@ -204,7 +204,7 @@ def plan_step(job: Job, times: ComputeTimes, workers: int, network: _Network, sc
 
 
 def _subtrees(virtual_workers: int, workers: int) -> int:
-    """Return about how many partial sums a worker sends: one, where its shards are a whole subtree; 0 without shards."""
+    """Return about how many partial sums a worker sends: one, where its shards are a subtree; 0 without shards."""
     if not virtual_workers:
         return 0
     shards = virtual_workers // workers
@@ -269,7 +269,7 @@ class _StepTimes:
     """The duration of a step by the factor of its computing, linear between the factors that were simulated."""
 
     def __init__(self, job: Job, times: ComputeTimes, workers: int, network: _Network) -> None:
-        self._plan = lambda scale: plan_step(job, times, workers, network, scale)
+        self._plan = partial(plan_step, job, times, workers, network)
         self._durations = [simulate(self._plan(scale)).step_s for scale in _SCALES]
 
     def at(self, scale: np.ndarray) -> np.ndarray:
@@ -320,9 +320,7 @@ def _shares(job: Job, times: ComputeTimes, workers: int, slowest: float) -> dict
     return shares
 
 
-def _ordered(
-    variant: tuple[ComputeTimes, _Network, float], workers: int
-) -> tuple[ComputeTimes, int, _Network, float]:
+def _ordered(variant: tuple[ComputeTimes, _Network, float], workers: int) -> tuple[ComputeTimes, int, _Network, float]:
     times, network, scale = variant
     return times, workers, network, scale
 

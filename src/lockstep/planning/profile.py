@@ -75,6 +75,7 @@ class Profile(msgspec.Struct, frozen=True):
         memory: (samples, bytes in use at the peak of a step).
         noise: (samples, squared norm of a gradient over them).
         device: "cpu" or that of the model.
+        backend: of the default process group: "shm", "gloo", …; "" without one.
     """
 
     lockstep_profile: Annotated[int, msgspec.Meta(ge=1, le=1)]
@@ -90,6 +91,7 @@ class Profile(msgspec.Struct, frozen=True):
     memory: tuple[tuple[Count, Count], ...] = ()
     noise: tuple[tuple[Count, Seconds], ...] = ()
     device: str = "cpu"
+    backend: str = ""
 
     @property
     def median_s(self) -> float:

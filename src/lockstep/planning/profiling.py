@@ -154,9 +154,7 @@ def _progress(title: str, folder: Path, alone: bool) -> Iterator[None]:
             thread.join()
 
 
-def _read(
-    program: Program, folder: Path, workers: int, alone: bool, failure: LockstepError | None
-) -> list[Profile]:
+def _read(program: Program, folder: Path, workers: int, alone: bool, failure: LockstepError | None) -> list[Profile]:
     from .observer import profile_file
 
     ranks = range(workers)
