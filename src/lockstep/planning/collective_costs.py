@@ -74,6 +74,13 @@ def ring_all_gather(size: float, workers: int, link: Link) -> Cost:
     return Cost((workers - 1) * link.latency, lane, lane)
 
 
+def broadcasts(size: float, workers: int, link: Link) -> Cost:
+    """An all-gather of n / p bytes from each worker as p broadcasts along binomial trees, one after the other."""
+    depth = math.ceil(math.log2(workers))
+    lane = depth * size / link.bandwidth
+    return Cost(workers * depth * link.latency, lane, lane)
+
+
 Algorithm = Callable[[float, int, Link], Cost]
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -82,6 +89,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "flat": flat_exchange,
     "all_to_all": all_to_all,
     "all_gather": ring_all_gather,
+    "broadcasts": broadcasts,
 }
 """The algorithms, by the names that `Fabric.algorithm` takes."""
 
@@ -132,6 +140,7 @@ class Fabric:
         link: between hosts; None if there is only one host.
         per_host: workers on each host.
         algorithm: of an all-reduce between hosts, a key of `ALGORITHMS`.
+        gather: of an all-gather between hosts, likewise; Lockstep's transport between hosts does it by broadcasts.
         inside: measured collectives inside a host: "all_reduce", "all_to_all", "all_gather".
         measured: measured collectives between hosts, used instead of the formulas.
         in_flight: collectives that a worker runs at the same time.
@@ -141,6 +150,7 @@ class Fabric:
     link: Link | None
     per_host: int = 1
     algorithm: str = "ring"
+    gather: str = "broadcasts"
     inside: Mapping[str, MeasuredCollective] = field(default_factory=dict)
     measured: Mapping[str, MeasuredCollective] = field(default_factory=dict)
     in_flight: int = 1
@@ -213,7 +223,7 @@ class Fabric:
             return measured.cost(size, workers)
         if self.link is None:  # of several hosts, where this collective was not measured
             return self.measured["all_reduce"].cost(size, workers)
-        name = self.algorithm if collective == "all_reduce" else collective
+        name = {"all_reduce": self.algorithm, "all_gather": self.gather}.get(collective, collective)
         return ALGORITHMS[name](size, workers, self.link)
 
 

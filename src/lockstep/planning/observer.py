@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,7 +126,7 @@ class StepObserver:
         self._noise: list[tuple[int, float]] = []
         self._memory: list[tuple[int, int]] = []
         self._tracker: Any = None
-        self._tracked, self._tracked_samples = -1, 0
+        self._tracked, self._tracked_samples, self._passes = -1, 0, 0
         self._device = torch.device("cpu")
         self._cuts = True  # whether batches can be cut
 
@@ -158,6 +158,8 @@ class StepObserver:
             undo()
         self._undo = []
         self._remove_hooks()
+        if self._tracker is not None:
+            self._stop_tracker()
         if self._records:
             self._write()
 
@@ -303,6 +305,8 @@ class StepObserver:
                 step.ready = {number: at - began for number, at in step.ready.items()}
                 step.passes.append(Pass(max(0.0, began - step.since), max(0.0, step.complete - began)))
                 step.ended = step.since = ended
+                if isinstance(self._tracker, _PeakOfPasses):
+                    self._tracker.end_pass()
 
         return run
 
@@ -393,7 +397,7 @@ class StepObserver:
         if self._done == WARM_UP - 1 and self._step.ready:
             self._last_parameter = max(self._step.ready, key=lambda index: self._step.ready[index])
         self._measure_memory_on_device()
-        self._tracked_samples = self._step.samples
+        self._tracked_samples, self._passes = self._step.samples, len(self._step.passes)
         self._done += 1
         self._show_progress()
         self._end_if_recorded()
@@ -448,21 +452,15 @@ class StepObserver:
             self._start_tracker()
 
     def _start_tracker(self) -> None:
+        assert self._optimizer is not None
+        kind = _PeakOfStep if self._passes == 1 else _PeakOfPasses  # torch's tracker refuses a second pass
         with suppress(Exception):
-            from torch.distributed._tools.mem_tracker import MemTracker
-
-            tracker = MemTracker()
-            assert self._optimizer is not None
-            tracker.track_external(self._optimizer, *self._parameters)
-            tracker.__enter__()
-            self._tracker = tracker
+            self._tracker = kind(self._optimizer, self._parameters)
 
     def _stop_tracker(self) -> None:
         tracker, self._tracker = self._tracker, None
         with suppress(Exception):
-            tracker.__exit__(None, None, None)
-            peak = tracker.get_tracker_snapshot("peak")
-            self._memory.append((self._tracked_samples, sum(int(of_device["Total"]) for of_device in peak.values())))
+            self._memory.append((self._tracked_samples, tracker.end()))
 
     def _show_progress(self) -> None:
         rank = dist.get_rank() if self._workers > 1 else 0
@@ -504,6 +502,61 @@ class StepObserver:
             dist.get_backend() if dist.is_available() and dist.is_initialized() else "",
         )
         atomic_files.write_text(profile_file(self._folder, rank), encode(profile))
+
+
+class _PeakOfStep:
+    """Torch's tracker of memory around a step on the CPU with one pass.
+
+    Args:
+        optimizer, parameters: whose tensors exist already.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        from torch.distributed._tools.mem_tracker import MemTracker
+
+        self._tracker = MemTracker()
+        self._tracker.track_external(optimizer, *parameters)
+        self._tracker.__enter__()
+
+    def end(self) -> int:
+        """End it, and return the bytes of the tensors that existed at the peak of the step."""
+        self._tracker.__exit__(None, None, None)
+        peak = self._tracker.get_tracker_snapshot("peak")
+        return sum(int(of_device["Total"]) for of_device in peak.values())
+
+
+class _PeakOfPasses:
+    """The memory of a step of several passes: what exists between steps, and what autograd saves for one pass.
+
+    Args:
+        optimizer, parameters: whose tensors exist between steps, besides a set of gradients and a set of their sums.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        tensors = [*parameters, *parameters, *parameters, *(each for each in states if isinstance(each, torch.Tensor))]
+        self._constant = sum(tensor.nbytes for tensor in tensors)
+        self._known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._saved: dict[int, int] = {}
+        self._most = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._saved[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    def end_pass(self) -> None:
+        """Note that a pass has ended, and has freed what it had saved."""
+        self._most, self._saved = max(self._most, sum(self._saved.values())), {}
+
+    def end(self) -> int:
+        """End it, and return the bytes."""
+        self._hooks.__exit__()
+        self.end_pass()
+        return self._constant + self._most
 
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,8 @@ class Profile(msgspec.Struct, frozen=True):
     @property
     def median_s(self) -> float:
         """The median duration of the steps with the whole batch."""
-        return statistics.median(step.seconds for step in self.steps if step.samples == self.batch)
+        whole = [step.seconds for step in self.steps if step.samples == self.batch]
+        return statistics.median(whole or [step.seconds for step in self.steps])
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
@@ -133,6 +134,9 @@ class ComputeTimes(msgspec.Struct, frozen=True):
         return self.loader_s + self.before_s + self.backward_s + self.update_s + self.other_s
 
 
+_FEWEST = 0.1  # the share of the steps that a size needs to count
+
+
 class ComputeCurve:
     """The times of computing by the samples of a worker, linear between the sizes that were measured.
 
@@ -151,6 +155,9 @@ class ComputeCurve:
         self._by_size: dict[int, list[StepRecord]] = defaultdict(list)
         for step in profile.steps:
             self._by_size[step.samples].append(step)
+        for size in [size for size, steps in self._by_size.items() if len(steps) < _FEWEST * len(profile.steps)]:
+            if len(self._by_size) > 1:  # the last batch of an epoch
+                del self._by_size[size]
         self._sizes = sorted(self._by_size)
         self._parts = {size: _median_parts(steps) for size, steps in self._by_size.items()}
         self._ready = {size: ready for size, steps in self._by_size.items() if (ready := _median_ready(steps))}

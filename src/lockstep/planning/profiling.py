@@ -17,6 +17,7 @@ from ..launcher.log_multiplexer import LogMultiplexer
 from ..launcher.run_config import EXIT_GRACE, WorkerOptions
 from ..launcher.script import Script
 from ..messages import decode
+from .network import VirtualNetwork
 from .profile import Profile
 
 __all__ = ["Program", "record_profiles"]
@@ -87,7 +88,13 @@ def _be_alone(folder: Path) -> Path:
 
 
 def record_profiles(
-    program: Program, workers: int, smallest_share: float = 1.0, *, alone: bool = False, title: str = ""
+    program: Program,
+    workers: int,
+    smallest_share: float = 1.0,
+    *,
+    alone: bool = False,
+    network: VirtualNetwork | None = None,
+    title: str = "",
 ) -> list[Profile]:
     """Run `program` on `workers` processes of this host, and return a profile of each.
 
@@ -99,6 +106,7 @@ def record_profiles(
         workers: their number.
         smallest_share: the smallest share of a worker's batch to measure; 1 for the whole batch alone.
         alone: run a job of one worker in each process, all at the same time, instead of one job.
+        network: that is emulated between the workers, with its dilation, by which all times are longer.
         title: what is shown while it runs.
 
     Raises:
@@ -120,7 +128,7 @@ def record_profiles(
         observed = _ObservedScript(
             script.name, script.arguments, script.is_module, "", name, program.steps, smallest_share, alone
         )
-        options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE)
+        options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE, network=network)
         (folder / "output").mkdir()
         output = local.OutputSettings(LogMultiplexer((1, 2), colours=False), folder / "output", quiet=True)
         failure: LockstepError | None = None

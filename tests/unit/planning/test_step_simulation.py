@@ -25,6 +25,7 @@ def test_algorithms_are_their_closed_forms(workers: int, size: float) -> None:
         "flat": 2 * alpha + 2 * (p - 1) / p * n * beta,
         "all_to_all": alpha + (p - 1) / p * n * beta,
         "all_gather": (p - 1) * alpha + (p - 1) / p * n * beta,
+        "broadcasts": p * math.ceil(math.log2(p)) * (alpha + n / p * beta),
     }
     assert {name: each(size, workers, LINK).seconds for name, each in ALGORITHMS.items()} == pytest.approx(forms)
 
