@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -285,7 +284,7 @@ def _print(
 ) -> None:
     from rich.console import Console
 
-    width = None if os.isatty(sys.stdout.fileno()) else 110
+    width = None if os.isatty(1) else 140
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     batch = f"global batch {job.global_batch}" if job.batch_is_global else f"batch {job.first.batch} on each worker"
     title = f"{Path(arguments.script).name}, {batch}, network {arguments.network}"
@@ -316,11 +315,11 @@ def _table(title: str, forecasts: Sequence[Forecast]) -> Any:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     columns = ["workers", "step", "90 % interval", "speed-up", "efficiency", "samples/s"]
     priced = forecasts[0].cost_per_hour is not None
-    columns += ["cost/hour", "cost/M samples"] * priced + ["memory", "limited by"]
+    columns += ["cost/hour", "per M samples"] * priced + ["memory", "limited by"]
     for name in columns:
-        table.add_column(name, justify="left" if name == "limited by" else "right")
+        table.add_column(name, justify="left" if name == "limited by" else "right", no_wrap=True)
     for each in forecasts:
-        cells = [str(each.workers), _time(each.step_s), f"{_time(each.low_s)} to {_time(each.high_s)}"]
+        cells = [str(each.workers), _time(each.step_s), _interval(each.low_s, each.high_s)]
         cells += [f"{each.speedup:.2f}", f"{each.efficiency:.0%}", f"{each.samples_per_s:,.0f}"]
         if each.cost_per_hour is not None and each.cost_per_million is not None:
             cells += [f"{each.cost_per_hour:.2f}", f"{each.cost_per_million:.4g}"]
@@ -336,14 +335,22 @@ def _held_out_table(rows: Sequence[dict[str, float]]) -> Any:
     for name in ("workers", "predicted", "90 % interval", "measured", "error"):
         table.add_column(name, justify="right")
     for row in rows:
-        interval = f"{_time(row['low_s'])} to {_time(row['high_s'])}"
+        interval = _interval(row["low_s"], row["high_s"])
         cells = (_time(row["predicted_s"]), interval, _time(row["measured_s"]), f"{row['error']:+.1%}")
         table.add_row(f"{row['workers']:.0f}", *cells)
     return table
 
 
 def _time(seconds: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+    scale, unit = _unit(seconds)
+    return f"{seconds * scale:.3g} {unit}"
+
+
+def _interval(low: float, high: float) -> str:
+    scale, unit = _unit(high)
+    return f"{low * scale:.3g}–{high * scale:.3g} {unit}"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    units = ((1.0, "s"), (1e3, "ms"))
+    return next((each for each in units if seconds * each[0] >= 1), (1e6, "µs"))

@@ -35,6 +35,7 @@ __all__ = ["ObserverSettings", "ProfileRecorded", "StepObserver", "profile_file"
 WARM_UP = 4
 """Steps before the measured ones: allocators fill, DistributedDataParallel rebuilds its buckets, caches get warm."""
 
+_WARM_UP_OF_DURATIONS = 2
 _PROBES = 8  # steps after the measured ones, for the noise of gradients and for memory
 _ALL_GRADIENTS_EVERY = 3  # rounds over the sizes; each hook costs a microsecond or two of the backward pass
 _MOST_IGNORED = 20  # steps that a script may run on after its end was requested
@@ -62,11 +63,23 @@ class ObserverSettings:
         folder: of the profiles; run directories of trainers lie in it as well, instead of the user's.
         steps: how many steps are measured.
         smallest_share: the smallest share of a worker's batch that is measured, 0 to 1.
+        durations_only: leave memory and noise out, and half of the steps to warm up.
     """
 
     folder: str
     steps: int = 30
     smallest_share: float = 1.0
+    durations_only: bool = False
+
+    @property
+    def warm_up(self) -> int:
+        """Steps before the measured ones."""
+        return _WARM_UP_OF_DURATIONS if self.durations_only else WARM_UP
+
+    @property
+    def probes(self) -> int:
+        """Steps after the measured ones."""
+        return 0 if self.durations_only else _PROBES
 
     def shares(self) -> list[float]:
         """Return the shares of the batch with which steps are run in turn: 1, 1/2, 1/4, … or as many, wider apart."""
@@ -185,7 +198,7 @@ class StepObserver:
     @property
     def _share(self) -> float:
         """The share of the batch that the step in progress has."""
-        number = self._done - WARM_UP
+        number = self._done - self._settings.warm_up
         if number < 0 or self._virtual_workers or not self._cuts:
             return 1.0
         if number >= self._settings.steps:  # probes: whole batches and the smallest ones in turn
@@ -221,7 +234,7 @@ class StepObserver:
     def _part(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def part(reducer: OrderedReducer, batch: Any, shard: int) -> slice:
             samples = batch if isinstance(batch, int) else sample_count(batch)
-            if self._done < WARM_UP:
+            if self._done < self._settings.warm_up:
                 self._global_batch = max(self._global_batch, samples)
             found: slice = original(reducer, batch, shard)
             if not self._step.loaded_samples or self._step.counts_parts:
@@ -248,7 +261,7 @@ class StepObserver:
         """Return the samples of a `Loader`'s batch that this step has."""
         if not torch.is_grad_enabled():
             return batch
-        if self._done < WARM_UP:
+        if self._done < self._settings.warm_up:
             self._virtual_workers = batch.virtual_workers or self._virtual_workers
             self._global_batch = max(self._global_batch, batch.global_size)
         total = max(workers, round(batch.global_size * self._share))
@@ -278,7 +291,7 @@ class StepObserver:
         self._track_memory()
         self._step.loaded_samples += loaded
         self._step.samples += samples
-        if self._done < WARM_UP:
+        if self._done < self._settings.warm_up:
             self._batch = max(self._batch, self._step.samples)
 
     def now(self) -> float:
@@ -329,7 +342,7 @@ class StepObserver:
     def _watch_gradients(self) -> None:
         """Register hooks for the step that begins: on all parameters, or on the one whose gradient comes last."""
         self._remove_hooks()
-        number = self._done - WARM_UP
+        number = self._done - self._settings.warm_up
         rounds = number // (1 if self._virtual_workers else len(self._shares))
         all_of_them = number < 0 or self._is_probing or rounds % _ALL_GRADIENTS_EVERY == 0
         numbers = range(len(self._parameters)) if all_of_them else [self._last_parameter]
@@ -345,7 +358,7 @@ class StepObserver:
 
     @property
     def _is_probing(self) -> bool:
-        return self._done >= WARM_UP + self._settings.steps
+        return self._done >= self._settings.warm_up + self._settings.steps
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -391,10 +404,10 @@ class StepObserver:
         if optimizer is not self._optimizer:
             return
         record = self._record(self.now())
-        number = self._done - WARM_UP
+        number = self._done - self._settings.warm_up
         if record is not None and 0 <= number < self._settings.steps:
             self._records.append(record)
-        if self._done == WARM_UP - 1 and self._step.ready:
+        if self._done == self._settings.warm_up - 1 and self._step.ready:
             self._last_parameter = max(self._step.ready, key=lambda index: self._step.ready[index])
         self._measure_memory_on_device()
         self._tracked_samples, self._passes = self._step.samples, len(self._step.passes)
@@ -431,7 +444,7 @@ class StepObserver:
     def _measure_memory_on_device(self) -> None:
         """Note the most memory that the step which has ended had in use on a GPU."""
         if self._device.type == "cuda":
-            if self._done >= WARM_UP + self._settings.steps:
+            if self._done >= self._settings.warm_up + self._settings.steps:
                 self._memory.append((self._step.samples, torch.cuda.max_memory_allocated(self._device)))
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -440,13 +453,13 @@ class StepObserver:
 
         It registers hooks of optimizers itself, and so cannot begin or end inside of one.
         """
-        number = self._done - WARM_UP - self._settings.steps
+        number = self._done - self._settings.warm_up - self._settings.steps
         if self._device.type == "cuda" or number == self._tracked:
             return
         if self._tracker is not None:
             self._stop_tracker()
         self._tracked = number
-        if number in (_PROBES - 3, _PROBES - 2):
+        if number in (_PROBES - 3, _PROBES - 2) and not self._settings.durations_only:
             if number == _PROBES - 3:
                 self._write()  # the tracker sees every operation, and might fail at one
             self._start_tracker()
@@ -464,14 +477,14 @@ class StepObserver:
 
     def _show_progress(self) -> None:
         rank = dist.get_rank() if self._workers > 1 else 0
-        if rank == 0 and self._done <= WARM_UP + self._settings.steps + _PROBES:
+        if rank == 0 and self._done <= self.total:
             with suppress(OSError):
                 progress_file(self._folder).write_text(f"step {self._done} of {self.total}")
 
     @property
     def total(self) -> int:
         """How many steps the script runs."""
-        return WARM_UP + self._settings.steps + _PROBES
+        return self._settings.warm_up + self._settings.steps + self._settings.probes
 
     def _end_if_recorded(self) -> None:
         if self._done < self.total:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import environment
 from ..activity import Activity
@@ -51,12 +52,14 @@ class _ObservedScript(Script):
         folder: for the profiles.
         steps, smallest_share: as of `ObserverSettings`.
         alone: whether each process is a job of its own, of one worker.
+        durations_only: as of `ObserverSettings`.
     """
 
     folder: str = ""
     steps: int = 30
     smallest_share: float = 1.0
     alone: bool = False
+    durations_only: bool = False
 
     def run(self) -> None:
         """Run it, and write its profile."""
@@ -65,7 +68,7 @@ class _ObservedScript(Script):
         folder = Path(self.folder)
         if self.alone:
             folder = _be_alone(folder)
-        observer = StepObserver(ObserverSettings(str(folder), self.steps, self.smallest_share))
+        observer = StepObserver(ObserverSettings(str(folder), self.steps, self.smallest_share, self.durations_only))
         observer.install()
         try:
             super().run()
@@ -94,6 +97,7 @@ def record_profiles(
     *,
     alone: bool = False,
     network: VirtualNetwork | None = None,
+    durations_only: bool = False,
     title: str = "",
 ) -> list[Profile]:
     """Run `program` on `workers` processes of this host, and return a profile of each.
@@ -107,6 +111,7 @@ def record_profiles(
         smallest_share: the smallest share of a worker's batch to measure; 1 for the whole batch alone.
         alone: run a job of one worker in each process, all at the same time, instead of one job.
         network: that is emulated between the workers, with its dilation, by which all times are longer.
+        durations_only: measure nothing else, with fewer further steps.
         title: what is shown while it runs.
 
     Raises:
@@ -125,10 +130,10 @@ def record_profiles(
     fork_server.start_fork_server()
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as name:
         folder = Path(name)
-        observed = _ObservedScript(
-            script.name, script.arguments, script.is_module, "", name, program.steps, smallest_share, alone
-        )
-        options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE, network=network)
+        settings = (name, program.steps, smallest_share, alone, durations_only)
+        observed = _ObservedScript(script.name, script.arguments, script.is_module, "", *settings)
+        emulated: dict[str, Any] = {} if network is None else {"network": network}
+        options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE, **emulated)
         (folder / "output").mkdir()
         output = local.OutputSettings(LogMultiplexer((1, 2), colours=False), folder / "output", quiet=True)
         failure: LockstepError | None = None
@@ -176,12 +181,12 @@ def _read(program: Program, folder: Path, workers: int, alone: bool, failure: Lo
         )
     profiles = [decode(path.read_bytes(), Profile) for path in paths]
     fewest = min(len(profile.steps) for profile in profiles)
-    if fewest < _FEWEST_STEPS:
+    if fewest < min(_FEWEST_STEPS, program.steps):
         if failure is not None:
             raise failure
         raise DataError(
-            f"{program.words[0]} ended after {fewest} steps that could be measured; expected at least {_FEWEST_STEPS} "
-            "after the first 4. Let it train longer: more epochs, or more data"
+            f"{program.words[0]} ended after {fewest} steps that could be measured; expected at least "
+            f"{_FEWEST_STEPS} after those to warm up. Let it train longer: more epochs, or more data"
         )
     return profiles
 
