@@ -137,7 +137,7 @@ def time_all_reduces(transport: str, sizes: Sequence[int], rounds: int) -> dict[
 
 
 def two_workers(model: str, transport: str, quick: bool) -> Row:
-    """Two workers that were not profiled, from one: two jobs of one worker each, at the same time, and the transport."""
+    """Two workers from one: from two jobs of one worker each, run at the same time, and the measured transport."""
     sizes = [64, 1 << 12, 1 << 16, 1 << 20, 4 << 20, 16 << 20]
     points = lockstep.launch(time_all_reduces, transport, sizes, 6 if quick else 30, workers=2, threads=1)
     curve = MeasuredCollective(Curve.fit({float(size): seconds for size, seconds in points.items()}))
@@ -194,8 +194,12 @@ def tables(rows: Sequence[Row], plain: Sequence[Row], alone: dict[str, tuple[flo
     text = markdown_table(header, [*lines, *counts])
     if plain:
         shown = [
-            [TITLES[row.model], row.network, f"{1e3 * row.predicted_s:.1f} ms", f"{1e3 * row.measured_s:.1f} ms"]
-            + [f"{row.predicted_s / row.measured_s - 1:+.1%}"]
+            [
+                TITLES[row.model],
+                row.network,
+                *(f"{1e3 * seconds:.1f} ms" for seconds in (row.predicted_s, row.measured_s)),
+                f"{row.predicted_s / row.measured_s - 1:+.1%}",
+            ]
             for row in plain
         ]
         text += "\n\n" + markdown_table(["2 workers, from 1", "over", "predicted", "measured", "error"], shown)
@@ -229,14 +233,16 @@ class Kept:
         return {int(n): [convert(one, Profile) for one in ranks] for n, ranks in found.items()}
 
     def rows(self, kind: str) -> list[Row]:
+        """The rows that were measured: "emulated" or "plain"."""
         return [Row(*each) for each in self.data[kind]]
 
     def add(self, kind: str, row: Row) -> None:
+        """Keep a further row."""
         self.data[kind].append(list(vars(row).values()))
         self.save()
 
-    def save(self, **more: Any) -> None:
-        self.data |= more
+    def save(self) -> None:
+        """Write the file."""
         if self._path is not None:
             write_json(self._path, self.data)
 
@@ -254,7 +260,8 @@ def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
     until = time.monotonic() + 60 * args.minutes
     path = args.json or (None if args.quick else RESULTS / "plan.json")
     kept, steps = Kept(path, args.fresh), 6 if args.quick else PROFILE_STEPS
-    found = {model: forecasts(kept.profiles(model, steps), network) for model in models for network in NETWORKS[:1]}
+    for model in models:
+        kept.profiles(model, steps)
     done = {(row.model, row.network) for row in kept.rows("plain")}
     for model, transport in itertools.product(models, ("shm", "gloo")):
         if (model, transport) not in done and time.monotonic() < until:
@@ -263,8 +270,7 @@ def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
         if time.monotonic() > until:
             print("the time is over; run it again to go on")
             break
-        found[model] = forecasts(kept.profiles(model, steps), network)
-        each = found[model][workers]
+        each = forecasts(kept.profiles(model, steps), network)[workers]
         try:
             measured = measure(model, network, workers, each.step_s, 4 if args.quick else MEASURED_STEPS)
         except LockstepError as error:
@@ -272,9 +278,8 @@ def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
             continue
         row = Row(model, network, workers, each.step_s, each.low_s, each.high_s, measured)
         kept.add("emulated", row)
-        print(
-            f"{model:9} {network:13} {workers}  {1e3 * each.step_s:9.1f} ms {1e3 * measured:9.1f} ms {row.error:6.1%}"
-        )
+        figures = f"{1e3 * each.step_s:9.1f} ms {1e3 * measured:9.1f} ms {row.error:6.1%}"
+        print(f"{model:9} {network:13} {workers} {figures}", flush=True)
     return kept
 
 
@@ -304,16 +309,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15.0, help="stop after so long (default: 15)")
     parser.add_argument("--fresh", action="store_true", help="measure again what is in the results")
     args = BENCHMARK.parse(parser, "model")
-    models = [
-        name.strip() for name in (args.model or "lenet" if args.quick else args.model or ",".join(BATCHES)).split(",")
-    ]
+    chosen = args.model or ("lenet" if args.quick else ",".join(BATCHES))
+    models = [name.strip() for name in chosen.split(",")]
     if unknown := [name for name in models if name not in BATCHES]:
         parser.error(f"--model: expected some of {', '.join(BATCHES)}, got {unknown[0]!r}")
     machine, steps = describe_machine(), 6 if args.quick else PROFILE_STEPS
     kept = run(args, models)
     rows = predicted_again(kept, steps)
     text = tables(rows, kept.rows("plain"), one_worker(kept, models, steps))
-    BENCHMARK.publish(args, machine, text, "images and tokens of random numbers", **kept.data | {"machine_of": machine})
+    found = {name: kept.data[name] for name in ("profiles", "emulated", "plain")}
+    BENCHMARK.publish(args, machine, text, "images and tokens of random numbers", **found)
 
 
 if __name__ == "__main__":
