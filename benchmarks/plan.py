@@ -117,7 +117,7 @@ def measure(model: str, network: str, workers: int, expected_s: float, steps: in
     return statistics.median(each.median_s for each in ranks) / emulated.dilation
 
 
-# --- Two workers without an emulated network ---------------------------------------------------------------------------
+# --- Two workers without an emulated network --------------------------------------------------------------------------
 
 
 def time_all_reduces(transport: str, sizes: Sequence[int], rounds: int) -> dict[int, float]:
