@@ -222,8 +222,19 @@ def _agent_for(task: Callable[[], object], setup: worker.WorkerSetup, job: HostJ
     own = environment.variables_for_workers(
         setup.run_id, setup.threads, time_request_file(job.folder), job.options.debug_rank
     )
+    own |= _emulate(job)
     variables = agent.WorkerVariables(inherit_output, lambda _: own | job.watchdog.variables())
     return agent.make_agent(worker.main, (task, setup), job.options, variables, job.rendezvous, job)
+
+
+def _emulate(job: HostJob) -> dict[str, str]:
+    """Return the variables of the network that is emulated, if one is, and make the folder of its link clocks."""
+    network = job.options.network
+    if network is None:
+        return {}
+    folder = job.folder / "network"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return environment.emulation_variables(str(network), folder)
 
 
 def _supervise(elastic_agent: agent.Agent, job: HostJob) -> RunResult | Exception:
@@ -347,7 +358,10 @@ def run_host_share(
     if not config.quiet:
         multiplexer.write_message(_startup_message(workers, threads, config))
     method, debug_rank = config.start_method, config.debug_rank
-    options = WorkerOptions(workers, threads, config.grace, EXIT_GRACE, config.restarts, method, debug_rank, watch)
+    network = None if config.network is None else config.network.resolved(workers, environment.usable_cores())
+    options = WorkerOptions(
+        workers, threads, config.grace, EXIT_GRACE, config.restarts, method, debug_rank, watch, network
+    )
     folder = Path(config.output_dir) if config.output_dir is not None else None
     alone = workers == 1 and rendezvous.nodes == 1 and folder is None
     run_program(script, options, OutputSettings(multiplexer, folder, alone, config.tee, config.quiet), rendezvous)
