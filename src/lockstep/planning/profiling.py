@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .. import environment
 from ..activity import Activity
@@ -132,8 +131,7 @@ def record_profiles(
         folder = Path(name)
         settings = (name, program.steps, smallest_share, alone, durations_only)
         observed = _ObservedScript(script.name, script.arguments, script.is_module, "", *settings)
-        emulated: dict[str, Any] = {} if network is None else {"network": network}
-        options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE, **emulated)
+        options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE, network=network)
         (folder / "output").mkdir()
         output = local.OutputSettings(LogMultiplexer((1, 2), colours=False), folder / "output", quiet=True)
         failure: LockstepError | None = None
