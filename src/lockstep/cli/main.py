@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from ..environment import debugging
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
 from ..interruption import resume_hint
-from . import doctor, explain, horovodrun, join, resize, run, timeline, top, train, verify
+from . import bench, doctor, explain, horovodrun, join, plan, resize, run, timeline, top, train, verify
 from .explain import failure_text
 from .parser import Parser
 from .train_options import as_typed
@@ -26,6 +26,8 @@ _COMMANDS = {
     "run": run,
     "verify": verify,
     "doctor": doctor,
+    "bench": bench,
+    "plan": plan,
     "top": top,
     "resize": resize,
     "join": join,
@@ -42,6 +44,7 @@ examples:
   lockstep train --help           all options, with examples
   lockstep run -np 2 train.py     run your program with two workers
   lockstep doctor                 check this host, and list what to fix
+  lockstep plan train.py          predict whether more workers will pay
   lockstep top                    show what the ranks of running jobs do
   lockstep explain                show again why the last run failed
 """

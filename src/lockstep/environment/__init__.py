@@ -31,6 +31,8 @@ __all__ = [
     "earlier_run_dir",
     "elastic_variable",
     "elastic_worker",
+    "emulated_network",
+    "emulation_variables",
     "find_world",
     "heartbeat_timeout",
     "horovod_marks_cycles",
@@ -219,6 +221,17 @@ def earlier_run_dir() -> Path | None:
     """Return LOCKSTEP_EARLIER_RUN_DIR: where this job has begun to train before all its workers were started again."""
     text = os.environ.get("LOCKSTEP_EARLIER_RUN_DIR", "")
     return Path(text) if text else None
+
+
+def emulated_network() -> tuple[str, Path] | None:
+    """Return the emulated network of this job, LOCKSTEP_NETWORK, and the folder of its link clocks; None without."""
+    text, folder = os.environ.get("LOCKSTEP_NETWORK", ""), os.environ.get("LOCKSTEP_NETWORK_DIR", "")
+    return (text, Path(folder)) if text and folder else None
+
+
+def emulation_variables(network: str, folder: Path) -> dict[str, str]:
+    """Return the variables that `emulated_network` reads."""
+    return {"LOCKSTEP_NETWORK": network, "LOCKSTEP_NETWORK_DIR": str(folder)}
 
 
 def job_key() -> str:

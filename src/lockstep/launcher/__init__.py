@@ -14,7 +14,8 @@ from typing import TypeVar, cast
 from .. import environment, interruption
 from ..activity import in_notebook
 from ..errors import ConfigError, DesyncError, InterruptedRunError, LockstepError, RankLostError, StallError
-from .run_config import SAVE_GRACE, WorkerOptions
+from ..planning.network import VirtualNetwork, parse_network
+from .run_config import SAVE_GRACE, WorkerOptions, check_network
 
 __all__ = ["launch"]
 
@@ -30,6 +31,7 @@ def launch(
     workers: int = 2,
     threads: int | None = None,
     grace: float = SAVE_GRACE,
+    network: str | VirtualNetwork | None = None,
     **kwargs: object,
 ) -> T:
     """Run ``fn(*args, **kwargs)`` on every rank of a new job on this host and return the result of rank 0.
@@ -53,6 +55,8 @@ def launch(
         workers: number of worker processes, 1 to 120.
         threads: intra-op threads of PyTorch per worker; usable cores / workers if None.
         grace: seconds after a signal until workers that are still running are killed.
+        network: an emulated network between the workers, which are put on its virtual hosts: a text such as
+            ``"4 hosts, 25Gbit, 50us"``, or a `lockstep.planning.network.VirtualNetwork`.
         kwargs: its keyword arguments. Those named as a setting here can be bound with `functools.partial`.
 
     Raises:
@@ -67,6 +71,8 @@ def launch(
         LockstepError: this process is a worker itself, or workers cannot be started.
     """
     _check_settings(fn, workers, threads, grace)
+    emulated = parse_network(network) if isinstance(network, str) else network
+    check_network(emulated, workers)
     _check_process()
     from . import fork_server
 
@@ -74,7 +80,9 @@ def launch(
     fork_server.start_fork_server()  # first, so that it loads PyTorch while this process continues
     from . import local, log_multiplexer, rendezvous, worker_status
 
-    options = WorkerOptions(workers, threads or max(1, environment.usable_cores() // workers), grace, exit_grace=grace)
+    cores = environment.usable_cores()
+    emulated = None if emulated is None else emulated.resolved(workers, cores)
+    options = WorkerOptions(workers, threads or max(1, cores // workers), grace, exit_grace=grace, network=emulated)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, ExitStack() as stack:
         path = Path(folder, "call")
         path.write_bytes(worker_status.pickle_call(fn, args, kwargs))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.agent.server.api import RunResult
 
 from .. import environment
+from ..emulation.link_clock import emulation_summary
 from ..errors import LockstepError
 from ..interruption import collect_signals
 from ..stores import loopback_variables
@@ -222,8 +223,22 @@ def _agent_for(task: Callable[[], object], setup: worker.WorkerSetup, job: HostJ
     own = environment.variables_for_workers(
         setup.run_id, setup.threads, time_request_file(job.folder), job.options.debug_rank
     )
+    own |= _emulate(job)
     variables = agent.WorkerVariables(inherit_output, lambda _: own | job.watchdog.variables())
     return agent.make_agent(worker.main, (task, setup), job.options, variables, job.rendezvous, job)
+
+
+_NETWORK = "network"  # the folder of the link clocks, in that of the job
+
+
+def _emulate(job: HostJob) -> dict[str, str]:
+    """Return the variables of the network that is emulated, if one is, and make the folder of its link clocks."""
+    network = job.options.network
+    if network is None:
+        return {}
+    folder = job.folder / _NETWORK
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return environment.emulation_variables(str(network), folder)
 
 
 def _supervise(elastic_agent: agent.Agent, job: HostJob) -> RunResult | Exception:
@@ -309,6 +324,8 @@ def run_program(script: Script, options: WorkerOptions, output: OutputSettings, 
             run_workers(script.run, jobs[0])
         finally:
             stack.close()  # the output of the workers precedes the message about their end
+            if options.network is not None and not output.quiet:
+                log(emulation_summary(jobs[0].folder / _NETWORK, options.network))
             output.multiplexer.close()
 
 
@@ -347,7 +364,10 @@ def run_host_share(
     if not config.quiet:
         multiplexer.write_message(_startup_message(workers, threads, config))
     method, debug_rank = config.start_method, config.debug_rank
-    options = WorkerOptions(workers, threads, config.grace, EXIT_GRACE, config.restarts, method, debug_rank, watch)
+    network = None if config.network is None else config.network.resolved(workers, environment.usable_cores())
+    options = WorkerOptions(
+        workers, threads, config.grace, EXIT_GRACE, config.restarts, method, debug_rank, watch, network
+    )
     folder = Path(config.output_dir) if config.output_dir is not None else None
     alone = workers == 1 and rendezvous.nodes == 1 and folder is None
     run_program(script, options, OutputSettings(multiplexer, folder, alone, config.tee, config.quiet), rendezvous)

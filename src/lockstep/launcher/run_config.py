@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..hosts import Host, parse_hosts, read_hostfile
+from ..planning.network import VirtualNetwork, parse_network
 
 __all__ = [
     "EXIT_GRACE",
@@ -24,6 +25,7 @@ __all__ = [
     "WatchdogOptions",
     "WorkerOptions",
     "check_debug_rank",
+    "check_network",
 ]
 
 
@@ -70,6 +72,7 @@ class WorkerOptions:
         start_method: "forkserver", or "spawn" for new interpreters.
         debug_rank: the rank that has the terminal.
         watch: settings of the watchdog.
+        network: that is emulated between the workers, its dilation resolved; None for none.
     """
 
     workers: int
@@ -80,6 +83,7 @@ class WorkerOptions:
     start_method: str = "forkserver"
     debug_rank: int | None = None
     watch: WatchdogOptions = WatchdogOptions()
+    network: VirtualNetwork | None = None
 
 
 # --- Values of options ------------------------------------------------------------------------------------------------
@@ -162,6 +166,10 @@ def _file(name: str, text: str) -> str:
 
 def _hosts(name: str, text: str) -> tuple[Host, ...]:
     return tuple(parse_hosts(text, name))
+
+
+def _network(name: str, text: str) -> VirtualNetwork:
+    return parse_network(text, name)
 
 
 def _elastic_range(name: str, text: str) -> tuple[int, int]:
@@ -343,6 +351,11 @@ class RunConfig:
         horovodrun=("--start-timeout",),
         help="seconds to wait for the other hosts (default: 60)",
     )
+    network: VirtualNetwork | None = _option(  # noqa: RUF009 - as the others
+        None, "--network", group=HOSTS, metavar="N", parse=_network,
+        help='put the workers on virtual hosts of this host, between which messages take as long as on such a network: '
+        '"4 hosts, 25Gbit, 50us"; further parts: "jitter 10us", "slow host 3 4x", "cut 0-2 after 30s", "dilation auto"',
+    )
     as_host: bool = _option(False, "--as-host")  # set by the launcher of another host
     elastic_start: int | None = _option(None, "--elastic-start", parse=_integer(1, 120))  # by it, too
     # --- watchdog
@@ -433,6 +446,11 @@ class RunConfig:
             raise ConfigError(other, "not to be given with --no-watchdog, which disables it", found="both")
         if self.elastic is not None:
             self._check_elastic(*self.elastic)
+        if self.network is not None:
+            several = "hosts" if self.hosts else "nnodes" if self.nnodes != 1 else "elastic" if self.elastic else ""
+            if several:
+                expected = "not to be given with --network, which emulates hosts on this one"
+                raise ConfigError(several, expected, found="both")
         if self.tee and self.output_dir is None:
             raise ConfigError("tee", "--output-dir as well, for the log files", found="no folder")
 
@@ -460,3 +478,9 @@ def check_debug_rank(config: RunConfig, ranks: int) -> None:
     """Raise ConfigError if there is no such rank."""
     if config.debug_rank is not None and config.debug_rank >= ranks:
         raise ConfigError("debug_rank", f"a rank from 0 to {ranks - 1}", config.debug_rank)
+
+
+def check_network(network: VirtualNetwork | None, workers: int, argument: str = "network") -> None:
+    """Raise ConfigError if a virtual host would have no worker."""
+    if network is not None and network.hosts > workers:
+        raise ConfigError(argument, f"at most {workers} hosts, the number of workers", found=f"{network.hosts} hosts")

@@ -17,7 +17,7 @@ from ..topology import World
 from .fork_server import default_workers, prepare_workers
 from .log_multiplexer import LogMultiplexer
 from .remote_command import requested_variables
-from .run_config import AUTO, RunConfig, check_debug_rank
+from .run_config import AUTO, RunConfig, check_debug_rank, check_network
 from .script import HOROVOD_SETUP, Script
 
 __all__ = ["config_for_slurm_task", "start"]
@@ -141,6 +141,7 @@ def _run_on_this_host(script: Script, config: RunConfig) -> None:
     with _loading_pytorch(config):
         workers = config.workers or (config.elastic[0] if config.elastic else default_workers())
         check_debug_rank(config, workers)
+        check_network(config.network, workers)
         prepare_workers(config, workers)
         from . import elastic_host, local, rendezvous
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .. import watchdog
-from ..environment import find_world, records_dir, restart_count
+from ..environment import emulated_network, find_world, records_dir, restart_count
 from ..errors import InterruptedRunError, LockstepError
 from ..system.processes import TERM_GRACE_S, end_orphans
 from ..transports.runtime import host_identity
@@ -119,6 +119,10 @@ def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
             text.reconfigure(line_buffering=True)
     torch.set_num_threads(setup.threads)
     _set_title(f"lockstep rank {find_world().rank}", setup.program)
+    if emulated_network() is not None:
+        from ..emulation import delayed_groups
+
+        delayed_groups.install_from_environment()
     watchdog.install(host_identity.host_key, lasting=True)
 
 

@@ -28,7 +28,7 @@ from . import jobs
 from .call_sites import digest, is_internal
 from .jobs import NoSpaceError, rendezvous
 from .preflight import PreflightCheck
-from .process_groups import watch_group
+from .process_groups import replace_group, watch_group
 from .session import Session, record_exception, record_exit
 from .shared_state import Limits, WatchdogState
 
@@ -304,7 +304,7 @@ class _Watchdog:
             return group
         made = watch_group(group)
         if made is not group:
-            _replace(group, made)
+            replace_group(group, made)
         name = str(c10d._world.pg_names[made])
         members = tuple(ranks) or tuple(range(session.state.recorder.world_size))
         title = (made.group_desc if made.group_desc not in ("", "undefined") else name) if ranks else ""
@@ -385,20 +385,6 @@ def _open_log(state: WatchdogState) -> RecordLog | None:
     except OSError as error:
         state.write_message(f"rank {state.rank} does not record its timeline: {error}")
         return None
-
-
-def _replace(group: Any, made: Any) -> None:
-    """Put `made` in the place of `group` in torch's tables."""
-    world = c10d._world
-    table: Any
-    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
-        if group in table:
-            table[made] = table.pop(group)
-    for groups in world.tags_to_pg.values():
-        groups[:] = [made if each is group else each for each in groups]
-    name = world.pg_names[made]
-    c10d._unregister_process_group(name)
-    c10d._register_process_group(name, made)
 
 
 _watchdog: _Watchdog | None = None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ..errors import ConfigError
 from .error_delivery import is_rejection
@@ -19,7 +20,7 @@ from .preflight import PendingCheck
 from .shared_state import PendingCall
 from .signatures import OPERATIONS, Key
 
-__all__ = ["GroupProxy", "WatchedWork", "watch_group"]
+__all__ = ["GroupProxy", "WatchedWork", "replace_group", "watch_group"]
 
 
 _SLICE = timedelta(milliseconds=50)
@@ -392,6 +393,20 @@ class GroupProxy(dist.ProcessGroup):
         if name == "_group":
             raise AttributeError(name)
         return getattr(self._group, name)
+
+
+def replace_group(group: Any, made: Any) -> None:
+    """Put `made` in the place of `group` in torch's tables."""
+    world = c10d._world
+    table: Any
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+        if group in table:
+            table[made] = table.pop(group)
+    for groups in world.tags_to_pg.values():
+        groups[:] = [made if each is group else each for each in groups]
+    name = world.pg_names[made]
+    c10d._unregister_process_group(name)
+    c10d._register_process_group(name, made)
 
 
 def _backend_type(group: Any) -> Any:

@@ -30,6 +30,16 @@ __all__ = ["GlooConnection", "LazyPairs"]
 _CLOSE_TIMEOUT_S = 0.2
 
 
+def unwrapped(group: dist.ProcessGroup, store: Store, timeout: timedelta) -> Any:
+    """Return `group` itself."""
+    return group
+
+
+wrap_group = unwrapped
+"""What is used in place of each group over Gloo between hosts, given its store and time limit; an emulated network
+replaces this function."""
+
+
 class GlooConnection:
     """Ranks connected by Gloo; closing it ends the waits of other ranks in it.
 
@@ -49,7 +59,7 @@ class GlooConnection:
         self.rank, self.size, self.is_lazy = rank, size, lazy
         self._references: list[object] = []
         gloo = dist.ProcessGroupGloo(store, rank, size, _lazy_options(timeout) if lazy else timeout)
-        self._group: dist.ProcessGroup | None = backend_as_group(gloo, store, "cpu")
+        self._group: dist.ProcessGroup | None = wrap_group(backend_as_group(gloo, store, "cpu"), store, timeout)
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -1,0 +1,325 @@
+"""How right `lockstep plan` is: predicted from two workers at most, against steps that are measured.
+
+For each of 5 models, one worker and two are profiled once. Steps on 6 networks with 2 to 8 workers are predicted from
+that, and measured on emulated networks, in dilated time where there are fewer cores than workers. Two workers without
+an emulated network, over shared memory and over Gloo, are predicted from one.
+
+    python benchmarks/plan.py                       # a quarter of an hour on two idle cores, see --minutes
+    python benchmarks/plan.py --minutes 60          # goes on where the last run has stopped
+    python benchmarks/plan.py --model lenet,gpt     # some of the models
+    python benchmarks/plan.py --quick               # a smoke run; its figures say nothing
+    python benchmarks/plan.py --write               # also the tables in docs/planning.md
+
+Every step that was measured is kept at once in results/plan.json, so that a run can be interrupted. Workers come in the
+order 2, 8, 4, 6, 3, 5, 7, so that a part of the whole has all models and networks. --fresh measures all again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import lockstep
+from common import RESULTS, describe_machine, markdown_table, write_json
+from frame import Benchmark
+from lockstep import environment
+from lockstep.errors import LockstepError
+from lockstep.messages import convert, encode
+from lockstep.planning.collective_costs import Fabric, MeasuredCollective
+from lockstep.planning.measurement import Curve
+from lockstep.planning.network import AUTO_DILATION, VirtualNetwork, parse_link
+from lockstep.planning.prediction import Forecast, Job, predict
+from lockstep.planning.profile import Profile
+from lockstep.planning.profiling import Program, record_profiles
+
+BENCHMARK = Benchmark("plan", __doc__ or "", "planning.md")
+SCRIPT = str(Path(__file__).with_name("side_plan.py"))
+
+BATCHES = {"lenet": 256, "resnet18": 16, "mlp": 256, "gpt": 32, "convnet": 32}
+TITLES = {
+    "lenet": "LeNet",
+    "resnet18": "ResNet-18",
+    "mlp": "MLP of 10 M parameters",
+    "gpt": "GPT of 0.8 M parameters",
+    "convnet": "convolutions, 6.5 M parameters",
+}
+# Gloo itself moves some 10 Gbit/s on one host: a faster network cannot be emulated with these models' gradients.
+NETWORKS = ("1gbe", "1Gbit,1ms", "2.5Gbit,50us", "5Gbit,50us", "10gbe", "10Gbit,500us")
+ORDER = (2, 8, 4, 6, 3, 5, 7)
+
+PROFILE_STEPS = 40
+MEASURED_STEPS = 12
+FEWEST_STEPS = 4
+PATIENCE_S = 12.0  # of one measurement; slow steps are fewer
+
+
+# --- What is measured -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of workers of one model on one network, predicted and measured; seconds."""
+
+    model: str
+    network: str
+    workers: int
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative, without its sign."""
+        return abs(self.predicted_s / self.measured_s - 1)
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether what was measured lies in the interval."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+
+def program(model: str, steps: int) -> Program:
+    return Program((SCRIPT, model, str(BATCHES[model])), threads=1, steps=steps)
+
+
+def profile(model: str, steps: int) -> dict[int, list[Profile]]:
+    """The model on one worker and on two, with batches as small as one of eight has."""
+    return {
+        count: record_profiles(program(model, steps), count, count / 8, title=f"{model}: profile of {count}")
+        for count in (1, 2)
+    }
+
+
+def forecasts(profiles: dict[int, list[Profile]], network: str) -> dict[int, Forecast]:
+    job = Job(profiles, Fabric(parse_link(network)))
+    return {each.workers: each for each in predict(job, range(1, 9))}
+
+
+def measure(model: str, network: str, workers: int, expected_s: float, steps: int) -> float:
+    """The median step on an emulated network, in its own time."""
+    emulated = VirtualNetwork(workers, parse_link(network), dilation=AUTO_DILATION)
+    emulated = emulated.resolved(workers, environment.usable_cores())
+    fewer = max(FEWEST_STEPS, min(steps, int(PATIENCE_S / (expected_s * emulated.dilation))))
+    title = f"{model} on {network}, {workers} workers, dilation {emulated.dilation:g}"
+    ranks = record_profiles(program(model, fewer), workers, network=emulated, durations_only=True, title=title)
+    return statistics.median(each.median_s for each in ranks) / emulated.dilation
+
+
+# --- Two workers without an emulated network --------------------------------------------------------------------------
+
+
+def time_all_reduces(transport: str, sizes: Sequence[int], rounds: int) -> dict[int, float]:
+    """Seconds of an all-reduce by its bytes, on one of two workers."""
+    comm = lockstep.init("cpu", transport=transport)
+    found = {}
+    for size in sizes:
+        tensor = torch.zeros(size // 4)
+        durations = []
+        for _ in range(rounds):
+            dist.barrier(comm.group)
+            began = time.perf_counter()
+            dist.all_reduce(tensor, group=comm.group)
+            durations.append(time.perf_counter() - began)
+        found[size] = statistics.median(durations[rounds // 3 :])
+    return found
+
+
+def two_workers(model: str, transport: str, quick: bool) -> Row:
+    """Two workers from one: from two jobs of one worker each, run at the same time, and the measured transport."""
+    sizes = [64, 1 << 12, 1 << 16, 1 << 20, 4 << 20, 16 << 20]
+    points = lockstep.launch(time_all_reduces, transport, sizes, 6 if quick else 30, workers=2, threads=1)
+    curve = MeasuredCollective(Curve.fit({float(size): seconds for size, seconds in points.items()}))
+    steps = 6 if quick else PROFILE_STEPS
+    with environment.with_variables({"LOCKSTEP_TRANSPORT": transport}):
+        title = f"{model} over {transport}"
+        alone = record_profiles(program(model, steps), 2, 1 / 2, alone=True, title=f"{title}: two alone")
+        real = record_profiles(program(model, steps), 2, durations_only=True, title=f"{title}: two together")
+    job = Job({1: alone}, Fabric(None, 2, inside={"all_reduce": curve}), slowdown=0.0)
+    (found,) = predict(job, [2])
+    measured = statistics.median(each.median_s for each in real)
+    return Row(model, transport, 2, found.step_s, found.low_s, found.high_s, measured)
+
+
+# --- What was found ---------------------------------------------------------------------------------------------------
+
+
+def verdicts(rows: Sequence[Row], alone: dict[str, tuple[float, float]]) -> list[bool]:
+    """For each next number of workers that was measured, whether it was rightly predicted to pay, or not to."""
+    found = []
+    for _, group in itertools.groupby(sorted(rows, key=_place), key=lambda row: (row.model, row.network)):
+        known = list(group)
+        pairs = [alone[known[0].model], *((row.predicted_s, row.measured_s) for row in known)]
+        found += [(a[0] > b[0]) == (a[1] > b[1]) for a, b in itertools.pairwise(pairs)]
+    return found
+
+
+def _place(row: Row) -> tuple[str, str, int]:
+    return row.model, row.network, row.workers
+
+
+def summary(rows: Sequence[Row], right: Sequence[bool]) -> list[str]:
+    """The figures of one line of the table: what they are about comes before."""
+    errors = sorted(row.error for row in rows)
+    worst = statistics.quantiles(errors, n=20, method="inclusive")[-1] if len(errors) > 1 else errors[0]
+    covered = statistics.mean(row.is_covered for row in rows)
+    judged = f"{statistics.mean(right):.0%}" if right else ""
+    return [str(len(rows)), f"{statistics.median(errors):.1%}", f"{worst:.1%}", f"{covered:.0%}", judged]
+
+
+def tables(rows: Sequence[Row], plain: Sequence[Row], alone: dict[str, tuple[float, float]]) -> str:
+    header = ["emulated", "steps", "median error", "95th percentile", "in the 90 % interval", "one more pays: right"]
+    lines = []
+    for model in BATCHES:
+        of_model = [row for row in rows if row.model == model]
+        if of_model:
+            lines.append([TITLES[model], *summary(of_model, verdicts(of_model, alone))])
+    if rows:
+        lines.append(["all", *summary(rows, verdicts(rows, alone))])
+    by_workers = defaultdict(list)
+    for row in rows:
+        by_workers[row.workers].append(row)
+    counts = [[f"{count} workers", *summary(of, [])] for count, of in sorted(by_workers.items())]
+    text = markdown_table(header, [*lines, *counts])
+    if plain:
+        shown = [
+            [
+                TITLES[row.model],
+                row.network,
+                *(f"{1e3 * seconds:.1f} ms" for seconds in (row.predicted_s, row.measured_s)),
+                f"{row.predicted_s / row.measured_s - 1:+.1%}",
+            ]
+            for row in plain
+        ]
+        text += "\n\n" + markdown_table(["2 workers, from 1", "over", "predicted", "measured", "error"], shown)
+    return text
+
+
+# --- Running ----------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """What has been measured so far, in a file.
+
+    Args:
+        path: None to keep nothing.
+        fresh: whether to begin anew.
+    """
+
+    def __init__(self, path: Path | None, fresh: bool) -> None:
+        self._path = path
+        self.data: dict[str, Any] = {"profiles": {}, "emulated": [], "plain": []}
+        if path is not None and path.exists() and not fresh:
+            self.data |= json.loads(path.read_text())
+
+    def profiles(self, model: str, steps: int) -> dict[int, list[Profile]]:
+        """The profiles of a model, which are measured if they are not there."""
+        if model not in self.data["profiles"]:
+            made = profile(model, steps)
+            self.data["profiles"][model] = {n: [json.loads(encode(one)) for one in ranks] for n, ranks in made.items()}
+            self.save()
+        found = self.data["profiles"][model]
+        return {int(n): [convert(one, Profile) for one in ranks] for n, ranks in found.items()}
+
+    def rows(self, kind: str) -> list[Row]:
+        """The rows that were measured: "emulated" or "plain"."""
+        return [Row(*each) for each in self.data[kind]]
+
+    def add(self, kind: str, row: Row) -> None:
+        """Keep a further row."""
+        self.data[kind].append(list(vars(row).values()))
+        self.save()
+
+    def save(self) -> None:
+        """Write the file."""
+        if self._path is not None:
+            write_json(self._path, self.data)
+
+
+def left_to_measure(models: Sequence[str], kept: Kept, quick: bool) -> Iterator[tuple[str, str, int]]:
+    done = {(row.model, row.network, row.workers) for row in kept.rows("emulated")}
+    orders = (ORDER[:1], NETWORKS[:1]) if quick else (ORDER, NETWORKS)
+    for workers, network, model in itertools.product(*orders, models):
+        if (model, network, workers) not in done:
+            yield model, network, workers
+
+
+def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
+    """Measure what is not yet known, until the time is over."""
+    until = time.monotonic() + 60 * args.minutes
+    path = args.json or (None if args.quick else RESULTS / "plan.json")
+    kept, steps = Kept(path, args.fresh), 6 if args.quick else PROFILE_STEPS
+    for model in models:
+        kept.profiles(model, steps)
+    done = {(row.model, row.network) for row in kept.rows("plain")}
+    for model, transport in itertools.product(models, ("shm", "gloo")):
+        if (model, transport) not in done and time.monotonic() < until:
+            kept.add("plain", two_workers(model, transport, args.quick))
+    for model, network, workers in left_to_measure(models, kept, args.quick):
+        if time.monotonic() > until:
+            print("the time is over; run it again to go on")
+            break
+        each = forecasts(kept.profiles(model, steps), network)[workers]
+        try:
+            measured = measure(model, network, workers, each.step_s, 4 if args.quick else MEASURED_STEPS)
+        except LockstepError as error:
+            print(f"{model} on {network}, {workers} workers: {str(error).splitlines()[0]}")
+            continue
+        row = Row(model, network, workers, each.step_s, each.low_s, each.high_s, measured)
+        kept.add("emulated", row)
+        figures = f"{1e3 * each.step_s:9.1f} ms {1e3 * measured:9.1f} ms {row.error:6.1%}"
+        print(f"{model:9} {network:13} {workers} {figures}", flush=True)
+    return kept
+
+
+def predicted_again(kept: Kept, steps: int) -> list[Row]:
+    """The rows, with predictions of the code as it is now: measuring takes long, predicting does not."""
+    rows = kept.rows("emulated")
+    made = {key: forecasts(kept.profiles(key[0], steps), key[1]) for key in {(row.model, row.network) for row in rows}}
+    again = [(row, made[row.model, row.network][row.workers]) for row in rows]
+    return [
+        Row(row.model, row.network, row.workers, each.step_s, each.low_s, each.high_s, row.measured_s)
+        for row, each in again
+    ]
+
+
+def one_worker(kept: Kept, models: Sequence[str], steps: int) -> dict[str, tuple[float, float]]:
+    """The step of one worker, predicted and measured, by model."""
+    found = {}
+    for model in models:
+        profiles = kept.profiles(model, steps)
+        found[model] = forecasts(profiles, NETWORKS[0])[1].step_s, profiles[1][0].median_s
+    return found
+
+
+def main() -> None:
+    parser = BENCHMARK.parser("one")
+    parser.add_argument("--model", help=f"some of {','.join(BATCHES)}")
+    parser.add_argument("--minutes", type=float, default=15.0, help="stop after so long (default: 15)")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is in the results")
+    args = BENCHMARK.parse(parser, "model")
+    chosen = args.model or ("lenet" if args.quick else ",".join(BATCHES))
+    models = [name.strip() for name in chosen.split(",")]
+    if unknown := [name for name in models if name not in BATCHES]:
+        parser.error(f"--model: expected some of {', '.join(BATCHES)}, got {unknown[0]!r}")
+    machine, steps = describe_machine(), 6 if args.quick else PROFILE_STEPS
+    kept = run(args, models)
+    rows = predicted_again(kept, steps)
+    text = tables(rows, kept.rows("plain"), one_worker(kept, models, steps))
+    found = {name: kept.data[name] for name in ("profiles", "emulated", "plain")}
+    BENCHMARK.publish(args, machine, text, "images and tokens of random numbers", **found)
+
+
+if __name__ == "__main__":
+    main()

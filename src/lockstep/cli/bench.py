@@ -1,0 +1,139 @@
+"""``lockstep bench``: measures the network between workers, for `lockstep plan`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from ..hosts import parse_hosts
+from .parser import Help, whole_number
+
+if TYPE_CHECKING:
+    from ..planning.measurement import NetworkMeasurement
+
+__all__ = ["add_to", "run_command"]
+
+_DESCRIPTION = """\
+Measure latency and bandwidth between the ranks of a job: messages between pairs
+and every collective, by message size, over every transport that is there, idle
+and while the ranks compute. Shows a table, and writes network.json for
+`lockstep plan` and a picture next to it.
+"""
+
+_EXAMPLES = """
+examples:
+  lockstep bench
+  lockstep bench -np 4 -o network.json
+  lockstep bench -H nodeA:4,nodeB:4 -o network.json
+  lockstep plan train.py --workers 1..16 --network network.json
+
+exit codes:
+  0  measured
+  1  too noisy to be a result, or the ranks failed
+  2  bad input
+"""
+
+_MAX_WORKERS = 120
+
+
+def add_to(commands: Any, name: str) -> None:
+    """Add this command to the subparsers `commands`."""
+    parser = commands.add_parser(
+        name,
+        help="measure the network between workers",
+        usage="%(prog)s [options]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=Help,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-np", "--nproc", metavar="N", help="number of ranks (default: 2, or one per slot of -H)")
+    parser.add_argument("-H", "--hosts", metavar="A:4,B:4", help="hosts, reached by ssh as `lockstep run -H` does")
+    parser.add_argument("-o", "--output", metavar="FILE", default="network.json", help="(default: network.json)")
+    parser.add_argument("--seconds", metavar="S", default="30", help="that the measurement may take (default: 30)")
+    parser.add_argument("--json", action="store_true", help="print the measurement as JSON instead of the table")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.set_command(run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run the command with the parsed `arguments`; return 1 if the measurement is too noisy."""
+    hosts = [] if arguments.hosts is None else parse_hosts(arguments.hosts, "-H")
+    workers = sum(host.slots for host in hosts) or 2
+    if arguments.nproc is not None:
+        workers = whole_number("-np", arguments.nproc, _MAX_WORKERS)
+    if workers < 2:
+        raise ConfigError("-np", "at least 2 ranks: a network is between them", workers)
+    seconds = whole_number("--seconds", arguments.seconds, 3600)
+    path = Path(arguments.output).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError("-o", "a file in an existing folder", str(path))
+
+    from ..planning import network_bench
+
+    start = ["-np", str(workers)] + (["-H", arguments.hosts] if hosts else [])
+    with _Progress() as progress:
+        found = network_bench.bench(start, workers, not hosts, seconds, progress.show)
+    picture = network_bench.write(found, path)
+    if arguments.json:
+        print(path.read_text(), end="")
+    else:
+        _print(found)
+        print(f"\nWritten: {path}, {picture}")
+    if not found.is_result:
+        print(f"lockstep bench: {network_bench.verdict(found)}", file=sys.stderr)
+    return int(not found.is_result)
+
+
+def _print(found: NetworkMeasurement) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..planning import network_bench
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    heading, *rows = network_bench.table(found)
+    shown = Table(*heading, box=box.SIMPLE)
+    for column in shown.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        shown.add_row(*row)
+    title = f"{found.workers} ranks on {len(found.hosts)} host{'s'[: len(found.hosts) != 1]}, {found.cores} cores"
+    console.print(f"{title}: {found.description}")
+    console.print(shown)
+    console.print(f"copy in memory: {found.copy_bandwidth / 1e9:.2f} GB/s by each rank, noise {found.copy_noise:.0%}")
+    for name, each in found.transports.items():
+        if each.compute_slowdown:
+            console.print(f"computing beside an all-reduce over {name}: {each.compute_slowdown:.2f} x as long")
+    if found.is_result:
+        console.print(network_bench.verdict(found))
+
+
+class _Progress:
+    """Shows on standard error what is being measured: one line on a terminal, else a line for each transport."""
+
+    def __init__(self) -> None:
+        self._began, self._on_terminal, self._last = time.monotonic(), sys.stderr.isatty(), ""
+
+    def __enter__(self) -> _Progress:
+        self.show("starting the ranks")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_terminal:
+            sys.stderr.write("\r\x1b[K")
+
+    def show(self, text: str) -> None:
+        """Show `text`."""
+        line = f"lockstep bench: {text} ({time.monotonic() - self._began:.0f} s)"
+        if self._on_terminal:
+            sys.stderr.write(f"\r\x1b[K{line}")
+        elif text.partition(":")[0] != self._last:
+            sys.stderr.write(f"{line}\n")
+            self._last = text.partition(":")[0]
+        sys.stderr.flush()

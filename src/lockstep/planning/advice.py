@@ -1,0 +1,182 @@
+"""What follows from a prediction, in words: how many workers pay, what limits them, and what it assumes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from .prediction import (
+    DDP_LIMIT,
+    ORDERED_LIMIT,
+    Forecast,
+    Job,
+    balance,
+    best_bucket,
+    critical_batch_size,
+)
+
+__all__ = ["advise", "assumptions", "recommended"]
+
+_PAYS = 0.25  # what a further worker must add, as a share of the speed of the first one
+_BUCKETS = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
+_BUCKET_GAIN = 0.02
+_REMEDIES = {
+    "bandwidth": "a larger global batch, gradient accumulation or a faster network shortens the share of communication",
+    "latency": "larger buckets or a larger global batch send fewer messages for the same work",
+    "loader": "more loader processes (num_workers=) or faster storage are what helps",
+    "stragglers": "look for what makes steps differ: other programs, samples of different lengths, logging",
+    "compute": "a faster device, lower precision or more workers are what helps",
+}
+
+
+def recommended(forecasts: Sequence[Forecast]) -> Forecast:
+    """Return the most workers of which each one pays: it adds at least a quarter of the speed of the first one."""
+    chosen = forecasts[0]
+    for before, after in pairwise(forecasts):
+        if after.speedup - before.speedup < _PAYS * (after.workers - before.workers):
+            break
+        chosen = after
+    return chosen
+
+
+def _gain(before: Forecast, after: Forecast) -> float:
+    return after.samples_per_s / before.samples_per_s - 1
+
+
+def advise(job: Job, forecasts: Sequence[Forecast]) -> list[str]:
+    """Return sentences for a user, the most important one first."""
+    best = recommended(forecasts)
+    lines = [*_number_of_workers(best, forecasts), *_limits(best, forecasts)]
+    if best.workers > 1:
+        lines += _bucket_size(job, best.workers)
+    elif len(forecasts) > 1:
+        lines += _bucket_size(job, forecasts[1].workers)
+    return [*lines, *_virtual_workers(job, best.workers), *_batch_size(job)]
+
+
+def _number_of_workers(best: Forecast, forecasts: Sequence[Forecast]) -> Iterable[str]:
+    after = next((each for each in forecasts if each.workers > best.workers), None)
+    if best.workers == 1 and after is not None:
+        slower = after.speedup < 1
+        what = f"{1 / after.speedup:.2f} times as long for the same samples" if slower else "hardly less time"
+        yield f"More workers do not pay: {after.workers} workers take {what}."
+    elif best.workers > 1:
+        yield f"Use {best.workers} workers: {best.speedup:.2f} times as fast as one, {best.efficiency:.0%} efficiency."
+    if after is not None and best.workers > 1:
+        name = _ordinal(after.workers)
+        gain = _gain(best, after)
+        more = after.workers - best.workers
+        who = f"The {name} worker" if more == 1 else f"From {best.workers} to {after.workers} workers, the {more} more"
+        one = "s" * (more == 1)
+        yield f"{who} gain{one} {gain:.0%}." if gain >= 0 else f"{who} make{one} it {-gain:.0%} slower."
+    fastest = max(forecasts, key=lambda each: each.samples_per_s)
+    if fastest.workers not in (best.workers, 1):
+        yield f"The fastest of all are {fastest.workers} workers, {fastest.speedup:.2f} times as fast as one."
+    if best.workers > 1 and best.high_s > 1.3 * best.low_s:
+        yield (
+            f"The interval is wide ({_ms(best.low_s)} to {_ms(best.high_s)} for a step): measure on idle hosts, and "
+            "the network with `lockstep bench`."
+        )
+
+
+def _ordinal(number: int) -> str:
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{({1: 'st', 2: 'nd', 3: 'rd'}).get(number % 10, 'th')}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _limits(best: Forecast, forecasts: Sequence[Forecast]) -> Iterable[str]:
+    about = best if best.workers > 1 or len(forecasts) == 1 else forecasts[1]
+    share = about.shares[about.limit] / about.step_s
+    who = f"{about.workers} worker{'s'[: about.workers != 1]}"
+    what = {"loader": "the loader"}.get(about.limit, about.limit)
+    yield f"What limits {who} is {what}, {share:.0%} of a step: {_REMEDIES[about.limit]}."
+
+
+def _bucket_size(job: Job, workers: int) -> Iterable[str]:
+    if not job.first.gradients:
+        return
+    limit, gain = best_bucket(job, workers, _BUCKETS)
+    default = job.first.bucket_limit or (ORDERED_LIMIT if job.first.virtual_workers else DDP_LIMIT)
+    if gain > _BUCKET_GAIN:
+        yield (
+            f"Buckets of {limit >> 20} MiB instead of {default >> 20} MiB would make a step of {workers} workers "
+            f"{gain:.0%} shorter."
+        )
+    else:
+        yield f"The size of buckets, {default >> 20} MiB, is within {_BUCKET_GAIN:.0%} of the best."
+
+
+def _virtual_workers(job: Job, workers: int) -> Iterable[str]:
+    virtual = job.first.virtual_workers
+    if virtual:
+        share = balance(virtual, workers)
+        if share > 0.99:
+            yield f"virtual_workers={virtual} divides evenly among {workers} workers."
+            return
+        better = max(workers, round(virtual / workers) * workers)
+        yield (
+            f"With virtual_workers={virtual}, {workers} workers are idle {1 - share:.0%} of the time, because some "
+            f"have a shard more; virtual_workers={better} divides evenly, and gives other bits."
+        )
+    elif job.batch_is_global and workers > 1 and job.global_batch >= workers:
+        curve = job.curves[max(job.curves)]
+        whole, part = curve.times(job.global_batch), curve.times(-(-job.global_batch // workers))
+        cost = workers * (part.before_s + part.backward_s) / (whole.before_s + whole.backward_s) - 1
+        yield (
+            f"For the same bits at 1 to {workers} workers, virtual_workers={workers} costs one worker about "
+            f"{max(0.0, cost):.0%} for its smaller passes, and {workers} workers little."
+        )
+
+
+def _batch_size(job: Job) -> Iterable[str]:
+    critical = critical_batch_size(job)
+    if critical is None:
+        return
+    batch, shown = job.global_batch, f"{critical:.2g}" if critical < 10 else f"{round(critical, -1):.0f}"
+    verdict = "a larger batch wastes samples" if batch >= critical else "a larger batch still pays"
+    yield (
+        f"The critical batch size is about {shown} samples at the weights of these steps, and the batch has {batch}: "
+        f"{verdict}. It grows in a training; lockstep.callbacks.GradientNoise follows it."
+    )
+
+
+# --- Assumptions ------------------------------------------------------------------------------------------------------
+
+
+def assumptions(job: Job) -> list[str]:
+    """Return what a prediction takes for granted."""
+    first, fabric = job.first, job.fabric
+    lines = [
+        "Every worker has the same device as this host, and its own cores.",
+        "The loader keeps up as here: its time falls with a worker's samples, and storage is not shared.",
+        "Validation, checkpoints and the start are not part of a step.",
+    ]
+    if job.batch_is_global:
+        lines.append(f"The global batch of {job.global_batch} samples is divided among the workers.")
+    else:
+        lines.append(f"Each worker has a batch of {first.batch} samples, so that the global batch grows.")
+    measured = {step.samples for ranks in job.profiles.values() for step in ranks[0].steps}
+    if job.batch_is_global and not first.virtual_workers and len(measured) == 1:
+        lines.append("Batches could not be cut: computing is assumed to be proportional to the samples.")
+    if fabric.is_one_host:
+        lines.append("All workers share one host's memory" + ("." if fabric.inside else ", which was not measured."))
+    elif fabric.measured:
+        lines.append("The network is the measured one; among more workers its times grow as those of a ring do.")
+    else:
+        hosts = "a worker" if fabric.per_host == 1 else f"{fabric.per_host} workers"
+        inside = "" if fabric.per_host == 1 or fabric.inside else "; memory inside of a host was not measured"
+        lines.append(f"Each host has {hosts} and a link of {fabric.link} to a switch that never blocks{inside}.")
+        lines.append(f"An all-reduce between hosts is a {fabric.algorithm}; nothing else uses the network.")
+    if max(job.profiles) == 1:
+        lines.append(f"Computing is {job.slowdown:.0%} slower while collectives run: only one worker was measured.")
+    ratios = [ratio for curve in job.curves.values() for ratio in curve.ratios]
+    if ratios:
+        spread = statistics.pstdev(ratios)
+        lines.append(f"Steps of different workers scatter independently, by {spread:.0%} as measured.")
+    return lines

@@ -1,0 +1,321 @@
+"""Measured networks: the curves of each transport's collectives, and the file network.json that holds them."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from .. import messages
+from ..errors import ConfigError, DataError
+from ..system import atomic_files
+from .network import LINK_FORM, Link, parse_link
+
+__all__ = ["FORMAT", "NOISE_LIMIT", "CollectiveCurve", "Curve", "NetworkMeasurement", "PairMeasurement"]
+__all__ += ["TransportMeasurement", "find_network", "from_json", "read_measurement", "to_json", "write_measurement"]
+
+FORMAT = "lockstep network 1"
+"""What network.json says that it is; the number is that of the version."""
+
+NOISE_LIMIT = 0.25
+"""The spread of repetitions, relative to their median, above which a measurement is not a result."""
+
+
+# --- Curves -----------------------------------------------------------------------------------------------------------
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Seconds by message size: linear between its points, and beyond them as between the two nearest.
+
+    Attributes:
+        sizes: bytes, ascending.
+        seconds: at each of the sizes.
+        residual: the largest deviation of a measured median from the curve, relative to the median.
+    """
+
+    sizes: messages.List[float]
+    seconds: messages.List[float]
+    residual: float = 0.0
+
+    def at(self, size: float) -> float:
+        """Return the seconds for `size` bytes; below the first size, those of the first size."""
+        sizes, seconds = self.sizes, self.seconds
+        if len(sizes) == 1 or size <= sizes[0]:
+            return seconds[0]
+        right = min(bisect.bisect_left(sizes, size), len(sizes) - 1)
+        share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+        return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the smallest message."""
+        return self.seconds[0]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that a further byte costs among the largest messages; infinity if none."""
+        if len(self.sizes) == 1:
+            return math.inf
+        rise = self.seconds[-1] - self.seconds[-2]
+        return (self.sizes[-1] - self.sizes[-2]) / rise if rise > 0 else math.inf
+
+    @staticmethod
+    def fit(points: Mapping[float, float], tolerance: float = 0.1, most: int = 5) -> Curve:
+        """Return the curve with the fewest points that deviates from `points` by at most `tolerance`.
+
+        For each number of knots, all choices among the measured sizes are tried; the values at the knots are those of
+        the weighted least squares of relative deviations. `most` knots are taken if none stays within the tolerance.
+
+        Args:
+            points: bytes → measured seconds.
+            tolerance: relative.
+            most: knots.
+
+        Raises:
+            ConfigError: there are no points, or one is not above 0.
+        """
+        sizes = sorted(points)
+        seconds = [points[size] for size in sizes]
+        if not sizes or not all(0 < each < math.inf for each in seconds):
+            raise ConfigError("points", "seconds above 0 for at least one size", dict(points))
+        if len(sizes) == 1:
+            return Curve((sizes[0],), (seconds[0],))
+        best: Curve | None = None
+        for count in range(2, min(most, len(sizes)) + 1):
+            inner = itertools.combinations(sizes[1:-1], count - 2)
+            curves = [_fit_knots((sizes[0], *each, sizes[-1]), sizes, seconds) for each in inner]
+            found = min(curves, key=lambda curve: curve.residual)
+            best = found if best is None or found.residual < best.residual else best
+            if best.residual <= tolerance:
+                break
+        assert best is not None
+        return best
+
+
+def _fit_knots(knots: Sequence[float], sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
+    """Return the curve through `knots` of least squares; its normal equations are tridiagonal."""
+    count = len(knots)
+    diagonal, beside, right = [0.0] * count, [0.0] * (count - 1), [0.0] * count
+    for size, value in zip(sizes, seconds, strict=True):
+        at = min(bisect.bisect_right(knots, size), count - 1) - 1
+        share = (size - knots[at]) / (knots[at + 1] - knots[at])
+        low, high = (1 - share) / value, share / value  # relative to the measured value
+        diagonal[at] += low * low
+        diagonal[at + 1] += high * high
+        beside[at] += low * high
+        right[at] += low
+        right[at + 1] += high
+    for i in range(1, count):
+        factor = beside[i - 1] / diagonal[i - 1]
+        diagonal[i] -= factor * beside[i - 1]
+        right[i] -= factor * right[i - 1]
+    values = [0.0] * count
+    for i in reversed(range(count)):
+        above = beside[i] * values[i + 1] if i + 1 < count else 0.0
+        values[i] = max(1e-9, (right[i] - above) / diagonal[i])
+    made = Curve(tuple(knots), tuple(values))
+    deviations = [abs(made.at(size) - value) / value for size, value in zip(sizes, seconds, strict=True)]
+    return Curve(made.sizes, made.seconds, max(deviations))
+
+
+# --- Measurements -----------------------------------------------------------------------------------------------------
+
+
+class PairMeasurement(msgspec.Struct, frozen=True):
+    """Messages between two ranks, there and back.
+
+    Attributes:
+        ranks: the two.
+        idle: seconds of one message in one direction by its size: half of a round trip.
+        noise: the spread of repetitions at the worst size, relative to the median.
+    """
+
+    ranks: tuple[int, int]
+    idle: Curve
+    noise: float
+
+
+class CollectiveCurve(msgspec.Struct, frozen=True):
+    """One collective of one transport by message size: the bytes of one rank's input.
+
+    Attributes:
+        idle: seconds while the ranks do nothing else.
+        noise: the spread of repetitions at the worst size, relative to the median.
+        computing: seconds while the ranks compute in another thread; None if it was not measured.
+        computing_noise: as `noise`.
+    """
+
+    idle: Curve
+    noise: float
+    computing: Curve | None = None
+    computing_noise: float = 0.0
+
+
+class TransportMeasurement(msgspec.Struct, frozen=True):
+    """What was measured of one transport.
+
+    Attributes:
+        collectives: by name: "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier".
+        pairs: of ranks.
+        compute_slowdown: how many times slower the ranks compute while an all-reduce runs; 0 if not measured.
+    """
+
+    collectives: dict[str, CollectiveCurve]
+    pairs: messages.List[PairMeasurement] = ()
+    compute_slowdown: float = 0.0
+
+
+class NetworkMeasurement(msgspec.Struct, frozen=True):
+    """What `lockstep bench` has measured.
+
+    Attributes:
+        format: `FORMAT`.
+        workers: number of ranks.
+        hosts: the ranks of each host.
+        cores: usable cores of the first host.
+        transports: by name: "shm", "gloo", "mpi4py", "nccl".
+        copy_bandwidth: bytes per second that one rank copies in memory.
+        copy_noise: the spread of its repetitions, relative to the median.
+        description: of the hosts and the time, for readers.
+    """
+
+    format: str
+    workers: int
+    hosts: messages.List[messages.List[int]]
+    cores: int
+    transports: dict[str, TransportMeasurement]
+    copy_bandwidth: float
+    copy_noise: float = 0.0
+    description: str = ""
+
+    @property
+    def noise(self) -> float:
+        """The largest spread of all-reduces and pairs on the idle hosts, relative to their medians."""
+        found = [self.copy_noise]
+        for transport in self.transports.values():
+            found += [pair.noise for pair in transport.pairs]
+            found += [curve.noise for curve in transport.collectives.values()]
+        return max(found)
+
+    @property
+    def is_result(self) -> bool:
+        """Whether repetitions agree well enough to draw conclusions."""
+        return self.noise <= NOISE_LIMIT
+
+    def link(self, transport: str = "gloo") -> Link:
+        """Return the link that the slowest pair of `transport` amounts to.
+
+        Raises:
+            ConfigError: it was not measured.
+        """
+        if transport not in self.transports or not self.transports[transport].pairs:
+            raise ConfigError("transport", f"one of {', '.join(self.transports)}, with pairs", transport)
+        curves = [pair.idle for pair in self.transports[transport].pairs]
+        return Link(min(min(c.bandwidth for c in curves), 1e15), max(c.latency for c in curves))
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def to_json(measurement: NetworkMeasurement) -> str:
+    """Return the text of network.json."""
+    return messages.encode(measurement) + "\n"
+
+
+def from_json(text: str, name: str) -> NetworkMeasurement:
+    """Return the measurement that `to_json` has written; `name` stands for the file in errors.
+
+    Raises:
+        DataError: the text is damaged, of another format, or its values contradict each other.
+    """
+    try:
+        head = messages.decode(text, _Head)
+    except ValueError as error:
+        raise DataError(f"{name}: expected a network that `lockstep bench -o FILE` has written, got {error}") from None
+    if head.format != FORMAT:
+        hint = "Measure again: lockstep bench -o FILE."
+        raise DataError(f"{name}: expected the format {FORMAT!r}, got {head.format!r}. {hint}")
+    try:
+        made = messages.decode(text, NetworkMeasurement)
+        _check(made)
+    except ValueError as error:
+        raise DataError(f"{name}: this network is damaged: {error}. Measure again: lockstep bench -o FILE.") from None
+    return made
+
+
+class _Head(msgspec.Struct, frozen=True):
+    format: str = ""
+
+
+def _check(made: NetworkMeasurement) -> None:
+    """Raise ValueError for values that no measurement can have."""
+    if made.workers < 1 or sorted(rank for ranks in made.hosts for rank in ranks) != list(range(made.workers)):
+        raise ValueError(f"expected the ranks 0 to {made.workers - 1} on its hosts, got {made.hosts}")
+    if not 0 < made.copy_bandwidth < math.inf:
+        raise ValueError(f"expected a copy bandwidth above 0, got {made.copy_bandwidth}")
+    if made.cores < 1:
+        raise ValueError(f"expected at least one core, got {made.cores}")
+    for name, transport in made.transports.items():
+        for collective, each in transport.collectives.items():
+            _check_curve(each.idle, f"{collective} over {name}")
+            if each.computing is not None:
+                _check_curve(each.computing, f"{collective} over {name} while computing")
+        for pair in transport.pairs:
+            if not all(0 <= rank < made.workers for rank in pair.ranks):
+                raise ValueError(f"expected a pair of ranks from 0 to {made.workers - 1}, got {pair.ranks}")
+            _check_curve(pair.idle, f"messages of {pair.ranks} over {name}")
+            if pair.idle.bandwidth == math.inf and len(pair.idle.sizes) > 1:
+                raise ValueError(f"messages of {pair.ranks} over {name}: larger messages take no longer")
+
+
+def _check_curve(curve: Curve, what: str) -> None:
+    sizes, seconds = curve.sizes, curve.seconds
+    if not sizes or len(sizes) != len(seconds):
+        raise ValueError(f"{what}: expected as many sizes as seconds, got {len(sizes)} and {len(seconds)}")
+    if any(a >= b for a, b in itertools.pairwise(sizes)) or sizes[0] < 0:
+        raise ValueError(f"{what}: expected ascending sizes, got {list(sizes)}")
+    if not all(each > 0 for each in seconds):
+        raise ValueError(f"{what}: expected seconds above 0, which is a finite bandwidth, got {list(seconds)}")
+
+
+def read_measurement(path: Path) -> NetworkMeasurement:
+    """Read network.json.
+
+    Raises:
+        DataError: as `from_json`, or the file cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise DataError(f"{path}: cannot be read: {reason}. `lockstep bench -o {path}` measures a network") from None
+    return from_json(text, str(path))
+
+
+def write_measurement(path: Path, measurement: NetworkMeasurement) -> None:
+    """Write network.json, as a whole or not at all.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    atomic_files.write_text(path, to_json(measurement))
+
+
+def find_network(text: str, argument: str = "network") -> Link | NetworkMeasurement:
+    """Return what a user means by `text`: the file of a measurement, a preset, or a bandwidth and a latency.
+
+    Raises:
+        ConfigError: it is none of them.
+        DataError: the file is damaged.
+    """
+    if text.endswith(".json") or Path(text).is_file():
+        return read_measurement(Path(text))
+    try:
+        return parse_link(text, argument)
+    except ConfigError as error:
+        expected = f"the file of a measurement (lockstep bench -o network.json), {LINK_FORM}"
+        raise ConfigError(argument, expected if error.expected == LINK_FORM else error.expected, text) from None

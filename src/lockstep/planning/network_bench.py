@@ -1,0 +1,193 @@
+"""Starts the ranks that measure a network, and shows what they have found as a table and a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from .. import environment, messages
+from ..errors import LockstepError
+from ..system import atomic_files
+from .measurement import NOISE_LIMIT, CollectiveCurve, NetworkMeasurement, from_json, to_json
+from .network_ranks import PROGRESS, RESULT, Settings
+
+__all__ = ["bench", "draw", "table"]
+
+_RANKS = "lockstep.planning.network_ranks"
+
+
+# --- Starting the ranks -----------------------------------------------------------------------------------------------
+
+
+def bench(
+    start: Sequence[str], workers: int, on_this_host: bool, seconds: float, progress: Callable[[str], None]
+) -> NetworkMeasurement:
+    """Measure the network between ranks.
+
+    Args:
+        start: options of ``lockstep run`` for them, such as ``-np 4``.
+        workers: their number.
+        on_this_host: whether all are on this host, so that mpiexec can start them, too.
+        seconds: that the measurement may take.
+        progress: called with what is being measured.
+
+    Raises:
+        LockstepError: the ranks failed; their own output says why.
+    """
+    transports = _transports()
+    mpiexec = shutil.which("mpiexec") if on_this_host and importlib.util.find_spec("mpi4py") is not None else None
+    each = seconds / (len(transports) + (mpiexec is not None))
+    run = [sys.executable, "-m", "lockstep", "run", "--no-watchdog", "--no-prefix", "--quiet", *start, "-m", _RANKS]
+    found = _run([*run, _settings(each * len(transports), transports)], progress)
+    if mpiexec is not None:
+        over_mpi = [mpiexec, *_mpiexec_options(mpiexec), "-n", str(workers), sys.executable, "-m", _RANKS]
+        try:
+            also = _run([*over_mpi, _settings(each, ("mpi4py",))], progress)
+        except LockstepError as error:
+            progress(f"mpi4py is left out: {error}")
+        else:
+            found = msgspec.structs.replace(found, transports={**found.transports, **also.transports})
+    return found
+
+
+def _settings(seconds: float, transports: tuple[str, ...]) -> str:
+    return messages.encode(Settings(seconds, transports))
+
+
+def _transports() -> tuple[str, ...]:
+    import torch
+
+    found = ["shm"] if sys.platform == "linux" else []
+    found.append("gloo")
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        found.append("nccl")
+    return tuple(found)
+
+
+def _mpiexec_options(mpiexec: str) -> list[str]:
+    """Return the options with which Open MPI starts more ranks than cores, also as root; others need none."""
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False).stdout
+    return ["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in version or "OpenRTE" in version else []
+
+
+def _run(command: Sequence[str], progress: Callable[[str], None]) -> NetworkMeasurement:
+    variables = {**environment.variables(), "LOCKSTEP_PROGRESS": "off"}
+    result, rest = "", []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(PROGRESS):
+                progress(line.removeprefix(PROGRESS).strip())
+            elif line.startswith(RESULT):
+                result = line.removeprefix(RESULT)
+            elif line.strip():
+                rest.append(line.strip())
+    if not result:
+        errors = [line for line in rest if "error" in line.lower()] or rest[-1:]
+        told = errors[0] if errors else f"exit code {process.returncode}"
+        raise LockstepError(f"the ranks that measure have failed: {told}")
+    return from_json(result, "the result of the ranks")
+
+
+# --- Showing what was found -------------------------------------------------------------------------------------------
+
+
+def table(found: NetworkMeasurement) -> Iterator[tuple[str, ...]]:
+    """Yield the heading and the rows of a table, one row for each transport's collectives and pairs.
+
+    The columns: the time of the smallest message; the bandwidth among the largest; how many times longer the largest
+    takes while the ranks compute; the spread of repetitions; the largest deviation from the fitted curve.
+    """
+    yield "transport", "operation", "latency", "GB/s", "computing", "noise", "fit"
+    for transport, measured in found.transports.items():
+        for name, curve in measured.collectives.items():
+            yield (transport, name, *_columns(curve))
+        for pair in measured.pairs:
+            as_curve = CollectiveCurve(pair.idle, pair.noise)
+            yield (transport, f"message {pair.ranks[0]} - {pair.ranks[1]}", *_columns(as_curve))
+
+
+def _columns(curve: CollectiveCurve) -> tuple[str, ...]:
+    beside = curve.computing
+    slower = "" if beside is None else f"{beside.seconds[-1] / curve.idle.seconds[-1]:.1f} x"
+    bandwidth = "" if math.isinf(curve.idle.bandwidth) else f"{curve.idle.bandwidth / 1e9:.2f}"
+    noise = f"{100 * curve.noise:.0f} %" + " !" * (curve.noise > NOISE_LIMIT)
+    return f"{1e6 * curve.idle.latency:.0f} us", bandwidth, slower, noise, f"{100 * curve.idle.residual:.0f} %"
+
+
+def verdict(found: NetworkMeasurement) -> str:
+    """Return in words whether the measurement is a result."""
+    if found.is_result:
+        return f"Repetitions agree within {100 * found.noise:.0f} % (distance of their quartiles to the median)."
+    return (
+        f"Not a result: repetitions differ by {100 * found.noise:.0f} % of their median (distance of the quartiles); "
+        f"expected at most {100 * NOISE_LIMIT:.0f} %. Something else uses these hosts or the network; measure again "
+        "when they are idle, or longer with --seconds."
+    )
+
+
+def draw(found: NetworkMeasurement, path: Path) -> None:
+    """Write a picture (PNG) of all curves.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = [name for name in next(iter(found.transports.values())).collectives if name != "barrier"]
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 3, sharex=True, sharey=True).flat
+    for axis, name in zip(axes, [*names, "message"], strict=False):
+        for number, (transport, measured) in enumerate(found.transports.items()):
+            colour = f"C{number}"
+            if name == "message":
+                for i, pair in enumerate(measured.pairs):
+                    sizes, seconds = pair.idle.sizes, pair.idle.seconds
+                    axis.plot(sizes, _us(seconds), color=colour, marker=".", lw=1, label=None if i else transport)
+                continue
+            curve = measured.collectives[name]
+            axis.plot(curve.idle.sizes, _us(curve.idle.seconds), color=colour, marker=".", label=transport)
+            if curve.computing is not None:
+                axis.plot(curve.computing.sizes, _us(curve.computing.seconds), color=colour, ls=":", marker=".")
+        axis.set(xscale="log", yscale="log", title=name.replace("_", "-"))
+        axis.grid(alpha=0.3)
+    for axis in figure.axes[3:]:
+        axis.set_xlabel("bytes of one rank")
+    for axis in figure.axes[::3]:
+        axis.set_ylabel("microseconds")
+    figure.axes[0].legend(title="dotted: while computing", fontsize="small", title_fontsize="small")
+    warning = "" if found.is_result else f" - NOT A RESULT: noise {100 * found.noise:.0f} %"
+    hosts = len(found.hosts)
+    figure.suptitle(f"{found.workers} ranks on {hosts} host{'s'[: hosts != 1]}{warning}", fontsize=11)
+    with atomic_files.file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+
+
+def _us(seconds: Sequence[float]) -> list[float]:
+    return [1e6 * each for each in seconds]
+
+
+def write(found: NetworkMeasurement, path: Path) -> Path:
+    """Write network.json and the picture next to it; return the path of the picture.
+
+    Raises:
+        LockstepError: a file cannot be written.
+    """
+    picture = path.with_suffix(".png")
+    try:
+        draw(found, picture)
+        atomic_files.write_text(path, to_json(found))
+    except OSError as error:
+        raise LockstepError(f"{path}: cannot be written: {error.strerror or error}") from None
+    return picture

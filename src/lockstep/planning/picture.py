@@ -1,0 +1,83 @@
+"""The picture of a prediction: speed by the number of workers, and what a step is spent on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..system import atomic_files
+from .prediction import Forecast
+
+__all__ = ["draw"]
+
+_PARTS = ("compute", "stragglers", "loader", "bandwidth", "latency")
+_COLOURS = ("#4878a8", "#c9a227", "#8a6d3b", "#c44e52", "#e39c9e")
+
+
+def draw(path: Path, forecasts: Sequence[Forecast], title: str, measured: Mapping[int, float]) -> None:
+    """Write a PNG or another format that matplotlib knows by the ending of `path`.
+
+    Args:
+        path: the file.
+        forecasts: in the order of the numbers of workers.
+        title: of the picture.
+        measured: seconds of a step by the number of workers, which are marked.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: the format is not known.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    speed, steps = figure.subplots(1, 2)
+    figure.suptitle(title)
+    _draw_speed(speed, forecasts, measured)
+    _draw_steps(steps, forecasts)
+    with atomic_files.file(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.lstrip(".") or "png", dpi=130)
+
+
+def _draw_speed(axes: Any, forecasts: Sequence[Forecast], measured: Mapping[int, float]) -> None:
+    counts = [each.workers for each in forecasts]
+    lows = [each.samples_per_s * each.step_s / each.high_s for each in forecasts]
+    highs = [each.samples_per_s * each.step_s / each.low_s for each in forecasts]
+    alone = forecasts[0].samples_per_s / forecasts[0].speedup
+    axes.fill_between(counts, lows, highs, color=_COLOURS[0], alpha=0.25, linewidth=0, label="90 % interval")
+    axes.plot(counts, [each.samples_per_s for each in forecasts], "o-", color=_COLOURS[0], ms=4, label="predicted")
+    axes.plot(counts, [alone * count for count in counts], ":", color="0.5", label="each worker as fast as one")
+    known = [each for each in forecasts if each.workers in measured]
+    if known:
+        speeds = [each.samples_per_s * each.step_s / measured[each.workers] for each in known]
+        axes.plot([each.workers for each in known], speeds, "x", color="black", ms=8, label="measured")
+    _count_axis(axes, counts)
+    axes.set(ylabel="samples per second", ylim=(0, 1.15 * max(highs)), title="Speed")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+
+
+def _draw_steps(axes: Any, forecasts: Sequence[Forecast]) -> None:
+    positions = range(len(forecasts))
+    longest = max(each.step_s for each in forecasts)
+    scale, unit = (1.0, "s") if longest >= 1 else (1e3, "ms")
+    floor = [0.0] * len(forecasts)
+    for name, colour in zip(_PARTS, _COLOURS, strict=True):
+        values = [scale * each.shares.get(name, 0.0) for each in forecasts]
+        axes.bar(positions, values, bottom=floor, color=colour, label=name, width=0.8)
+        floor = [low + value for low, value in zip(floor, values, strict=True)]
+    every = max(1, -(-len(forecasts) // 12))
+    axes.set_xticks([*positions][::every], [str(each.workers) for each in forecasts][::every])
+    axes.set(xlabel="workers", ylabel=f"{unit} in a step", title="What a step is spent on")
+    axes.legend()
+
+
+def _count_axis(axes: Any, counts: Sequence[int]) -> None:
+    axes.set_xlabel("workers")
+    if counts[-1] > 32:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    elif len(counts) <= 12:
+        axes.set_xticks(counts)
