@@ -22,7 +22,7 @@ from .errors import (
 from .transports.backend import register
 
 if TYPE_CHECKING:
-    from . import callbacks, data, elastic, invariance, models, replicas
+    from . import callbacks, data, elastic, invariance, models, ray, replicas
     from .communicator import Communicator, init, synchronize
     from .compilation import export
     from .data.loader import Loader
@@ -76,6 +76,7 @@ __all__ = [
     "predict",
     "prepare",
     "prepare_model",
+    "ray",
     "replicas",
     "synchronize",
     "whole_set",
@@ -108,6 +109,7 @@ _LAZY = {
     "predict": "training.evaluate:predict",
     "prepare": "training.own_loop:prepare",
     "prepare_model": "training.prepare:prepare_model",
+    "ray": "ray",
     "replicas": "replicas",
     "synchronize": "communicator:synchronize",
     "whole_set": "training.evaluate:whole_set",
