@@ -344,7 +344,6 @@ class _Job:
         free = {node.key: capacity(node.free, self.placement.resources) for node in nodes}
         names = {node.key: node.name for node in nodes}
         for key, slots in spread(free, room).items():
-            self._screen.show([f"lockstep: {names[key]} is used as well, for up to {slots} workers"])
             part = self._make_part(key, names[key], slots)
             self._run_part(part, self._config(*addresses[0]), addresses)
 
