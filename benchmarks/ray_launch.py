@@ -68,7 +68,7 @@ def by_lockstep(_: Path, steps: int, warm_up: int) -> dict[str, float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         step = lockstep.TrainStep(model, optimizer, torch.nn.CrossEntropyLoss())
         loader = lockstep.Loader(images(steps), global_batch_size=GLOBAL_BATCH)
-        return timed(lambda batch: float(step(batch)), loader.epoch(0), warm_up)  # type: ignore[arg-type,return-value]
+        return timed(lambda batch: float(step(batch)), loader.epoch(0), warm_up)  # type: ignore[arg-type]
 
     return lockstep.ray.launch(train, workers=WORKERS, threads=1)
 

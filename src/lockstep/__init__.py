@@ -22,7 +22,7 @@ from .errors import (
 from .transports.backend import register
 
 if TYPE_CHECKING:
-    from . import callbacks, data, elastic, invariance, models, ray, replicas
+    from . import callbacks, data, elastic, invariance, models, replicas
     from .communicator import Communicator, init, synchronize
     from .compilation import export
     from .data.loader import Loader

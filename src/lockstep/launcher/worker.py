@@ -235,7 +235,7 @@ def _traceback(error: BaseException) -> str:
 def _is_launcher_frame(frames: TracebackType) -> bool:
     """Return whether this is a frame of the launcher or runpy and not of the program."""
     names = frames.tb_frame.f_globals
-    return names.get("__package__") == __package__ or names.get("__name__") == "runpy"
+    return names.get("__package__") in (__package__, f"{_PACKAGE}.ray") or names.get("__name__") == "runpy"
 
 
 def _exit_with_report(report: WorkerReport, setup: WorkerSetup) -> None:

@@ -80,9 +80,7 @@ def test_how_many_workers_a_node_holds(has: dict[str, float], needs: dict[str, f
 def test_what_can_never_fit_is_an_error_that_says_what_is_missing() -> None:
     nodes = [node("a", CPU=4), node("b", CPU=4)]
     cluster.check_capacity(nodes, 8, {"CPU": 1})
-    with pytest.raises(
-        ConfigError, match=r"at most 8: each needs 1 CPU, .* has 8 CPU on 2 nodes, got 9 \(1"
-    ):
+    with pytest.raises(ConfigError, match=r"at most 8: each needs 1 CPU, .* has 8 CPU on 2 nodes, got 9 \(1"):
         cluster.check_capacity(nodes, 9, {"CPU": 1})
     with pytest.raises(ConfigError, match=r"at most 2: each needs 3 CPU.*\(no node has enough of all at once\)"):
         cluster.check_capacity([node("a", CPU=5), node("b", CPU=4)], 3, {"CPU": 3})
