@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import tempfile
@@ -106,13 +107,16 @@ class HostPlace:
 class HostActor:
     """Supervises the ranks of one node, as a launcher does: signals, output, the watchdog's files, and results.
 
+    On the node of the driver that is done in the driver itself: a process that loads PyTorch would delay the ranks.
+
     Args:
-        variables: of the environment.
+        variables: of the environment, for an actor.
+        screen: which shows the output at once, in the driver.
     """
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
+    def __init__(self, variables: Mapping[str, str], screen: Screen | None = None) -> None:
         environment.set_variables(variables)
-        self._log, self._stack = RelayedLog(), ExitStack()
+        self._log, self._stack = RelayedLog(screen.show if screen is not None else None), ExitStack()
         self._job: HostJob | None = None
         self._store: Any = None
         self._closing = threading.Event()
@@ -199,6 +203,12 @@ class HostActor:
         self._stack.close()
         self._log.close()
         return results, killed, checkpoint, self._log.take(0)
+
+    def release(self) -> None:
+        """Remove what `close` has not."""
+        if self._job is not None:
+            self._job.watchdog.close()
+        self._stack.close()
 
     def _supervise(self) -> None:
         """Forward signals, enforce deadlines, and release the failed ranks once all have reported."""
@@ -316,14 +326,12 @@ class _Job:
         names = {node.key: node.name for node in find_nodes()}
         self._places = places_of(placement_group_table(self._group)["bundles_to_node_id"], names)
         self._make_actors()
-        hosts = self._get(
-            [host.describe.remote(len(p.bundles)) for host, p in zip(self._hosts, self._places, strict=True)]
-        )
+        hosts = self._get([self._ask(place.node, "describe", len(place.bundles)) for place in self._places])
         self._offsets = [at - time.time_ns() for _, _, at in hosts]  # one after the other, but within milliseconds
         check_compatible([describe_host(0), *(host for host, _, _ in hosts)])
         several = len(hosts) > 1
         address = hosts[0][1] if several else "127.0.0.1"
-        (port,) = self._get([self._hosts[0].serve.remote(address, several)])
+        (port,) = self._get([self._ask(0, "serve", address, several)])
         self._open(ray.put(call), address, port)
 
     def _make_actors(self) -> None:
@@ -332,26 +340,38 @@ class _Job:
 
         variables = forwarded_variables(self._placement.worker_threads)
         rank_actor, host_actor = ray.remote(RankActor), ray.remote(HostActor)
+        own = _node_of_driver()
         for place in self._places:
             strategies = [PlacementGroupSchedulingStrategy(self._group, bundle) for bundle in place.bundles]
             for strategy in strategies:
                 options = self._placement.options() | {"scheduling_strategy": strategy}
                 self._ranks.append(rank_actor.options(**options).remote(variables))
+            if place.key == own:
+                self._hosts.append(HostActor({}, self._screen))
+                continue
             host = host_actor.options(num_cpus=0, max_concurrency=4, scheduling_strategy=strategies[0])
             self._hosts.append(host.remote(variables))
 
     def _open(self, call: Any, address: str, port: int) -> None:
         threads, grace = self._placement.worker_threads, self._placement.grace
-        opened = [
-            host.open.remote(place, WorkerOptions(len(place.bundles), threads, grace, exit_grace=grace), address, port)
-            for host, place in zip(self._hosts, self._places, strict=True)
-        ]
+        options = [WorkerOptions(len(place.bundles), threads, grace, exit_grace=grace) for place in self._places]
+        opened = [self._ask(place.node, "open", place, options[place.node], address, port) for place in self._places]
         for place, (setup, variables) in zip(self._places, self._get(opened), strict=True):
             for local_rank, own in enumerate(variables):
                 rank = place.first_rank + local_rank
                 self._pending[self._ranks[rank].run.remote(call, setup, local_rank, own)] = ("rank", rank)
         for number, host in enumerate(self._hosts):
-            self._pending[host.poll.remote(_OUTPUT_S)] = ("host", number)
+            if not isinstance(host, HostActor):
+                self._pending[host.poll.remote(_OUTPUT_S)] = ("host", number)
+
+    def _ask(self, number: int, what: str, *arguments: Any) -> Any:
+        """Call a method of what supervises a node; returns a reference to its answer."""
+        import ray
+
+        method = getattr(self._hosts[number], what)
+        if isinstance(self._hosts[number], HostActor):
+            return ray.put(method(*arguments))
+        return method.remote(*arguments)
 
     def _get(self, references: Sequence[Any]) -> list[Any]:
         """Return what actors answer at the start, which a signal ends."""
@@ -420,9 +440,9 @@ class _Job:
             self._note_failure()
 
     def _tell_hosts(self, what: str, argument: Any) -> None:
-        for number, host in enumerate(self._hosts):
+        for number in range(len(self._hosts)):
             if number not in self._lost:
-                getattr(host, what).remote(argument)
+                self._ask(number, what, argument)
 
     def _first_death(self) -> HostFailure | None:
         """Return the death of a rank of which the other hosts may not know; None if there is none."""
@@ -443,7 +463,7 @@ class _Job:
 
         for actor in self._ranks:
             ray.kill(actor)
-        closed = {} if not self._hosts else {n: host.close.remote() for n, host in enumerate(self._hosts)}
+        closed = [self._ask(place.node, "close") for place in self._places]
         found = [self._results(place, closed[place.node]) for place in self._places]
         self._screen.close()
         from ..errors import WorkerError
@@ -501,10 +521,24 @@ class _Job:
 
         self._screen.close()
         with suppress(Exception):  # the cluster is gone
-            for actor in (*self._ranks, *self._hosts):
+            for actor in (*self._ranks, *(host for host in self._hosts if not isinstance(host, HostActor))):
                 ray.kill(actor)
             if self._group is not None:
                 remove_placement_group(self._group)
+        for host in self._hosts:
+            if isinstance(host, HostActor):
+                host.release()
+
+
+def _node_of_driver() -> str:
+    """Return Ray's ID of this process's node; "" if this user's private folders may not be open to its actors."""
+    import ray
+
+    with suppress(Exception):  # under Ray Client there is none; the folder is not part of Ray's stable interface
+        folder = Path(ray._private.worker._global_node.get_session_dir_path())
+        if folder.stat().st_uid == os.getuid():
+            return str(ray.get_runtime_context().get_node_id())
+    return ""
 
 
 def _at(report: WorkerReport, at: int) -> WorkerReport:
