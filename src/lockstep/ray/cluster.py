@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..activity import Activity
@@ -24,6 +24,7 @@ __all__ = [
     "default_resources",
     "describe",
     "find_nodes",
+    "knows_node_types",
     "reserve",
     "spread",
 ]
@@ -143,6 +144,18 @@ def spread(free: Mapping[str, int], most: int) -> dict[str, int]:
     return {key: count for key, count in slots.items() if count}
 
 
+def knows_node_types(status: bytes | None) -> bool:
+    """Return whether an autoscaler is configured, from the status in JSON that Ray's monitor leaves in any cluster.
+
+    Without a configuration each node is of a type of its own, called ``node_`` and its ID.
+    """
+    try:
+        types = json.loads(status or b"{}")["autoscaler_report"]["node_type_mapping"]
+        return any(name != f"node_{key}" for key, name in types.items())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
 # --- The cluster ------------------------------------------------------------------------------------------------------
 
 _WAIT_S = 0.5
@@ -190,13 +203,14 @@ def find_nodes() -> list[Node]:
 
 def has_autoscaler() -> bool:
     """Return whether nodes may be added to the cluster when somebody waits for resources."""
-    import ray
+    with suppress(Exception):  # none of this is part of Ray's stable interface; Ray has no other way to tell
+        from ray.autoscaler.v2.utils import is_autoscaler_v2
+        from ray.experimental.internal_kv import _internal_kv_get
 
-    found: Any = None
-    with suppress(Exception):  # not part of Ray's stable interface
-        found = ray._private.state.state.get_max_resources_from_cluster_config()
-    # Ray's cluster launcher writes this file on the head node
-    return bool(found) or Path("~/ray_bootstrap_config.yaml").expanduser().exists()
+        if is_autoscaler_v2(fetch_from_server=True):  # which has to be switched on
+            return True
+        return knows_node_types(_internal_kv_get("__autoscaling_status"))
+    return False
 
 
 def reserve(workers: int, needs: Mapping[str, float], is_stopped: Callable[[], bool]) -> Any:

@@ -86,6 +86,21 @@ def test_what_can_never_fit_is_an_error_that_says_what_is_missing() -> None:
         cluster.check_capacity([node("a", CPU=5), node("b", CPU=4)], 3, {"CPU": 3})
 
 
+@pytest.mark.parametrize(
+    ("status", "configured"),
+    [
+        (b'{"autoscaler_report": {"node_type_mapping": {"ff00": "ray.head.default"}}}', True),
+        (b'{"autoscaler_report": {"node_type_mapping": {"ff00": "node_ff00"}}}', False),
+        (b'{"autoscaler_report": {"node_type_mapping": null}}', False),
+        (b'{"autoscaler_report": null}', False),
+        (b"damaged", False),
+        (None, False),
+    ],
+)
+def test_an_autoscaler_is_known_by_the_types_of_nodes(status: bytes | None, configured: bool) -> None:
+    assert cluster.knows_node_types(status) is configured
+
+
 def test_slots_are_spread_over_the_nodes() -> None:
     assert cluster.spread({"a": 8, "b": 8}, 8) == {"a": 4, "b": 4}
     assert cluster.spread({"a": 1, "b": 8, "c": 0}, 8) == {"a": 1, "b": 7}
