@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..activity import Activity
-from ..errors import ConfigError, LockstepError
+from ..errors import ConfigError, InterruptedRunError, LockstepError
 
 __all__ = [
     "Node",
@@ -25,8 +26,10 @@ __all__ = [
     "describe",
     "find_nodes",
     "knows_node_types",
+    "raise_signal",
     "reserve",
     "spread",
+    "wait_for_slots",
 ]
 
 MOST_ON_A_NODE = 120
@@ -213,17 +216,17 @@ def has_autoscaler() -> bool:
     return False
 
 
-def reserve(workers: int, needs: Mapping[str, float], is_stopped: Callable[[], bool]) -> Any:
+def reserve(workers: int, needs: Mapping[str, float], signals: Sequence[int]) -> Any:
     """Return a placement group with a bundle for each worker, as soon as the cluster has the resources free.
 
     Args:
         workers: their number.
         needs: the resources of each.
-        is_stopped: ends the wait.
+        signals: that this process receives; the first ends the wait.
 
     Raises:
         ConfigError: the cluster can never hold them, and nothing adds nodes to it.
-        KeyboardInterrupt: `is_stopped` says so.
+        KeyboardInterrupt, InterruptedRunError: after a signal.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -233,15 +236,14 @@ def reserve(workers: int, needs: Mapping[str, float], is_stopped: Callable[[], b
     try:
         with Activity(_waiting_text(workers, needs)):
             while not group.wait(_WAIT_S):
-                if is_stopped():
-                    raise KeyboardInterrupt("stopped while the job waited for resources of the cluster")
+                raise_signal(signals, "while the job waited for resources of the cluster")
     except BaseException:
         remove_placement_group(group)
         raise
     return group
 
 
-def wait_for_slots(least: int, most: int, needs: Mapping[str, float], is_stopped: Callable[[], bool]) -> dict[str, int]:
+def wait_for_slots(least: int, most: int, needs: Mapping[str, float], signals: Sequence[int]) -> dict[str, int]:
     """Return how many workers an elastic job has on each node at its start, once there is room for the least.
 
     Raises:
@@ -249,14 +251,32 @@ def wait_for_slots(least: int, most: int, needs: Mapping[str, float], is_stopped
     """
     if not has_autoscaler():
         check_capacity(find_nodes(), least, needs)
-    with Activity(_waiting_text(least, needs)):
+    with Activity(_waiting_text(least, needs)), ExitStack() as stack:
         while True:
             slots = spread({node.key: capacity(node.free, needs) for node in find_nodes()}, most)
             if sum(slots.values()) >= least:
                 return slots
-            if is_stopped():
-                raise KeyboardInterrupt("stopped while the job waited for resources of the cluster")
+            raise_signal(signals, "while the job waited for resources of the cluster")
+            _ask_autoscaler(least, needs, stack)
             time.sleep(_WAIT_S)
+
+
+def _ask_autoscaler(workers: int, needs: Mapping[str, float], until: ExitStack) -> None:
+    """Let the autoscaler add nodes, if there is one: nothing else asks for them before the nodes are known."""
+    from ray.autoscaler.sdk import request_resources
+
+    if has_autoscaler():
+        request_resources(bundles=[dict(needs)] * workers)
+        until.callback(request_resources, bundles=[])
+
+
+def raise_signal(signals: Sequence[int], when: str) -> None:
+    """Raise what ends a job that this process was asked to end by a signal, if it was."""
+    if signals:
+        number = signal.Signals(signals[0])
+        if number is signal.SIGINT:
+            raise KeyboardInterrupt(f"stopped {when}")
+        raise InterruptedRunError(f"stopped by {number.name} {when}", number)
 
 
 def _waiting_text(workers: int, needs: Mapping[str, float]) -> str:

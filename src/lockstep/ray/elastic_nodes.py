@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import signal
 import tempfile
 import time
 from collections.abc import Mapping
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import environment
-from ..errors import InterruptedRunError, LockstepError, WorkerError
+from ..errors import LockstepError, WorkerError
 from ..interruption import collect_signals
 from ..launcher.host_protocol import HostDescription, check_compatible, describe_host
 from ..launcher.run_config import RunConfig
 from ..launcher.script import Script
-from .cluster import Placement, capacity, find_nodes, spread, wait_for_slots
+from .cluster import Placement, capacity, find_nodes, raise_signal, spread, wait_for_slots
 from .relay import Item, RelayedLog, Screen, forwarded_variables
 
 if TYPE_CHECKING:
@@ -235,7 +234,7 @@ class _Job:
         self._variables = forwarded_variables(self.placement.worker_threads)
         self._variables["LOCKSTEP_JOB_KEY"] = secrets.token_hex(16)
         least, most = self.limits
-        slots = wait_for_slots(least, most, self.placement.resources, lambda: bool(self.signals))
+        slots = wait_for_slots(least, most, self.placement.resources, self.signals)
         names = {node.key: node.name for node in find_nodes()}
         self._reference = ray.put(self.call)
         parts = [self._make_part(key, names.get(key, key), count) for key, count in slots.items()]
@@ -366,10 +365,7 @@ class _Job:
         return next((end.value for end in self._ends if end.value is not None), None)
 
     def _raise_lost(self) -> None:
-        if self.signals and self.signals[0] == signal.SIGINT:
-            raise KeyboardInterrupt("the workers have ended")
-        if self.signals:
-            raise InterruptedRunError("stopped by a signal: the workers have ended", self.signals[0])
+        raise_signal(self.signals, "with all nodes of the job")
         raise LockstepError("all nodes of the job were lost, and the state of the training with them")
 
     def remove(self) -> None:

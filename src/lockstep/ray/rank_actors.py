@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import environment
-from ..errors import InterruptedRunError, LockstepError
+from ..errors import LockstepError
 from ..interruption import collect_signals
 from ..launcher.host_protocol import HostDescription, HostFailure, check_compatible, describe_host
 from ..launcher.run_config import WorkerOptions
 from ..topology import World
-from .cluster import Placement, find_nodes, reserve
+from .cluster import Placement, find_nodes, raise_signal, reserve
 from .relay import Item, RelayedLog, Screen, forwarded_variables
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ class _Job:
         import ray
         from ray.util.placement_group import placement_group_table
 
-        self._group = reserve(self._workers, self._placement.resources, lambda: bool(self._signals))
+        self._group = reserve(self._workers, self._placement.resources, self._signals)
         names = {node.key: node.name for node in find_nodes()}
         self._places = places_of(placement_group_table(self._group)["bundles_to_node_id"], names)
         self._make_actors()
@@ -380,11 +380,7 @@ class _Job:
         waiting = list(references)
         while waiting:
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
-            if self._signals:
-                number = signal.Signals(self._signals[0])
-                if number is signal.SIGINT:
-                    raise KeyboardInterrupt("stopped before the workers had started")
-                raise InterruptedRunError(f"stopped by {number.name} before the workers had started", number)
+            raise_signal(self._signals, "before the workers had started")
         try:
             return list(ray.get(list(references)))
         except ray.exceptions.RayError as error:
