@@ -18,6 +18,7 @@ C     := $(wildcard src/lockstep/transports/shm/*.[ch])
 DEMO  := $(VENV)/.ready-demo
 TESTS := $(VENV)/.ready-test
 DOCS  := $(VENV)/.ready-docs
+CLUSTER := $(VENV)/.ready-cluster
 
 # What pip writes when it cannot reach an index, and what it then takes to be wrong instead.
 NO_NETWORK := Could not fetch URL .*(connection error|timed out)|NewConnectionError|NameResolutionError|ProxyError
@@ -26,11 +27,12 @@ MISTAKEN   := Could not find a version|No matching distribution|Cannot install .
 MISTAKEN   := $(MISTAKEN)|ResolutionImpossible|subprocess-exited-with-error|installing build dependencies
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types layers docs chaos clean distclean
+.PHONY: help train test test-cluster lint types layers docs chaos clean distclean
 
 help: ## show this list
 	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
 	@echo "make test     install what the tests need, then run them all (PYTEST_FLAGS=... for pytest)"
+	@echo "make test-cluster  install Ray as well, and run the tests on real local clusters (PYTEST_FLAGS=... for pytest)"
 	@echo "make lint     check style and formatting (ruff)"
 	@echo "make types    check types (mypy, strict)"
 	@echo "make layers   check which module imports which (docs/architecture.md)"
@@ -46,6 +48,10 @@ train: $(DEMO)
 
 test: $(TESTS)
 	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+
+# what is not installed, such as a scheduler, is skipped with its reason
+test-cluster: $(CLUSTER)
+	@$(BIN)/pytest -rs tests/cluster $(PYTEST_FLAGS)
 
 lint: $(TESTS)
 	@$(BIN)/ruff check .
@@ -81,7 +87,7 @@ distclean: clean
 # Each file stands for an installed extra. What the tests need includes what the demonstration needs.
 # pip says that the network is at fault when it tries again. Bytecode is written for what is imported, not for all
 # 13,000 files, which takes pip more than a minute.
-$(DEMO) $(TESTS) $(DOCS): $(VENV)/.ready-%: pyproject.toml constraints.txt $(C) | $(BIN)/python
+$(DEMO) $(TESTS) $(DOCS) $(CLUSTER): $(VENV)/.ready-%: pyproject.toml constraints.txt $(C) | $(BIN)/python
 	@echo "Installing Lockstep with extra '$*' into $(VENV); the first time this takes minutes (log: $(LOG)) ..."
 	@$(BIN)/python -m pip install --retries 3 --no-compile $(PIP_FLAGS) -c constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
 	    said=$$(grep -iE '^ *error:' $(LOG) | grep -vE '$(MISTAKEN)' | cut -c 1-200 | tail -n 5); \

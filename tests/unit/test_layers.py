@@ -20,6 +20,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "pooch": (),
     "psutil": (),
     "pyarrow": (),
+    "ray": (),
     "rich": (),
     "sklearn": (),
     "tensorboard": (),

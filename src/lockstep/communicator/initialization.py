@@ -26,7 +26,7 @@ from ..transports.runtime.c10d import Store
 from .communicator import Communicator
 from .groups import world_of
 
-__all__ = ["claim_gpu", "init", "pick_device"]
+__all__ = ["claim_gpu", "current", "init", "pick_device"]
 
 # One process is one worker of one job, so there is one communicator for all workers; torch.distributed holds its
 # default process group in the same way.
@@ -84,6 +84,11 @@ def init(
         return _default
     group = _join(world, where, backend, timeout) if environment.is_launched() else None
     _default = Communicator.at(world, where, group)
+    return _default
+
+
+def current() -> Communicator | None:
+    """Return the communicator that `init` has returned; None if it was not called."""
     return _default
 
 

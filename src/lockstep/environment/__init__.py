@@ -64,6 +64,7 @@ __all__ = [
     "wants_colours",
     "watchdog_mode",
     "with_variables",
+    "world_variables",
 ]
 
 
@@ -194,6 +195,20 @@ def position_variables(rank: int, size: int, local_rank: int, local_size: int) -
     local_size = max(local_size, local_rank + 1)
     names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
     return {name: str(value) for name, value in {**names, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}.items()}
+
+
+def world_variables(world: World, address: str, port: int) -> dict[str, str]:
+    """Return the variables of torchrun for a worker that no agent starts.
+
+    Args:
+        world: its position in the job.
+        address, port: of the store, which no rank serves.
+    """
+    names: dict[str, object] = {"RANK": world.rank, "WORLD_SIZE": world.world_size}
+    names |= {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.local_world_size}
+    names |= {"GROUP_RANK": world.node, "GROUP_WORLD_SIZE": world.nodes, "MASTER_ADDR": address, "MASTER_PORT": port}
+    names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in names.items()}
 
 
 class ElasticWorker(NamedTuple):

@@ -17,7 +17,7 @@ from ..errors import ConfigError, DesyncError, InterruptedRunError, LockstepErro
 from ..planning.network import VirtualNetwork, parse_network
 from .run_config import SAVE_GRACE, WorkerOptions, check_network
 
-__all__ = ["launch"]
+__all__ = ["attach_report", "check_process", "check_settings", "is_count", "launch"]
 
 T = TypeVar("T")
 
@@ -70,10 +70,12 @@ def launch(
         KeyboardInterrupt: this process received SIGINT and the workers reported nothing else.
         LockstepError: this process is a worker itself, or workers cannot be started.
     """
-    _check_settings(fn, workers, threads, grace)
+    check_settings(fn, threads, grace)
+    if not is_count(workers, MAX_WORKERS):
+        raise ConfigError("workers", f"a whole number from 1 to {MAX_WORKERS}", workers)
     emulated = parse_network(network) if isinstance(network, str) else network
     check_network(emulated, workers)
-    _check_process()
+    check_process()
     from . import fork_server
 
     fork_server.check_memory(workers)
@@ -97,14 +99,14 @@ def launch(
         try:
             values = local.run_workers(functools.partial(worker_status.run_call, path), job)
         except LockstepError as error:
-            _attach_report(error)
+            attach_report(error)
             if isinstance(error, InterruptedRunError):
                 interruption.install()
             raise
     return cast(T, None if values[0] is None else worker_status.unpickle(values[0]))
 
 
-def _attach_report(error: LockstepError) -> None:
+def attach_report(error: LockstepError) -> None:
     """Make the watchdog's report on all ranks, if there is one, the text of the error."""
     if not error.report_json:
         return
@@ -117,22 +119,23 @@ def _attach_report(error: LockstepError) -> None:
         error.report_text = text
 
 
-def _check_settings(fn: object, workers: object, threads: object, grace: object) -> None:
+def check_settings(fn: object, threads: object, grace: object) -> None:
+    """Raise ConfigError for an invalid argument of `launch`."""
     if not callable(fn):
         raise ConfigError("fn", "a function or another callable", fn)
-    if not _is_count(workers, MAX_WORKERS):
-        raise ConfigError("workers", f"a whole number from 1 to {MAX_WORKERS}", workers)
-    if threads is not None and not _is_count(threads):
+    if threads is not None and not is_count(threads):
         raise ConfigError("threads", "a whole number of at least 1, or None", threads)
     if isinstance(grace, bool) or not isinstance(grace, int | float) or not grace >= 0:
         raise ConfigError("grace", "a number of seconds, 0 or more", grace)
 
 
-def _is_count(value: object, most: float = math.inf) -> bool:
+def is_count(value: object, most: float = math.inf) -> bool:
+    """Return whether this is a whole number from 1 to `most`."""
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
-def _check_process() -> None:
+def check_process() -> None:
+    """Raise LockstepError if this process cannot start workers."""
     if environment.is_launched():
         raise LockstepError(
             "launch() starts workers, but this process is already a worker (a launcher's variables, such as RANK, are "

@@ -65,7 +65,7 @@ class WorkerSetup:
         threads: intra-op threads of PyTorch.
         output: the target of its standard output and standard error.
         run_id: value of LOCKSTEP_RUN_ID in all processes of the run.
-        program: what the job runs, for lists of processes.
+        program: what the job runs, for lists of processes; "" to keep the title that the process has.
     """
 
     folder: StatusFolder
@@ -111,14 +111,16 @@ def main(task: Callable[[], object], setup: WorkerSetup, local_rank: str) -> obj
 
 def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
     _set_up_signals()
-    threading.Thread(target=_exit_with_launcher, args=(setup,), name="launcher watch", daemon=True).start()
+    if multiprocessing.parent_process() is not None:  # in an actor of Ray, which ends with its job, there is none
+        threading.Thread(target=_exit_with_launcher, args=(setup,), name="launcher watch", daemon=True).start()
     setup.output.redirect(local_rank)
     refuse_bad_fork()
     for text in (sys.stdout, sys.stderr):
         if isinstance(text, io.TextIOWrapper):
             text.reconfigure(line_buffering=True)
     torch.set_num_threads(setup.threads)
-    _set_title(f"lockstep rank {find_world().rank}", setup.program)
+    if setup.program:
+        _set_title(f"lockstep rank {find_world().rank}", setup.program)
     if emulated_network() is not None:
         from ..emulation import delayed_groups
 
@@ -237,7 +239,7 @@ def _traceback(error: BaseException) -> str:
 def _is_launcher_frame(frames: TracebackType) -> bool:
     """Return whether this is a frame of the launcher or runpy and not of the program."""
     names = frames.tb_frame.f_globals
-    return names.get("__package__") == __package__ or names.get("__name__") == "runpy"
+    return names.get("__package__") in (__package__, f"{_PACKAGE}.ray") or names.get("__name__") == "runpy"
 
 
 def _exit_with_report(report: WorkerReport, setup: WorkerSetup) -> None:

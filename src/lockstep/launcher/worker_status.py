@@ -33,6 +33,7 @@ __all__ = [
     "StatusFolder",
     "WorkerReport",
     "WorkerResults",
+    "combine",
     "common_error",
     "first_failure",
     "later_failures",
@@ -96,13 +97,19 @@ def _not_picklable(name: str, value: object, error: Exception) -> ConfigError:
     return ConfigError(name, "an object that can be pickled", value, hint)
 
 
-def run_call(path: Path) -> bytes | None:
-    """Execute the call pickled in `path`, as a worker; rank 0 returns its pickled value unless that is None."""
-    fn, args, kwargs = unpickle(path.read_bytes())
+def run_call(call: Path | bytes, find_rank: Callable[[], int] | None = None) -> bytes | None:
+    """Execute a pickled call as a worker; rank 0 returns its pickled value unless that is None.
+
+    Args:
+        call: of `pickle_call`, or the path of a file with it.
+        find_rank: called after the function; by default the rank is the one that the environment gives.
+    """
+    fn, args, kwargs = unpickle(call if isinstance(call, bytes) else call.read_bytes())
     # the function chooses its own start method: what it defines cannot be imported by name in a new interpreter
     multiprocessing.set_start_method(None, force=True)
     value = fn(*args, **kwargs)
-    return pickle_by_value(value) if value is not None and environment.find_world().is_first else None
+    rank = find_rank() if find_rank is not None else environment.find_world().rank
+    return pickle_by_value(value) if value is not None and rank == 0 else None
 
 
 # --- The status folder of a run ---------------------------------------------------------------------------------------
@@ -268,6 +275,7 @@ class WorkerResults:
         killed: whether the launcher killed workers after their grace period.
         workers: how many there were.
         first_rank: the rank of the first of them; all other ranks here are local ranks.
+        ends: what is known of the end of ranks that died, where the exit code is not.
     """
 
     reports: Sequence[WorkerReport] = ()
@@ -279,6 +287,7 @@ class WorkerResults:
     first_rank: int = 0
     dead_since: int = 0
     watchdog_report: WatchdogReport | None = None
+    ends: Mapping[int, str] | None = None
 
     @property
     def failures(self) -> list[WorkerReport]:
@@ -286,6 +295,39 @@ class WorkerResults:
         return sorted(
             (report for report in self.reports if not report.stopped), key=lambda report: report.repeats_watchdog
         )
+
+
+def combine(hosts: Sequence[WorkerResults], signals: Sequence[int] = ()) -> WorkerResults:
+    """Return the results of all hosts of a job as one, in which local ranks are ranks.
+
+    Args:
+        hosts: their results, with times on one clock.
+        signals: that the launcher of the job received.
+    """
+    reports: list[WorkerReport] = []
+    dead: list[tuple[int, int]] = []
+    codes: dict[int, int] = {}
+    ends: dict[int, str] = {}
+    for host in hosts:
+        first = host.first_rank
+        for report in host.reports:
+            peers = tuple(first + rank for rank in report.dead_peers)
+            reports.append(structs.replace(report, rank=first + report.rank, dead_peers=peers))
+        dead += [(host.dead_since, first + rank) for rank in host.dead_ranks]
+        codes |= {first + rank: code for rank, code in (host.codes or {}).items()}
+        ends |= {first + rank: text for rank, text in (host.ends or {}).items()}
+    reports.sort(key=lambda report: report.time)
+    return WorkerResults(
+        reports,
+        [rank for _, rank in sorted(dead)],
+        codes,
+        signals,
+        any(host.killed for host in hosts),
+        sum(host.workers for host in hosts),
+        dead_since=min((since for since, _ in dead), default=0),
+        watchdog_report=next((host.watchdog_report for host in hosts if host.watchdog_report is not None), None),
+        ends=ends,
+    )
 
 
 def raise_failure(results: WorkerResults) -> None:
@@ -332,13 +374,20 @@ def first_failure(results: WorkerResults) -> WorkerError | None:
         return _error_from_report(causes[0], results)
     silent = _ranks_without_report(results)
     if silent:
-        error = _error_from_exit_code(results.first_rank + silent[0], (results.codes or {}).get(silent[0], 0))
+        error = _error_of_silent_rank(silent[0], results)
         error.time = results.dead_since
         return error
     ended_by_watchdog = [rank for rank, code in (results.codes or {}).items() if code == FORCED_EXIT_CODE]
     if results.watchdog_report is not None and (failures[0].repeats_watchdog if failures else ended_by_watchdog):
         return _culprit_error(results.watchdog_report, failures, results, ended_by_watchdog)
     return _error_from_report(failures[0], results) if failures else None
+
+
+def _error_of_silent_rank(rank: int, results: WorkerResults) -> WorkerError:
+    codes, ends = results.codes or {}, results.ends or {}
+    if rank in ends and rank not in codes:
+        return WorkerError(results.first_rank + rank, "exit", ends[rank])
+    return _error_from_exit_code(results.first_rank + rank, codes.get(rank, 0))
 
 
 def _ranks_without_report(results: WorkerResults) -> list[int]:

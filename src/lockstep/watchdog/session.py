@@ -231,7 +231,8 @@ def record_exception(state: WatchdogState, error: BaseException) -> None:
 def _runs_program(frames: TracebackType) -> bool:
     """Return whether this frame belongs to what runs the program, and not to the program."""
     name = str(frames.tb_frame.f_globals.get("__name__", ""))
-    return name == "runpy" or name.startswith(f"{__package__.partition('.')[0]}.launcher")
+    package = __package__.partition(".")[0]
+    return name == "runpy" or name.startswith((f"{package}.launcher", f"{package}.ray"))
 
 
 def record_exit(state: WatchdogState) -> None:
