@@ -434,6 +434,9 @@ class _Job:
         except ray.exceptions.RayError:
             self._lost.add(number)
             self._note_failure()
+            place = self._places[number]
+            for actor in self._ranks[place.first_rank :][: len(place.bundles)]:
+                ray.kill(actor)  # nobody supervises it any more, if it is still there
 
     def _tell_hosts(self, what: str, argument: Any) -> None:
         for number in range(len(self._hosts)):
