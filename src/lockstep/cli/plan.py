@@ -17,7 +17,7 @@ from .parser import Help, whole_number
 if TYPE_CHECKING:
     from ..planning.collective_costs import Fabric
     from ..planning.prediction import Forecast, Job
-    from ..planning.profile import Profile
+    from ..planning.step_profile import Profile
     from ..planning.profiling import Program
 
 __all__ = ["add_to", "run_command"]

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ConfigError
 from ..invariance.shards import sizes
 from .collective_costs import Cost, Fabric
-from .profile import ComputeCurve, ComputeTimes, Profile, merge
+from .step_profile import ComputeCurve, ComputeTimes, Profile, merge
 from .step_simulation import Gradient, Message, StepPlan, ddp_buckets, equal_buckets, simulate
 
 __all__ = ["Forecast", "Job", "Uncertainty", "critical_batch_size", "predict"]

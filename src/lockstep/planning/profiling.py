@@ -18,7 +18,7 @@ from ..launcher.run_config import EXIT_GRACE, WorkerOptions
 from ..launcher.script import Script
 from ..messages import decode
 from .network import VirtualNetwork
-from .profile import Profile
+from .step_profile import Profile
 
 __all__ = ["Program", "record_profiles"]
 

@@ -15,7 +15,7 @@ from lockstep.planning.advice import advise, assumptions, recommended
 from lockstep.planning.collective_costs import ALGORITHMS, Fabric
 from lockstep.planning.network import Link
 from lockstep.planning.prediction import Job, Uncertainty, best_bucket, critical_batch_size, predict
-from lockstep.planning.profile import ComputeCurve, Pass, Profile, StepRecord, merge
+from lockstep.planning.step_profile import ComputeCurve, Pass, Profile, StepRecord, merge
 
 FAST, SLOW, FAR = Link(1e15, 0.0), Link(1e6, 0.0), Link(1e15, 0.01)
 EXACT = Uncertainty(0.0, 0.0)
