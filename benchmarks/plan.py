@@ -43,8 +43,8 @@ from lockstep.planning.collective_costs import Fabric, MeasuredCollective
 from lockstep.planning.measurement import Curve
 from lockstep.planning.network import AUTO_DILATION, VirtualNetwork, parse_link
 from lockstep.planning.prediction import Forecast, Job, predict
-from lockstep.planning.step_profile import Profile
 from lockstep.planning.profiling import Program, record_profiles
+from lockstep.planning.step_profile import Profile
 
 BENCHMARK = Benchmark("plan", __doc__ or "", "planning.md")
 SCRIPT = str(Path(__file__).with_name("side_plan.py"))

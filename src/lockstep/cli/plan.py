@@ -17,8 +17,8 @@ from .parser import Help, whole_number
 if TYPE_CHECKING:
     from ..planning.collective_costs import Fabric
     from ..planning.prediction import Forecast, Job
-    from ..planning.step_profile import Profile
     from ..planning.profiling import Program
+    from ..planning.step_profile import Profile
 
 __all__ = ["add_to", "run_command"]
 
