@@ -483,4 +483,4 @@ def check_debug_rank(config: RunConfig, ranks: int) -> None:
 def check_network(network: VirtualNetwork | None, workers: int, argument: str = "network") -> None:
     """Raise ConfigError if a virtual host would have no worker."""
     if network is not None and network.hosts > workers:
-        raise ConfigError(argument, f"at most {workers} hosts, the number of workers", f"{network.hosts} hosts")
+        raise ConfigError(argument, f"at most {workers} hosts, the number of workers", found=f"{network.hosts} hosts")

@@ -236,7 +236,8 @@ class VirtualNetwork:
         return members.index(rank), len(members)
 
     def __str__(self) -> str:
-        parts = [f"{self.hosts} host{'s'[: self.hosts != 1]}", *str(self.link).split(",")]
+        parts = [f"{self.hosts} host{'s'[: self.hosts != 1]}", f"{8e-6 * self.link.bandwidth:.12g}Mbit"]
+        parts.append(f"{1e6 * self.link.latency:.12g}us")
         parts += [f"jitter {1e6 * self.jitter:.9g}us"] * bool(self.jitter)
         parts += [f"slow host {host} {factor:.9g}x" for host, factor in self.slow]
         parts += [f"cut {cut.hosts[0]}-{cut.hosts[1]} after {cut.after:.9g}s" for cut in self.cuts]
