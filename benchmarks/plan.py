@@ -4,7 +4,7 @@ For each of 5 models, one worker and two are profiled once. Steps on 6 networks 
 that, and measured on emulated networks, in dilated time where there are fewer cores than workers. Two workers without
 an emulated network, over shared memory and over Gloo, are predicted from one.
 
-    python benchmarks/plan.py                       # a quarter of an hour on two idle cores, see --minutes
+    python benchmarks/plan.py                       # a quarter of an hour on two idle cores: a part of the whole
     python benchmarks/plan.py --minutes 60          # goes on where the last run has stopped
     python benchmarks/plan.py --model lenet,gpt     # some of the models
     python benchmarks/plan.py --quick               # a smoke run; its figures say nothing
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from common import DOCS, RESULTS, describe_machine, markdown_table, write_between, write_json
+from common import DOCS, RESULTS, describe_machine, markdown_table, write_between
 from frame import Benchmark
 from lockstep import environment
 from lockstep.errors import LockstepError
@@ -45,6 +45,7 @@ from lockstep.planning.network import AUTO_DILATION, VirtualNetwork, parse_link
 from lockstep.planning.prediction import Forecast, Job, predict
 from lockstep.planning.profiling import Program, record_profiles
 from lockstep.planning.step_profile import Profile
+from lockstep.system import atomic_files
 
 BENCHMARK = Benchmark("plan", __doc__ or "", "planning.md")
 SCRIPT = str(Path(__file__).with_name("side_plan.py"))
@@ -194,7 +195,7 @@ def tables(rows: Sequence[Row], plain: Sequence[Row], alone: dict[str, tuple[flo
     for row in rows:
         by_workers[row.workers].append(row)
     counts = [[f"{count} workers", *summary(of, [])] for count, of in sorted(by_workers.items())]
-    text = markdown_table(header, [*lines, *counts])
+    text = markdown_table(header, [*lines, *counts]) if rows else "no steps on emulated networks yet"
     if plain:
         shown = [
             [
@@ -205,7 +206,7 @@ def tables(rows: Sequence[Row], plain: Sequence[Row], alone: dict[str, tuple[flo
             ]
             for row in plain
         ]
-        text += "\n\n" + markdown_table(["2 workers, from 1", "over", "predicted", "measured", "error"], shown)
+        text += "\n\n" + markdown_table(["two workers, from one", "over", "predicted", "measured", "error"], shown)
     return text
 
 
@@ -247,7 +248,7 @@ class Kept:
     def save(self) -> None:
         """Write the file."""
         if self._path is not None:
-            write_json(self._path, self.data)
+            atomic_files.write_json(self._path, self.data)
 
 
 def left_to_measure(models: Sequence[str], kept: Kept, quick: bool) -> Iterator[tuple[str, str, int]]:
