@@ -4,11 +4,12 @@ For each of 5 models, one worker and two are profiled once. Steps on 6 networks 
 that, and measured on emulated networks, in dilated time where there are fewer cores than workers. Two workers without
 an emulated network, over shared memory and over Gloo, are predicted from one.
 
-    python benchmarks/plan.py                       # a quarter of an hour on two idle cores, see --minutes
+    python benchmarks/plan.py                       # a quarter of an hour on two idle cores: a part of the whole
     python benchmarks/plan.py --minutes 60          # goes on where the last run has stopped
     python benchmarks/plan.py --model lenet,gpt     # some of the models
     python benchmarks/plan.py --quick               # a smoke run; its figures say nothing
     python benchmarks/plan.py --write               # also the tables in docs/planning.md
+    python benchmarks/plan.py --example             # only the example there and its picture, a minute
 
 Every step that was measured is kept at once in results/plan.json, so that a run can be interrupted. Workers come in the
 order 2, 8, 4, 6, 3, 5, 7, so that a part of the whole has all models and networks. --fresh measures all again.
@@ -20,6 +21,8 @@ import argparse
 import itertools
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -31,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from common import RESULTS, describe_machine, markdown_table, write_json
+from common import DOCS, RESULTS, describe_machine, markdown_table, write_between
 from frame import Benchmark
 from lockstep import environment
 from lockstep.errors import LockstepError
@@ -40,8 +43,9 @@ from lockstep.planning.collective_costs import Fabric, MeasuredCollective
 from lockstep.planning.measurement import Curve
 from lockstep.planning.network import AUTO_DILATION, VirtualNetwork, parse_link
 from lockstep.planning.prediction import Forecast, Job, predict
-from lockstep.planning.profile import Profile
 from lockstep.planning.profiling import Program, record_profiles
+from lockstep.planning.step_profile import Profile
+from lockstep.system import atomic_files
 
 BENCHMARK = Benchmark("plan", __doc__ or "", "planning.md")
 SCRIPT = str(Path(__file__).with_name("side_plan.py"))
@@ -191,7 +195,7 @@ def tables(rows: Sequence[Row], plain: Sequence[Row], alone: dict[str, tuple[flo
     for row in rows:
         by_workers[row.workers].append(row)
     counts = [[f"{count} workers", *summary(of, [])] for count, of in sorted(by_workers.items())]
-    text = markdown_table(header, [*lines, *counts])
+    text = markdown_table(header, [*lines, *counts]) if rows else "no steps on emulated networks yet"
     if plain:
         shown = [
             [
@@ -202,7 +206,7 @@ def tables(rows: Sequence[Row], plain: Sequence[Row], alone: dict[str, tuple[flo
             ]
             for row in plain
         ]
-        text += "\n\n" + markdown_table(["2 workers, from 1", "over", "predicted", "measured", "error"], shown)
+        text += "\n\n" + markdown_table(["two workers, from one", "over", "predicted", "measured", "error"], shown)
     return text
 
 
@@ -244,7 +248,7 @@ class Kept:
     def save(self) -> None:
         """Write the file."""
         if self._path is not None:
-            write_json(self._path, self.data)
+            atomic_files.write_json(self._path, self.data)
 
 
 def left_to_measure(models: Sequence[str], kept: Kept, quick: bool) -> Iterator[tuple[str, str, int]]:
@@ -303,12 +307,33 @@ def one_worker(kept: Kept, models: Sequence[str], steps: int) -> dict[str, tuple
     return found
 
 
+# --- The example in the documentation ---------------------------------------------------------------------------------
+
+EXAMPLE = ("--workers", "1..8", "--network", "1gbe", "--price", "0.50")
+
+
+def write_example() -> None:
+    """Plan for the example script of DDP, and put what is printed and drawn into the documentation."""
+    words = ["lockstep", "plan", *EXAMPLE, "examples/ddp.py"]
+    picture = ["--picture", "docs/figures/plan.png"]
+    command = [sys.executable, "-m", *words[:2], *picture, *words[2:]]
+    ended = subprocess.run(command, cwd=DOCS.parent, stdout=subprocess.PIPE, text=True, check=True)
+    lines = [line.rstrip() for line in ended.stdout.splitlines() if not line.startswith("picture: ")]
+    text = "```console\n$ " + " ".join(words) + "\n" + "\n".join(lines).strip() + "\n```"
+    write_between(DOCS / "planning.md", "plan-example", text)
+    print(ended.stdout)
+
+
 def main() -> None:
     parser = BENCHMARK.parser("one")
     parser.add_argument("--model", help=f"some of {','.join(BATCHES)}")
     parser.add_argument("--minutes", type=float, default=15.0, help="stop after so long (default: 15)")
     parser.add_argument("--fresh", action="store_true", help="measure again what is in the results")
-    args = BENCHMARK.parse(parser, "model")
+    parser.add_argument("--example", action="store_true", help="measure the example of the documentation alone")
+    args = BENCHMARK.parse(parser, "model", "example")
+    if args.example:
+        write_example()
+        return
     chosen = args.model or ("lenet" if args.quick else ",".join(BATCHES))
     models = [name.strip() for name in chosen.split(",")]
     if unknown := [name for name in models if name not in BATCHES]:

@@ -63,14 +63,18 @@ def test_two_workers_are_compared_with_what_was_predicted_from_one(folder: Path,
     ("body", "problem"),
     [
         ("print('no steps here')", "train.py ended without a step: expected a script that trains"),
-        ("raise ValueError('my mistake')", "ValueError: my mistake"),
+        (
+            "raise ValueError('my mistake')",
+            "train.py:6 failed: ValueError: my mistake. `lockstep run",
+        ),
         (TRAINER + "\nsys.exit(3)", "workers: expected at most 16, the samples of a global batch, got 64"),
     ],
 )
 def test_scripts_that_cannot_be_planned(folder: Path, here: Here, body: str, problem: str) -> None:
     script = write(folder, body)
     ended = here("plan", "--one", "--steps", 5, "--workers", "1,64", "--json", "plan.json", script, 16)
-    assert ended.returncode and problem in ended.stderr and "plan: error:" in ended.stderr
+    (line,) = [each for each in ended.stderr.splitlines() if "plan: error:" in each]
+    assert ended.returncode and problem in line and ended.stderr.endswith(f"{line}\n")
     assert not (folder / "plan.json").exists() and not (folder / "plan.png").exists()
 
 

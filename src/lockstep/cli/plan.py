@@ -17,8 +17,8 @@ from .parser import Help, whole_number
 if TYPE_CHECKING:
     from ..planning.collective_costs import Fabric
     from ..planning.prediction import Forecast, Job
-    from ..planning.profile import Profile
     from ..planning.profiling import Program
+    from ..planning.step_profile import Profile
 
 __all__ = ["add_to", "run_command"]
 
@@ -155,7 +155,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     is_global = _batch_is_global(arguments.batch, profiles)
     fabric = _fabric(network, arguments.transport, profiles, per_host)
-    job = Job(profiles, fabric, is_global, price_per_hour=price)
+    job = Job(profiles, fabric, is_global, slowdown=_slowdown(network, arguments.transport), price_per_hour=price)
     forecasts = predict(job, counts)
     held_out = _held_out(program, job, network) if arguments.held_out else []
     _publish(arguments, job, forecasts, held_out)
@@ -199,6 +199,17 @@ def _fabric(network: Any, transport: str | None, profiles: Mapping[int, Sequence
     known = network.transports
     names = (transport,) if transport is not None else (used, "shm", *_LAST_TRANSPORTS, *known)
     return Fabric.of_measurement(network, next((name for name in names if name in known), names[0]), per_host)
+
+
+def _slowdown(network: Any, transport: str | None) -> float:
+    """Return by how much longer computing takes while something is sent, as measured, or else assumed."""
+    from ..planning.network import Link
+    from ..planning.prediction import ASSUMED_SLOWDOWN
+
+    if isinstance(network, Link):
+        return ASSUMED_SLOWDOWN
+    of = [found for name, found in network.transports.items() if transport in (None, name) and found.compute_slowdown]
+    return max(0.0, of[0].compute_slowdown - 1) if of else ASSUMED_SLOWDOWN
 
 
 # --- What was predicted against what is measured ----------------------------------------------------------------------

@@ -54,7 +54,7 @@ class DelayedWork(dist.Work):
         super().__init__()
         self._inner, self._done_at, self._clock, self._limit = inner, done_at, clock, limit
         self._began = time.monotonic()
-        self._noted = False
+        self._noted = self._was_pending = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the operation has ended.
@@ -64,6 +64,7 @@ class DelayedWork(dist.Work):
             RuntimeError: as the real operation.
         """
         limit = timeout.total_seconds() if timeout else self._limit
+        self._poll()
         answer = bool(self._inner.wait(timeout) if timeout else self._inner.wait())
         real = time.monotonic()
         while (done := self._done_at()) is None or done - time.monotonic() > _NEAR_S:
@@ -80,7 +81,7 @@ class DelayedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended; sleeps if it is about to."""
-        if not self._inner.is_completed():
+        if not self._poll():
             return False
         done = self._done_at()
         if done is None:
@@ -92,10 +93,17 @@ class DelayedWork(dist.Work):
         self._note(done, real)
         return True
 
+    def _poll(self) -> bool:
+        """Return whether the real operation has ended; messages over Gloo know only when they are waited for."""
+        is_completed = bool(self._inner.is_completed())
+        self._was_pending |= not is_completed and not isinstance(self._inner, _AllOf)
+        return is_completed
+
     def _note(self, done: float, real: float) -> None:
+        """Record the wait, once; `real`, when the real operation had ended, is known only if somebody waited for it."""
         if not self._noted:
             self._noted = True
-            self._clock.note(self._began, done, real)
+            self._clock.note(self._began, done, real if self._was_pending else done)
 
     def _has_failed(self) -> bool:
         """Return whether the real operation has ended with an error, so that the emulated one never ends."""

@@ -14,6 +14,7 @@ from .prediction import (
     balance,
     best_bucket,
     critical_batch_size,
+    measured_slowdown,
 )
 
 __all__ = ["advise", "assumptions", "recommended"]
@@ -175,6 +176,10 @@ def assumptions(job: Job) -> list[str]:
         lines.append(f"An all-reduce between hosts is a {fabric.algorithm}; nothing else uses the network.")
     if max(job.profiles) == 1:
         lines.append(f"Computing is {job.slowdown:.0%} slower while collectives run: only one worker was measured.")
+    slower = measured_slowdown(job)
+    if slower is not None:
+        text = f"Two workers here computed {abs(slower):.0%} {'slower' if slower >= 0 else 'faster'} than one"
+        lines.append(f"{text} with as many samples, while they communicated; so do more.")
     ratios = [ratio for curve in job.curves.values() for ratio in curve.ratios]
     if ratios:
         spread = statistics.pstdev(ratios)

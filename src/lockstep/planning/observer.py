@@ -28,7 +28,7 @@ from ..messages import encode
 from ..system import atomic_files
 from ..system.patching import Replaced
 from ..training.trainer import Trainer
-from .profile import Pass, Profile, StepRecord
+from .step_profile import Pass, Profile, StepRecord
 
 __all__ = ["ObserverSettings", "ProfileRecorded", "StepObserver", "profile_file", "progress_file"]
 

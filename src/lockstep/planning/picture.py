@@ -56,7 +56,7 @@ def _draw_speed(axes: Any, forecasts: Sequence[Forecast], measured: Mapping[int,
     _count_axis(axes, counts)
     axes.set(ylabel="samples per second", ylim=(0, 1.15 * max(highs)), title="Speed")
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")
 
 
 def _draw_steps(axes: Any, forecasts: Sequence[Forecast]) -> None:

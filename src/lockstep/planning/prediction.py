@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ConfigError
 from ..invariance.shards import sizes
 from .collective_costs import Cost, Fabric
-from .profile import ComputeCurve, ComputeTimes, Profile, merge
+from .step_profile import ComputeCurve, ComputeTimes, Profile, merge
 from .step_simulation import Gradient, Message, StepPlan, ddp_buckets, equal_buckets, simulate
 
 __all__ = ["Forecast", "Job", "Uncertainty", "critical_batch_size", "predict"]
@@ -23,6 +23,9 @@ DDP_LIMIT = 25 << 20
 
 ORDERED_LIMIT = 4 << 20
 """Bytes of a bucket of `OrderedReducer`."""
+
+ASSUMED_SLOWDOWN = 0.1
+"""By how much longer computing takes while collectives run, where nothing was measured."""
 
 _SCALES = (0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)  # of computing, between which step times are linear
 _DRAWS = 400
@@ -61,7 +64,7 @@ class Job:
     fabric: Fabric
     batch_is_global: bool = True
     bucket_limit: int | None = None
-    slowdown: float = 0.1
+    slowdown: float = ASSUMED_SLOWDOWN
     uncertainty: Uncertainty = Uncertainty()
     price_per_hour: float | None = None
     seed: int = 0
@@ -140,6 +143,14 @@ class Forecast:
     memory: int | None = None
     cost_per_hour: float | None = None
     cost_per_million: float | None = None
+
+
+def measured_slowdown(job: Job) -> float | None:
+    """Return by how much longer computing took on two workers than on one with as many samples; None if unknown."""
+    if not {1, 2} <= job.profiles.keys() or job.first.virtual_workers:
+        return None
+    samples = job.profiles[2][0].batch
+    return job.curves[2].times(samples).seconds / job.curves[1].times(samples).seconds - 1
 
 
 # --- A step of a worker -----------------------------------------------------------------------------------------------

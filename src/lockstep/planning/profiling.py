@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import socket
 import tempfile
 import threading
@@ -12,13 +14,13 @@ from pathlib import Path
 
 from .. import environment
 from ..activity import Activity
-from ..errors import DataError, LockstepError
+from ..errors import DataError, LockstepError, WorkerError
 from ..launcher.log_multiplexer import LogMultiplexer
 from ..launcher.run_config import EXIT_GRACE, WorkerOptions
 from ..launcher.script import Script
 from ..messages import decode
 from .network import VirtualNetwork
-from .profile import Profile
+from .step_profile import Profile
 
 __all__ = ["Program", "record_profiles"]
 
@@ -115,7 +117,7 @@ def record_profiles(
 
     Raises:
         ConfigError: if there is no such script.
-        WorkerError: if the script fails.
+        LockstepError: if the script fails, in one line with the place; its exit code is that of the script.
         DataError: if the script ends without having run enough steps.
         KeyboardInterrupt: after Ctrl-C.
     """
@@ -172,7 +174,7 @@ def _read(program: Program, folder: Path, workers: int, alone: bool, failure: Lo
     paths = [profile_file(folder / f"copy-{rank}", 0) if alone else profile_file(folder, rank) for rank in ranks]
     if not all(path.exists() for path in paths):
         if failure is not None:
-            raise failure
+            raise _in_one_line(program, failure)
         raise DataError(
             f"{program.words[0]} ended without a step: expected a script that trains, with an optimizer of torch whose "
             f"step() is called, got {_last_line(folder)}"
@@ -181,12 +183,27 @@ def _read(program: Program, folder: Path, workers: int, alone: bool, failure: Lo
     fewest = min(len(profile.steps) for profile in profiles)
     if fewest < min(_FEWEST_STEPS, program.steps):
         if failure is not None:
-            raise failure
+            raise _in_one_line(program, failure)
         raise DataError(
             f"{program.words[0]} ended after {fewest} steps that could be measured; expected at least "
             f"{_FEWEST_STEPS} after those to warm up. Let it train longer: more epochs, or more data"
         )
     return profiles
+
+
+def _in_one_line(program: Program, failure: LockstepError) -> LockstepError:
+    """Return the error for a script that has failed; one of Lockstep's own is returned as it is."""
+    if not isinstance(failure, WorkerError):
+        return failure
+    name = program.words[0]
+    lines = re.findall(rf'File "[^"]*{re.escape(Path(name).name)}", line (\d+)', failure.worker_traceback)
+    place = f":{lines[-1]}" if lines else ""
+    reason = " ".join(failure.reason.split())
+    command = shlex.join(["lockstep", "run", "-np", "1", *["-m"] * program.is_module, *program.words])
+    error = LockstepError(f"{name}{place} failed: {failure.kind}: {reason}. `{command}` shows the traceback.")
+    error.exit_code = failure.exit_code
+    error.__cause__ = failure
+    return error
 
 
 def _last_line(folder: Path) -> str:

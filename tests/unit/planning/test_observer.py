@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.messages import decode
 from lockstep.planning.observer import ObserverSettings, ProfileRecorded, StepObserver, profile_file
-from lockstep.planning.profile import Profile
+from lockstep.planning.step_profile import Profile
 
 STEPS = 12
 DATA = TensorDataset(torch.arange(32 * 64 * 4.0).view(-1, 4) / 1e4, torch.ones(32 * 64, 1))

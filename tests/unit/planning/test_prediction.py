@@ -15,7 +15,7 @@ from lockstep.planning.advice import advise, assumptions, recommended
 from lockstep.planning.collective_costs import ALGORITHMS, Fabric
 from lockstep.planning.network import Link
 from lockstep.planning.prediction import Job, Uncertainty, best_bucket, critical_batch_size, predict
-from lockstep.planning.profile import ComputeCurve, Pass, Profile, StepRecord, merge
+from lockstep.planning.step_profile import ComputeCurve, Pass, Profile, StepRecord, merge
 
 FAST, SLOW, FAR = Link(1e15, 0.0), Link(1e6, 0.0), Link(1e15, 0.01)
 EXACT = Uncertainty(0.0, 0.0)
@@ -152,6 +152,7 @@ def test_two_profiled_workers_replace_the_assumed_slowdown() -> None:
     slower = tuple(msgspec.structs.replace(record(128, noise=1.25), samples=128) for _ in range(8))
     two = profile(workers=2, batch=128, steps=slower)
     both = replace(job(), profiles={1: [profile()], 2: [two]}, slowdown=9.0)
+    assert any("computed 21% slower than one" in line for line in assumptions(both))
     assert predict(both, [2])[0].step_s == pytest.approx(1.25 * (1e-3 + 1.28e-3) + 5e-4, rel=1e-4)
 
 

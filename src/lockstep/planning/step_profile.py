@@ -147,7 +147,7 @@ class ComputeCurve:
         profile: of one rank or of several, see `merge`.
 
     Attributes:
-        ratios: the durations of all steps, each divided by the median of its size: how much steps scatter.
+        ratios: the durations of passes and updates, each divided by the median of its size: how much steps scatter.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -229,5 +229,10 @@ def _median_ready(steps: Iterable[StepRecord]) -> list[float]:
 
 
 def _ratios(steps: Sequence[StepRecord]) -> list[float]:
-    middle = statistics.median(step.compute_s for step in steps)
-    return [step.compute_s / middle for step in steps] if middle > 0 else []
+    """Return the durations of passes and updates, each divided by their median.
+
+    What happens between epochs, such as a validation, happens to all workers at the same step, and is left out.
+    """
+    durations = [step.compute_s - step.loader_s - step.other_s for step in steps]
+    middle = statistics.median(durations)
+    return [duration / middle for duration in durations] if middle > 0 else []
