@@ -28,7 +28,7 @@ class Slurm:
         """Return the batch script."""
         job.check_limit()
         logs = job.setting("log_dir") or "logs"
-        lines = ["#!/bin/bash", *_head(job, logs), "", *_directives(job, logs), "", "set -u"]
+        lines = ["#!/bin/bash", *_head(job, logs), "", *_directives(job, logs)]
         if job.setup:
             lines += ["", *job.setup]
         values, _ = split_variables(job.variables)  # those without a value are in the shell that calls sbatch
