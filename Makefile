@@ -25,11 +25,12 @@ MISTAKEN   := Could not find a version|No matching distribution|Cannot install .
 MISTAKEN   := $(MISTAKEN)|ResolutionImpossible|subprocess-exited-with-error|installing build dependencies
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types layers docs chaos clean distclean
+.PHONY: help train test test-cluster lint types layers docs chaos clean distclean
 
 help: ## show this list
 	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
 	@echo "make test     install what the tests need, then run them all (PYTEST_FLAGS=... for pytest)"
+	@echo "make test-cluster  install Slurm (apt) where it is missing, and run the tests with a real one; about ten minutes"
 	@echo "make lint     check style and formatting (ruff)"
 	@echo "make types    check types (mypy, strict)"
 	@echo "make layers   check which module imports which (docs/architecture.md)"
@@ -44,6 +45,21 @@ train: $(DEMO)
 
 test: $(TESTS)
 	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+
+# A Slurm of two nodes on this host, which is gone afterwards; the package's own daemons are not started.
+test-cluster: $(TESTS)
+	@missing=; for each in slurmctld slurmd munged; do \
+	    PATH=$$PATH:/usr/sbin:/sbin command -v $$each > /dev/null || missing="$$missing $$each"; done; \
+	if [ -n "$$missing" ]; then \
+	    sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
+	    echo "Installing$$missing (apt-get install slurm-wlm munge) ..."; \
+	    { $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+	        apt-get install -qq -y --no-install-recommends slurm-wlm munge; } > $(VENV)/apt.log 2>&1 || { \
+	        tail -n 3 $(VENV)/apt.log >&2; \
+	        echo "error: Slurm could not be installed; $(VENV)/apt.log says why." >&2; \
+	        echo "       Install slurmctld, slurmd and munged yourself, then run it again." >&2; exit 1; }; \
+	fi
+	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/cluster -rs $(PYTEST_FLAGS)
 
 lint: $(TESTS)
 	@$(BIN)/ruff check .

@@ -154,10 +154,10 @@ def test_a_jobset_has_the_fields_of_its_api() -> None:
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith("skypilot")])
 def test_skypilots_schema_accepts_the_task(name: str) -> None:
     schemas = pytest.importorskip("sky.utils.schemas", reason="pip install skypilot")
-    validate = pytest.importorskip("jsonschema").validate
+    jsonschema = pytest.importorskip("jsonschema")
     task = yaml.safe_load(text_of(COMMANDS[name]))
-    validate(task, {**schemas.get_task_schema(), "$schema": None})
-    validate(task["resources"], {**schemas.get_resources_schema(), "$schema": None})
+    jsonschema.Draft202012Validator(schemas.get_task_schema()).validate(task)
+    jsonschema.Draft202012Validator(schemas.get_resources_schema()).validate(task["resources"])
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith("dstack")])
