@@ -104,7 +104,7 @@ def add_to(commands: Any, name: str) -> None:
     parser.add_argument("--to", metavar="SCHEDULER", help=f"one of {', '.join(SCHEDULERS.names())}")
     parser.add_argument("-y", "--yes", action="store_true", help="hand the file to the scheduler without asking")
     parser.add_argument("--dry-run", action="store_true", help="only print the file")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the file there (default: when it is handed over, "
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the file there (default: when it is handed over, "
                         "into the current folder, under the job's name)")  # fmt: skip
     for title, rows in (("resources", _RESOURCES), ("place", _PLACE)):
         group = parser.add_argument_group(title)
@@ -118,9 +118,9 @@ def add_to(commands: Any, name: str) -> None:
         if option.name in _RUN_OPTIONS:
             group.add_argument(*option.flags, **argparse_settings(option) | {"help": argparse.SUPPRESS})
     group.description = (
-        "-np N (of each node), --elastic MIN:MAX, --resume RUN (default: latest), -m, -x NAME[=VALUE], --grace S, "
-        "--threads N, --network-interface NAME, --output-dir DIR, --tee, --timeline DIR, --stall-timeout S, --strict, "
-        "--preload MODULES, --restarts N and others."
+        "-np N (of each node), --elastic MIN:MAX, --resume RUN (default: latest),\n-m, -x NAME[=VALUE], --grace S, "
+        "--threads N, --network-interface NAME,\n--output-dir DIR, --tee, --timeline DIR, --stall-timeout S, --strict,\n"
+        "--preload MODULES, --restarts N and others"
     )
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     sources = parser.first_flags() | {"workers": "-np"}
@@ -183,6 +183,8 @@ def make_job(given: Mapping[str, Any], scheduler: Scheduler) -> Job:
     """
     nodes = _number(given, "nodes", 1)
     gpus = _number(given, "gpus", 0)
+    if "shm" in given:
+        whole_number("shm", given["shm"], 1 << 16)
     program = [str(given["script"]), *map(str, given.get("arguments", ()))]
     if program[1:2] == ["--"]:
         del program[1]

@@ -81,7 +81,7 @@ def _resources(job: Job) -> list[str]:
     if job.memory is not None:
         lines.append(f"  memory: {job.memory}GB..")
     if job.gpus:
-        kind = f"name: {job.gpu_type}, " if job.gpu_type else ""
+        kind = f"name: {quoted(job.gpu_type)}, " if job.gpu_type else ""
         lines.append(f"  gpu: {{{kind}count: {job.gpus}}}")
     shm = job.setting("shm") or "8"
     return [*lines, f"  shm_size: {shm}GB    # /dev/shm, for the batches of loader processes, and for NCCL"]

@@ -50,7 +50,7 @@ class Kubernetes:
 
 
 def _head(job: Job, kind: str) -> list[str]:
-    namespace = f" -n {job.setting('namespace')}" if job.setting("namespace") else ""
+    namespace = f" -n {shlex.quote(job.setting('namespace'))}" if job.setting("namespace") else ""
     needs = "    (JobSet's controller must be in the cluster)" if kind == "jobset" else ""
     lines = [
         f"# Made by: {job.command}",
@@ -71,7 +71,7 @@ def _head(job: Job, kind: str) -> list[str]:
 def _metadata(job: Job, indent: str = "") -> list[str]:
     lines = [f"{indent}metadata:", f"{indent}  name: {job.name}"]
     if job.setting("namespace"):
-        lines.append(f"{indent}  namespace: {job.setting('namespace')}")
+        lines.append(f"{indent}  namespace: {quoted(job.setting('namespace'))}")
     return [*lines, f"{indent}  labels: {{app.kubernetes.io/name: {job.name}}}"]
 
 

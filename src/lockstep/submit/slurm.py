@@ -14,6 +14,8 @@ from .job import Job, in_lines, parse_time, run_tool, split_variables
 
 __all__ = ["Slurm"]
 
+_SPECIAL = set(" #\"'\\")
+
 
 class Slurm:
     """See `job.Scheduler`."""
@@ -124,7 +126,7 @@ def _directives(job: Job, logs: str) -> list[str]:
     rows += [(f"--nodes={job.nodes}", ""), ("--ntasks-per-node=1", "one launcher on each node; it starts the workers")]
     rows.append((f"--cpus-per-task={job.cpus}", "cores of a node, for all of its workers and their loader processes"))
     if job.gpus:
-        kind = f"{job.gpu_type.lower()}:" if job.gpu_type else ""
+        kind = f"{job.gpu_type}:" if job.gpu_type else ""
         rows.append((f"--gpus-per-node={kind}{job.gpus}", "one for each worker" if job.workers == job.gpus else ""))
     if job.memory is not None:
         rows.append((f"--mem={job.memory}G", "of a node"))
@@ -140,8 +142,8 @@ def _directives(job: Job, logs: str) -> list[str]:
 
 def _directive(option: str) -> str:
     name, equals, value = option.partition("=")
-    # sbatch reads quotes as a shell does; %j stays as it is
-    return f"#SBATCH {name}{equals}{shlex.quote(value) if ' ' in value else value}"
+    # sbatch reads quotes as a shell does, and a comment after #; %j stays as it is
+    return f"#SBATCH {name}{equals}{shlex.quote(value) if set(value) & _SPECIAL else value}"
 
 
 def _step(job: Job) -> list[str]:
