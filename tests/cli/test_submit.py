@@ -99,8 +99,7 @@ def test_every_scheduler_gets_its_file_by_its_own_tool(
     here: Here, project: Path, tools: Path, to: str, tool: str, calls: list[str]
 ) -> None:
     add_tool(tools, tool, 'echo "$@" >> calls; echo done')
-    image = ("--image", "i") if to == "kubernetes" else ()
-    ended = here("submit", "--to", to, "--yes", *image, "-x", "TOKEN", "train.py")
+    ended = here("submit", "--to", to, "--yes", "--image", "i", "-x", "TOKEN", "train.py")
     assert (ended.returncode, ended.stdout) == (0, "done\n")
     assert (project / "calls").read_text().splitlines() == calls
 
@@ -131,13 +130,13 @@ def test_on_a_terminal_it_asks(
         ("--to slurm --image x train.py", "--image: expected not to be given for Slurm, which has --partition,"),
         ("--to slurm --yes --dry-run train.py", "--dry-run: expected either --yes or --dry-run, got both"),
         ("--to slurm nothere.py", "script: expected an existing Python file, got "),
-        ("--to skypilot /train.py", "script: expected an existing Python file"),
+        ("--to skypilot --setup x /train.py", "script: expected an existing Python file"),
         ("--to slurm train.py", "script: expected a file on a folder that all nodes share, got "),
         ("--to slurm --shared-folder /home train.py", "script: expected a file in the shared folder /home, got "),
         ("--to slurm --fast train.py", "option: expected one that `lockstep submit --help` lists, got '--fast'"),
         ("--to slurm", "the following arguments are required: script"),
         (
-            "--to dstack --yes train.py",
+            "--to dstack --yes --image i train.py",
             "--to: expected a scheduler that can be reached from here: dstack is by `dstack`, got no dstack on the "
             "PATH. `lockstep doctor` lists the schedulers that can be reached from here",
         ),

@@ -41,8 +41,9 @@ examples:
   lockstep submit --to kubernetes --nodes 2 --gpus 8 --image registry/train:1 --volume runs:/runs train.py
       nodes may be lost, and replaced, while the others go on:
   lockstep submit --to slurm --nodes 4 --gpus 8 --elastic 16:32 --time 1d train.py
-  lockstep submit --to skypilot --nodes 2 --gpus 8 --gpu-type H100 --volume s3://checkpoints:/runs train.py
-  lockstep submit --to dstack --nodes 2 --gpus 8 --gpu-type H100 --time 4h train.py
+      on nodes that begin empty:
+  lockstep submit --to skypilot --nodes 2 --gpus 8 --gpu-type H100 --setup 'pip install -r requirements.txt' train.py
+  lockstep submit --to dstack --nodes 2 --gpus 8 --gpu-type H100 --image registry/train:1 --time 4h train.py
 
 exit codes: 0 for success, 1 if the scheduler refuses the job, 2 for invalid options
 """
@@ -119,8 +120,8 @@ def add_to(commands: Any, name: str) -> None:
             group.add_argument(*option.flags, **argparse_settings(option) | {"help": argparse.SUPPRESS})
     group.description = (
         "-np N (of each node), --elastic MIN:MAX, --resume RUN (default: latest),\n-m, -x NAME[=VALUE], --grace S, "
-        "--threads N, --network-interface NAME,\n--output-dir DIR, --tee, --timeline DIR, --stall-timeout S, --strict,\n"
-        "--preload MODULES, --restarts N and others"
+        "--threads N, --network-interface NAME,\n--output-dir DIR, --tee, --timeline DIR, --stall-timeout S, "
+        "--strict,\n--preload MODULES, --restarts N and others"
     )
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     sources = parser.first_flags() | {"workers": "-np"}

@@ -23,6 +23,7 @@ class Dstack:
     def write(self, job: Job) -> str:
         """Return the task."""
         job.check_limit()
+        job.check_installed(self.title)
         lines = [*_head(job), "type: task", f"name: {job.name}", f"nodes: {job.nodes}"]
         if job.setting("image"):
             lines += ["", f"image: {quoted(job.setting('image'))}"]
@@ -68,11 +69,10 @@ def _variables(job: Job) -> list[str]:
 
 
 def _commands(job: Job) -> list[str]:
-    setup = job.setup or (() if job.setting("image") else ("pip install lockstep-train",))
     start = [] if "--start-timeout" in job.options else ["--start-timeout", str(START_LIMIT_S)]
     # exec: the launcher shall get the signals
     words = in_lines(["exec", *job.run_words("--nodes", "auto", *start)])
-    first, *more = ["- |", *(f"  {line}" for line in (*setup, *words))]
+    first, *more = ["- |", *(f"  {line}" for line in (*job.setup, *words))]
     return ["", "commands:", first, *more]
 
 

@@ -107,6 +107,15 @@ class Job:
             raise ConfigError(name, f"{example}, which {needed_by} needs", found="nothing")
         return value
 
+    def check_installed(self, title: str) -> None:
+        """Raise ConfigError if nothing installs the program's packages on nodes that begin empty."""
+        if not self.setup and not self.setting("image"):
+            expected = (
+                f"commands that install Lockstep and the program's packages on the nodes, which {title} gives empty"
+            )
+            hint = "For example --setup 'pip install -r requirements.txt', or --image NAME for an image that has them."
+            raise ConfigError("setup", expected, found="nothing", hint=hint)
+
     def check_limit(self) -> None:
         """Raise ConfigError if the time limit leaves no time to train."""
         if self.limit is not None and self.limit <= self.lead:

@@ -23,6 +23,7 @@ class SkyPilot:
     def write(self, job: Job) -> str:
         """Return the task."""
         job.check_limit()
+        job.check_installed(self.title)
         if job.gpus and not job.gpu_type:
             hint = "`sky show-gpus` lists them."
             raise ConfigError("gpu_type", "the model of the GPUs, such as H100", found="nothing", hint=hint)
@@ -99,7 +100,7 @@ def _variables(job: Job) -> list[str]:
 
 
 def _setup(job: Job) -> list[str]:
-    return ["", "setup: |", *(f"  {line}" for line in job.setup or ("pip install lockstep-train",))]
+    return ["", "setup: |", *(f"  {line}" for line in job.setup)] if job.setup else []
 
 
 def _run(job: Job) -> list[str]:

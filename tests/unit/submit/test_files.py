@@ -38,10 +38,10 @@ COMMANDS = {
     "kubernetes-jobset.yaml": "--to kubernetes --kind jobset --nodes 4 -np 2 --image registry/train:1 --namespace ml "
     "--elastic 4:8 --setup 'pip install -e .' --retries 5 train.py",
     "skypilot.yaml": "--to skypilot --nodes 2 --gpus 8 --gpu-type H100 --time 4h --volume s3://checkpoints:/runs "
-    "--infra aws -x MODE=fast -x HF_TOKEN train.py",
+    "--infra aws -x MODE=fast -x HF_TOKEN --setup 'pip install -r requirements.txt' train.py",
     "skypilot-small.yaml": "--to skypilot --memory 32 --image registry/train:1 train.py",
     "dstack.dstack.yml": "--to dstack --nodes 2 --gpus 8 --gpu-type H100 --time 4h --volume runs:/runs -x MODE=fast "
-    "-x HF_TOKEN train.py",
+    "-x HF_TOKEN --setup 'pip install uv' --setup 'uv pip install -r requirements.txt' train.py",
     "dstack-image.dstack.yml": "--to dstack --image registry/train:1 --folder /app --memory 32 --shm 16 train.py",
 }
 
@@ -193,9 +193,10 @@ def test_every_file_says_when_to_save_and_resumes(name: str) -> None:
         ("--to kubernetes t.py", "image", "the name of a container image .*, which Kubernetes needs, got nothing"),
         ("--to kubernetes --image i --kind pod t.py", "kind", "job or jobset"),
         ("--to kubernetes --image i --volume runs t.py", "volume", "CLAIM:/PATH"),
-        ("--to skypilot --gpus 1 t.py", "gpu_type", "the model of the GPUs, such as H100"),
-        ("--to skypilot --volume s3://bucket t.py", "volume", "URL:/PATH"),
-        ("--to dstack --volume runs t.py", "volume", "NAME:/PATH"),
+        ("--to skypilot t.py", "setup", "commands that install Lockstep .* which SkyPilot gives empty, got nothing"),
+        ("--to skypilot --gpus 1 --setup x t.py", "gpu_type", "the model of the GPUs, such as H100"),
+        ("--to skypilot --setup x --volume s3://bucket t.py", "volume", "URL:/PATH"),
+        ("--to dstack --setup x --volume runs t.py", "volume", "NAME:/PATH"),
     ],
 )
 def test_what_is_wrong_is_named(command: str, argument: str, said: str) -> None:
