@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.submit.job import check_script_is_shared, parse_time
+from lockstep.submit.description import check_script_is_shared, parse_time
 from support.command import Here
 
 SLURM = ("submit", "--to", "slurm")

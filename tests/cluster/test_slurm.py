@@ -29,7 +29,10 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.1), torch
 data = torch.utils.data.TensorDataset(torch.randn(320, 4), torch.randint(0, 2, (320,)))
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 loss, callbacks = torch.nn.CrossEntropyLoss(), [Slow(), Checkpoints("1epoch")]
-trainer = lockstep.Trainer(model, optimizer, loss, 8, virtual_workers=4, run_dir="run", callbacks=callbacks)
+loaders = int(os.environ.get("LOADERS", 0))
+trainer = lockstep.Trainer(
+    model, optimizer, loss, 8, virtual_workers=4, run_dir="run", callbacks=callbacks, num_workers=loaders
+)
 trainer.fit(data, 2)
 if comm.rank == 0:
     print("result", lockstep.fingerprint(model, optimizer), comm.size, comm.world.nodes, comm.world.source, flush=True)
@@ -131,13 +134,16 @@ def test_scancel_ends_in_a_checkpoint_which_the_next_job_resumes(
 def test_a_signal_to_the_steps_alone_ends_the_job_without_a_requeue(
     slurm: Slurm, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Slurm sends the signal to every process of the step, loader processes among them."""
     monkeypatch.setitem(slurm.environment, "SLOW", "0.5")
+    monkeypatch.setitem(slurm.environment, "LOADERS", "1")
     number, log = submit(slurm, project, "-np", "2", "--no-prefix", "--time", "30m")
     wait_for_step(log)
     slurm.run("scancel", "--signal=TERM", number, cwd=project)
     job = slurm.wait_for_job(number, "FAILED", "COMPLETED", "CANCELLED")
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "143:0", "0")
-    assert "saved run/checkpoints/step-" in log.read_text()
+    assert any(project.glob("run/checkpoints/step-*/manifest.json")), log.read_text()
+    assert "DataLoader worker" not in log.read_text()
 
 
 @pytest.mark.timeout(400)

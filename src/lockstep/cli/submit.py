@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..launcher.run_config import OPTIONS, RunConfig
 from ..submit import SCHEDULERS, Job, Scheduler, hand_over
-from ..submit.job import check_script_is_shared, parse_gigabytes, parse_name, parse_time
+from ..submit.description import check_script_is_shared, parse_gigabytes, parse_name, parse_time
 from ..system.atomic_files import write_text
 from .parser import Help, whole_number
 from .run import argparse_settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..registry import Registry
-from .job import Job, Scheduler, hand_over
+from .description import Job, Scheduler, hand_over
 
 __all__ = ["SCHEDULERS", "Job", "Scheduler", "hand_over"]
 

@@ -6,13 +6,13 @@ Source: dstack's documentation of tasks, and the models in its package (dstack._
 from __future__ import annotations
 
 from ..errors import ConfigError
-from .job import START_LIMIT_S, Job, in_lines, quoted, split_variables
+from .description import START_LIMIT_S, Job, in_lines, quoted, split_variables
 
 __all__ = ["Dstack"]
 
 
 class Dstack:
-    """See `job.Scheduler`."""
+    """See `description.Scheduler`."""
 
     title = "dstack"
     suffix = ".dstack.yml"

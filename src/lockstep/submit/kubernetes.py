@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 
 from ..errors import ConfigError, LockstepError
-from .job import START_LIMIT_S, Job, quoted, run_tool, split_variables
+from .description import START_LIMIT_S, Job, quoted, run_tool, split_variables
 
 __all__ = ["Kubernetes"]
 
@@ -16,7 +16,7 @@ _KINDS = ("job", "jobset")
 
 
 class Kubernetes:
-    """See `job.Scheduler`."""
+    """See `description.Scheduler`."""
 
     title = "Kubernetes"
     suffix = ".yaml"

@@ -6,13 +6,13 @@ Source: SkyPilot's documentation of the task YAML, and the schema in its package
 from __future__ import annotations
 
 from ..errors import ConfigError
-from .job import START_LIMIT_S, Job, in_lines, quoted, split_variables
+from .description import START_LIMIT_S, Job, in_lines, quoted, split_variables
 
 __all__ = ["SkyPilot"]
 
 
 class SkyPilot:
-    """See `job.Scheduler`."""
+    """See `description.Scheduler`."""
 
     title = "SkyPilot"
     suffix = ".yaml"

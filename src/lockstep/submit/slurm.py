@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from ..errors import ConfigError, LockstepError
-from .job import Job, in_lines, parse_time, run_tool, split_variables
+from .description import Job, in_lines, parse_time, run_tool, split_variables
 
 __all__ = ["Slurm"]
 
@@ -18,7 +18,7 @@ _SPECIAL = set(" #\"'\\")
 
 
 class Slurm:
-    """See `job.Scheduler`."""
+    """See `description.Scheduler`."""
 
     title = "Slurm"
     suffix = ".sbatch"
