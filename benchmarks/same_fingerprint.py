@@ -52,15 +52,19 @@ class Row:
     reason: str = ""
 
 
-class LeftOut(Exception):
+class LeftOutError(Exception):
     """A launcher cannot be used here; the message says why."""
+
+
+class FailedError(Exception):
+    """A launcher is here, and the program has failed under it; the message says how."""
 
 
 def run(words: list[str], variables: dict[str, str] | None = None) -> dict[str, Any]:
     """Run a command, and return what rank 0 has printed.
 
     Raises:
-        LeftOut: it has failed.
+        FailedError: it has failed.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_PROGRESS": "off", **(variables or {})}
     paths = [str(HERE), str(HERE.parent / "src"), environment.get("PYTHONPATH", "")]
@@ -77,20 +81,20 @@ def run(words: list[str], variables: dict[str, str] | None = None) -> dict[str, 
                 timeout=LIMIT_S,
             )
         except subprocess.TimeoutExpired:
-            raise LeftOut(f"no end within {LIMIT_S:g} s") from None
+            raise FailedError(f"no end within {LIMIT_S:g} s") from None
     for line in done.stdout.splitlines():
         if "result {" in line:
             found: dict[str, Any] = json.loads(line[line.index("{") :])
             return found
     lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["no output"]
-    raise LeftOut(f"failed with {done.returncode}: {lines[-1][:120]}")
+    raise FailedError(f"exit code {done.returncode}: {' / '.join(lines[-3:])[:400]}")
 
 
 def needs(name: str) -> str:
     """Return the path of a program, beside this Python or on the PATH."""
     path = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if path is None:
-        raise LeftOut(f"there is no {name} here")
+        raise LeftOutError(f"there is no {name} here")
     return path
 
 
@@ -113,13 +117,15 @@ def over_ssh(steps: int) -> dict[str, Any]:
     """Lockstep's launcher on two network namespaces, each with an sshd."""
     from support.sshd import make_hosts
 
+    if not Path("/usr/sbin/sshd").exists():
+        raise LeftOutError("there is no sshd here")
     with tempfile.TemporaryDirectory() as folder:
         try:
             with make_hosts(2, Path(folder)) as hosts:
                 words = [*LOCKSTEP, "-H", "alpha:1,beta:1", PROGRAM, str(steps)]
                 return run(words, {"PATH": hosts.path})
         except (OSError, subprocess.CalledProcessError) as error:
-            raise LeftOut(f"network namespaces with sshd cannot be made here: {error}") from None
+            raise LeftOutError(f"network namespaces cannot be made here: {type(error).__name__}") from None
 
 
 def with_torchrun(steps: int) -> dict[str, Any]:
@@ -139,14 +145,14 @@ def with_srun(*options: str) -> Callable[[int], dict[str, Any]]:
         from support.slurm import make_cluster, missing
 
         if missing():
-            raise LeftOut(missing())
+            raise LeftOutError(missing())
         program = [*LOCKSTEP, *options, PROGRAM] if options else [sys.executable, PROGRAM]
         try:
             with make_cluster() as cluster:
                 words = ["srun", "--nodes=2", "--ntasks-per-node=1", *program, str(steps)]
                 return run(words, cluster.environment)
         except (OSError, AssertionError) as error:
-            raise LeftOut(f"Slurm does not start here: {str(error).splitlines()[0]}") from None
+            raise LeftOutError(f"Slurm does not start here: {str(error).splitlines()[0]}") from None
 
     return start
 
@@ -155,7 +161,7 @@ def with_ray(steps: int) -> dict[str, Any]:
     """Actors of a Ray on this host."""
     for name in ("ray", "lockstep.ray"):
         if importlib.util.find_spec(name) is None:
-            raise LeftOut(f"{name} is not installed" if name == "ray" else f"this Lockstep has no {name}")
+            raise LeftOutError(f"{name} is not installed" if name == "ray" else f"this Lockstep has no {name}")
     return run([sys.executable, PROGRAM, str(steps), "ray"])
 
 
@@ -177,8 +183,10 @@ def measure(command: str, start: Callable[[int], dict[str, Any]], steps: int) ->
     print(f"{command} ...", flush=True)
     try:
         found = start(steps)
-    except LeftOut as error:
-        return Row(command, reason=" ".join(str(error).split()))
+    except LeftOutError as error:
+        return Row(command, reason=" ".join(str(error).split())[:120])
+    except FailedError as error:
+        raise SystemExit(f"error: {command}: {error}") from None
     return Row(command, found["workers"], found["hosts"], found["fingerprint"])
 
 

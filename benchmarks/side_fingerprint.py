@@ -10,9 +10,9 @@ import json
 import sys
 
 import torch
-from common import load_images
 
 import lockstep
+from common import load_images
 
 VIRTUAL_WORKERS = 8
 BATCH = 64
@@ -22,13 +22,13 @@ def train(steps: int) -> dict[str, object]:
     """Train, and return the fingerprint and this worker's place; equal on all ranks but for the rank."""
     comm = lockstep.init("cpu")
     torch.manual_seed(0)
-    images, targets = load_images(BATCH * steps)
+    images = load_images(BATCH * steps)
     model = torch.nn.Sequential(lockstep.models.lenet(), torch.nn.Dropout(0.1))
     optimizer = torch.optim.AdamW(model.parameters())
     trainer = lockstep.Trainer(
         model, optimizer, torch.nn.CrossEntropyLoss(), global_batch_size=BATCH, virtual_workers=VIRTUAL_WORKERS
     )
-    trainer.fit(torch.utils.data.TensorDataset(images, targets), epochs=1)
+    trainer.fit(images, epochs=1)
     world = comm.world
     return {
         "fingerprint": lockstep.fingerprint(model, optimizer),
