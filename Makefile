@@ -32,7 +32,7 @@ MISTAKEN   := $(MISTAKEN)|ResolutionImpossible|subprocess-exited-with-error|inst
 help: ## show this list
 	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
 	@echo "make test     install what the tests need, then run them all (PYTEST_FLAGS=... for pytest)"
-	@echo "make test-cluster  install Ray as well, and run the tests on real local clusters (PYTEST_FLAGS=... for pytest)"
+	@echo "make test-cluster  install Slurm (apt) and Ray where they are missing, and run the tests with real ones; a quarter of an hour"
 	@echo "make lint     check style and formatting (ruff)"
 	@echo "make types    check types (mypy, strict)"
 	@echo "make layers   check which module imports which (docs/architecture.md)"
@@ -49,9 +49,21 @@ train: $(DEMO)
 test: $(TESTS)
 	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
-# what is not installed, such as a scheduler, is skipped with its reason
+# A Slurm of two nodes on this host and clusters of Ray, which are gone afterwards; the daemons of Debian's package are not
+# started. What is not installed is skipped with its reason.
 test-cluster: $(CLUSTER)
-	@$(BIN)/pytest -rs tests/cluster $(PYTEST_FLAGS)
+	@missing=; for each in slurmctld slurmd munged; do \
+	    PATH=$$PATH:/usr/sbin:/sbin command -v $$each > /dev/null || missing="$$missing $$each"; done; \
+	if [ -n "$$missing" ]; then \
+	    sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
+	    echo "Installing$$missing (apt-get install slurm-wlm munge) ..."; \
+	    { $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+	        apt-get install -qq -y --no-install-recommends slurm-wlm munge; } > $(VENV)/apt.log 2>&1 || { \
+	        tail -n 3 $(VENV)/apt.log >&2; \
+	        echo "error: Slurm could not be installed; $(VENV)/apt.log says why." >&2; \
+	        echo "       Install slurmctld, slurmd and munged yourself, then run it again." >&2; exit 1; }; \
+	fi
+	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/cluster -rs $(PYTEST_FLAGS)
 
 lint: $(TESTS)
 	@$(BIN)/ruff check .

@@ -102,7 +102,7 @@ def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     """The real thing: two ranks sum over every backend that is here."""
     main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert list(report["sections"]) == ["host", "devices", "versions", "network", "job", "backends"]
+    assert list(report["sections"]) == ["host", "devices", "versions", "network", "job", "cluster", "backends"]
     assert "4 MiB in" in report["sections"]["backends"]["shm"]["text"]
     assert "4 MiB in" in report["sections"]["backends"]["gloo"]["text"]
     assert not [problem for problem in report["problems"] if "cannot sum" in problem["what"]]

@@ -26,9 +26,11 @@ from typing_extensions import Self
 
 import lockstep
 from lockstep.cli import train_options
+from lockstep.cli.submit import make_job
 from lockstep.errors import LockstepError
 from lockstep.hosts import parse_hosts
 from lockstep.launcher.run_config import RunConfig
+from lockstep.submit import SCHEDULERS
 from lockstep.training.options import TrainOptions
 
 __all__ = [
@@ -188,6 +190,9 @@ def _check_values(command: str, options: argparse.Namespace) -> None:
         given = {name: value for name, value in vars(options).items() if name != "hostfile"}
         RunConfig.parse({**given, "program": (options.script, *options.arguments)})
         _require_file(options.script)
+    if command == "submit":
+        scheduler = SCHEDULERS.load(options.to)()
+        scheduler.write(make_job(vars(options), scheduler))
     if command == "doctor" and options.hosts is not None:
         parse_hosts(options.hosts)
 

@@ -24,8 +24,9 @@ __all__ = ["add_to", "run_command"]
 
 _DESCRIPTION = """\
 Check this host's devices, memory, cores, limits and network, run an all-reduce
-of two processes on each backend, and log in on the hosts of a job. Ends with a
-list of problems and their fixes.
+of two processes on each backend, and log in on the hosts of a job. On the nodes
+of a scheduler it checks what the job's ranks would see: run it on all of them at
+once, as the job. Ends with a list of problems and their fixes.
 """
 
 _INDENT = 16  # columns before the text of a line: its mark and name
@@ -36,6 +37,8 @@ examples:
   lockstep doctor -H nodeA:4,nodeB:4
   lockstep doctor --hostfile hosts --ssh-port 2222 --identity ~/.ssh/cluster
   lockstep doctor --json | jq .problems
+      do the nodes of a job reach each other, and do their versions agree?
+  srun --nodes=2 --ntasks-per-node=1 lockstep doctor
 
 exit codes:
   0  nothing to fix

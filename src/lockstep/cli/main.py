@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from ..environment import debugging
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
 from ..interruption import resume_hint
-from . import bench, doctor, explain, horovodrun, join, plan, resize, run, timeline, top, train, verify
+from . import bench, doctor, explain, horovodrun, join, plan, resize, run, submit, timeline, top, train, verify
 from .explain import failure_text
 from .parser import Parser
 from .train_options import as_typed
@@ -24,6 +24,7 @@ __all__ = ["main", "run_as_horovodrun"]
 _COMMANDS = {
     "train": train,
     "run": run,
+    "submit": submit,
     "verify": verify,
     "doctor": doctor,
     "bench": bench,

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -576,13 +577,19 @@ def _unchanged(data: Any) -> Any:
 
 
 def _ignore_signals(_: int, new_group: bool) -> None:
-    # Ctrl-C reaches every process of the terminal, and some schedulers send SIGTERM to a whole process group. The
-    # parent completes its step first, and needs this process's batches for it.
+    # Ctrl-C reaches every process of the terminal, and SIGTERM of Slurm every process of a step. The parent completes
+    # its step first, and needs this process's batches for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _pass_over_once)
     if new_group:  # not under a launcher: it signals only the worker, and at the end kills the worker's process group
         os.setpgid(0, 0)
         # In a background process group, writing to the terminal must not stop the process ("stty tostop").
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+
+
+def _pass_over_once(number: int, _frame: FrameType | None) -> None:
+    # The next one ends this process: that of multiprocessing, when the parent exits and this process hangs.
+    signal.signal(number, signal.SIG_DFL)
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:

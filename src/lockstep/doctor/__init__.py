@@ -19,13 +19,14 @@ def examine(hosts: Sequence[Host] = (), ssh: Ssh | None = None, limit: float = 6
         ssh: its options; ssh's configuration alone if None.
         limit: seconds after which the test of a backend is aborted.
     """
-    from . import backends, remote, this_host
+    from . import backends, cluster, remote, this_host
 
     yield this_host.examine_host()
     yield this_host.examine_devices()
     yield this_host.examine_versions()
     yield this_host.examine_network()
     yield this_host.examine_job()
+    yield cluster.examine_cluster()
     yield backends.examine_backends(limit)
     if hosts:
         yield remote.examine_hosts(hosts, ssh or Ssh())

@@ -34,6 +34,7 @@ __all__ = [
     "emulated_network",
     "emulation_variables",
     "find_world",
+    "gives_nodes_ranks",
     "heartbeat_timeout",
     "horovod_marks_cycles",
     "horovod_timeline",
@@ -392,6 +393,14 @@ def runtime_dir() -> Path | None:
 def is_launched() -> bool:
     """Return whether a launcher started this process as one of a job's workers."""
     return find_launcher(os.environ) is not None
+
+
+def gives_nodes_ranks() -> bool:
+    """Return whether RANK and WORLD_SIZE number nodes: PyTorchJob, of Kubeflow's Training Operator, sets them for pods.
+
+    They are not those of a worker: its launcher would also have set LOCAL_RANK.
+    """
+    return "PET_NODE_RANK" in os.environ and "LOCAL_RANK" not in os.environ
 
 
 def under_launcher() -> bool:

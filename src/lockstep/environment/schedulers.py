@@ -1,7 +1,4 @@
-"""Which of a job's nodes this is, from the variables of the scheduler that has given them (pure).
-
-Slurm is not among them: srun starts launchers as tasks of a step, see `launchers`.
-"""
+"""Which of a job's nodes this is, from the variables of the scheduler that has given them (pure)."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from .launchers import expand_nodes
 
 __all__ = ["SCHEDULERS", "NodePlace", "find_node"]
 
@@ -54,6 +52,9 @@ class _Variables:
 
     def __init__(self, env: Mapping[str, str], title: str) -> None:
         self._env, self._title = env, title
+
+    def has(self, name: str) -> bool:
+        return bool(self._env.get(name, "").strip())
 
     def text(self, name: str, expected: str) -> str:
         found = self._env.get(name, "").strip()
@@ -108,15 +109,34 @@ def _sagemaker(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
 
 
 def _kubernetes(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
-    # a pod of an indexed Job is called JOB-INDEX, with the domain of the headless service; nothing tells their number
+    # Nothing tells a pod the number of pods. JobSet may run each node as a Job of its own, whose pods all have index 0:
+    # then the manifest takes the node's number and the coordinator's address from JobSet's labels.
     nodes = env.number("LOCKSTEP_NODES", 1, expected="the number of pods, as `completions` of the Job")
-    node = env.number("JOB_COMPLETION_INDEX", 0, nodes - 1)
+    index = "LOCKSTEP_NODE_RANK" if env.has("LOCKSTEP_NODE_RANK") else "JOB_COMPLETION_INDEX"
+    node = env.number(index, 0, nodes - 1)
+    port = env.number("MASTER_PORT", 1, 65535) if env.has("MASTER_PORT") else None
+    if env.has("MASTER_ADDR"):
+        return node, nodes, env.text("MASTER_ADDR", "the name or address of the first pod"), port
+    # a pod of an indexed Job is called JOB-INDEX, with the domain of the headless service
     name, dot, domain = host.partition(".")
     if nodes > 1 and not name.endswith(f"-{node}"):
-        raise env.error(
-            "JOB_COMPLETION_INDEX", "the end of the pod's host name, such as 3 for train-3", f"{node} on {name}"
-        )
-    return node, nodes, f"{name.removesuffix(f'-{node}')}-0{dot}{domain}" if nodes > 1 else host, None
+        raise env.error(index, "the end of the pod's host name, such as 3 for train-3", f"{node} on {name}")
+    return node, nodes, f"{name.removesuffix(f'-{node}')}-0{dot}{domain}" if nodes > 1 else host, port
+
+
+def _slurm(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
+    # a step of several tasks is a job of that many launchers, see `launchers`; here are those of one task, and scripts
+    nodes = env.number("SLURM_JOB_NUM_NODES", 1)
+    if nodes > 1 and not env.has("SLURM_STEP_ID"):
+        hint = "Start a launcher on each node: srun --ntasks-per-node=1 lockstep run ..."
+        found = f"{nodes} in a process that srun has not started"
+        raise ConfigError("environment variable SLURM_JOB_NUM_NODES (Slurm)", "1 node", found=found, hint=hint)
+    name = "SLURM_STEP_NODELIST" if env.has("SLURM_STEP_ID") else "SLURM_JOB_NODELIST"
+    text = env.text(name, "a list of nodes such as node[01-03],gpu4")
+    try:
+        return 0, 1, expand_nodes(text)[0], None
+    except ValueError:
+        raise env.error(name, "a list of nodes such as node[01-03],gpu4", text) from None
 
 
 SCHEDULERS = (
@@ -125,8 +145,9 @@ SCHEDULERS = (
     Scheduler("Kubeflow Trainer", "PET_NODE_RANK", _kubeflow),
     Scheduler("SageMaker", "SM_CURRENT_HOST", _sagemaker),
     Scheduler("a Kubernetes indexed Job", "JOB_COMPLETION_INDEX", _kubernetes),
+    Scheduler("Slurm", "SLURM_JOB_ID", _slurm),
 )
-"""In order of precedence: the others run pods of indexed Jobs, or may."""
+"""In order of precedence: the others run pods of indexed Jobs, or may; SkyPilot also has nodes of Slurm."""
 
 
 def find_node(env: Mapping[str, str], host: str) -> NodePlace | None:

@@ -37,9 +37,10 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     """Start multiprocessing's fork server, with PyTorch and the modules of `preload` loaded, unless it is running."""
     multiprocessing.set_forkserver_preload([f"{__package__}.preload", *preload])
     with hidden_main():
-        resource_tracker.ensure_running()  # before the mask: starting it would unblock SIGINT
-        # The mask is inherited. Without it Ctrl-C would end the server with a traceback while it loads.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        resource_tracker.ensure_running()  # before the mask: starting it would unblock both signals
+        # The mask is inherited. Without it Ctrl-C would end the server with a traceback while it loads; and SIGTERM,
+        # which Slurm sends to every process of a step, without one.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             forkserver.ensure_running()
         finally:

@@ -6,6 +6,7 @@ of a worker.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -27,10 +28,19 @@ def _detach() -> None:
     # If the fork server died from it, the exit codes of the workers would be lost.
     with suppress(PermissionError):  # it is already the leader of its session
         os.setpgid(0, 0)
-    # The launcher blocks SIGINT while it starts the server; one that arrived meanwhile is dropped, not handled.
+    # The launcher blocks both signals while it starts the server; those that arrived meanwhile are dropped.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # Slurm sends SIGTERM to every process of a step, in whatever group it is. The server ends with its launcher.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     signal.signal(signal.SIGINT, handler)
+    os.register_at_fork(after_in_child=functools.partial(_heed_sigterm, os.getpid()))
+
+
+def _heed_sigterm(server: int) -> None:
+    """Let SIGTERM have its usual effect in a process that the server has forked; processes of that one are its own."""
+    if os.getppid() == server:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _prepare_titles() -> None:

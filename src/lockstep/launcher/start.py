@@ -76,11 +76,12 @@ def config_for_node(config: RunConfig, variables: Mapping[str, str], host: str) 
     place = find_node(variables, host)
     if place is None:
         hint = (
-            "`env | sort` shows what there is. Under Slurm: srun --ntasks-per-node=1 lockstep run ...; without a "
-            "scheduler: --nnodes N --node-rank I --master-addr ADDR, or -H."
+            "`lockstep doctor` shows what there is. Without a scheduler: --nnodes N --node-rank I --master-addr ADDR, "
+            "or -H."
         )
-        names = ", ".join(scheduler.title for scheduler in SCHEDULERS)
-        raise ConfigError("nnodes", f"a node of {names}, or a step of Slurm", found="no variables of any", hint=hint)
+        *names, last = (scheduler.title for scheduler in SCHEDULERS)
+        expected = f"a node of {', '.join(names)} or {last}"
+        raise ConfigError("nnodes", expected, found="no variables of any", hint=hint)
     port = place.port or config.master_port
     return replace(config, nnodes=place.nodes, node_rank=place.node, master_addr=place.address, master_port=port)
 
@@ -127,7 +128,8 @@ def _apply_slurm_step(config: RunConfig) -> RunConfig:
     world = environment.find_world()
     if world.source == "slurm" and not config.as_host:
         return config_for_slurm_task(config, world, environment.variables())
-    if environment.is_launched() and not config.as_host:
+    is_node = config.nnodes == AUTO and environment.gives_nodes_ranks()
+    if environment.is_launched() and not config.as_host and not is_node:
         what = f"this process is already a worker ({world.source}, rank {world.rank} of {world.world_size})"
         raise LockstepError(f"`lockstep run` starts workers, but {what}")
     return config

@@ -1,0 +1,275 @@
+"""The scheduler: which one has given this node, whether the job's nodes reach each other, and what can be reached."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .. import environment, messages
+from ..environment.schedulers import find_node
+from ..errors import ConfigError
+from ..launcher.run_config import RunConfig
+from ..messages import Integer
+from . import this_host
+from .findings import Problem, Section
+
+if TYPE_CHECKING:
+    from ..stores import Store
+
+__all__ = ["compare_nodes", "examine_cluster"]
+
+_NODES_S = 30.0  # in which the nodes of a job begin their examinations: their images are pulled, Python has started
+_TOOL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """This process among those of the job that examine it: one on each node, or one for each rank.
+
+    Attributes:
+        scheduler: who has started them, for the report.
+        number, count: of this one, and how many there are.
+        what: "node" or "rank".
+        address, port: where they meet; None if they meet elsewhere, or there is only one.
+    """
+
+    scheduler: str
+    number: int
+    count: int
+    what: str
+    address: str
+    port: int | None
+
+
+def examine_cluster(limit: float = _NODES_S) -> Section:
+    """Examine the scheduler's variables, the address of the first node, its port, and the versions of all nodes.
+
+    The last two need the other nodes: they are examined if `lockstep doctor` runs on all of them at the same time.
+
+    Args:
+        limit: seconds to wait for the other nodes.
+    """
+    section = Section("cluster")
+    try:
+        place = _find_place()
+    except ConfigError as error:
+        section.add("scheduler", "its variables are incomplete", Problem(str(error), error.hint or "Correct it."))
+        place = None
+    else:
+        section.add("scheduler", "none has started this process" if place is None else _describe(place))
+    if place is not None and place.port is not None and _add_address(section, place):
+        _add_nodes(section, place, limit)
+    _add_tools(section)
+    return section
+
+
+def _find_place() -> _Place | None:
+    from .. import bootstrap
+
+    variables = environment.variables()
+    try:
+        world = environment.find_world()
+    except ConfigError:
+        return None  # the examination of the job says what is wrong
+    if world.source == "slurm":
+        found = bootstrap.find_rendezvous(world, variables)
+        address, port = found.host, found.port if found.kind == "tcp" else None
+        if found.kind == "address":
+            address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+        return _Place("Slurm", world.rank, world.world_size, "rank", address, port)
+    if environment.under_launcher():
+        return None  # the launchers have met already
+    node = find_node(variables, socket.getfqdn())
+    if node is None:
+        return None
+    port = (node.port or RunConfig(()).master_port) if node.nodes > 1 else None
+    return _Place(node.scheduler, node.node, node.nodes, "node", node.address, port)
+
+
+def _describe(place: _Place) -> str:
+    where = f", which meet at {place.address}:{place.port}" if place.port is not None else ""
+    start = "; on each node: lockstep run --nodes auto" if place.what == "node" and place.count > 1 else ""
+    return f"{place.scheduler}: {place.what} {place.number} of {place.count}{where}{start}"
+
+
+def _add_address(section: Section, place: _Place) -> bool:
+    """Examine the name of the first node, and return whether it can be resolved."""
+    fix = "Set MASTER_ADDR and MASTER_PORT for all nodes: an address of the first node, and a free port there."
+    try:
+        address = str(socket.getaddrinfo(place.address, None)[0][4][0])
+    except (OSError, UnicodeError):
+        if place.what == "node":
+            fix = "On Kubernetes the pods need a headless service as their subdomain; else give --master-addr."
+        section.add("first node", "unknown here", Problem(f"the first node, {place.address}, has no address here", fix))
+        return False
+    section.add("first node", f"{place.address} is {address}", good=True)
+    return True
+
+
+# --- The other nodes --------------------------------------------------------------------------------------------------
+
+
+class _Node(msgspec.Struct, frozen=True):
+    """What a node says about itself: its number, its host's name, and versions by package."""
+
+    number: Integer
+    host: str
+    versions: dict[str, str]
+
+
+def _add_nodes(section: Section, place: _Place, limit: float) -> None:
+    """Meet the other nodes as a job would, and compare versions."""
+    versions = {name: text for name, text in this_host.versions().items() if name in this_host.NAMES}
+    mine = _Node(place.number, socket.gethostname(), versions)
+    where = f"{place.address}:{place.port}"
+    try:
+        store = _open_store(place, limit)
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        section.add("port", f"{where}: not reached", _unreachable(place, where, reason))
+        return
+    found = _exchange(store, place, mine, limit)
+    late = [number for number in range(place.count) if number not in found]
+    if late and place.number == 0:
+        numbers = ", ".join(map(str, late))
+        fix = f"Run `lockstep doctor` on all nodes at the same time; if it does, let connections to {where} through."
+        problem = Problem(f"{place.what} {numbers} of {place.count} did not come to {where} within {limit:g} s", fix)
+        section.add("port", f"{where}: this is where it listens", problem)
+    else:
+        reached = "all others have come" if place.number == 0 else "reached from here"
+        section.add("port", f"{where}: {reached}", good=True)
+    text, problems = compare_nodes(found, place.what)
+    section.add("versions", text, good=not problems)
+    section.problems += problems
+
+
+def _open_store(place: _Place, limit: float) -> Store:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from ..stores import serve_store
+
+    assert place.port is not None
+    if place.number == 0:
+        return serve_store(place.address, place.port, timedelta(seconds=limit), several_hosts=True)
+    return TCPStore(place.address, place.port, timeout=timedelta(seconds=limit))
+
+
+def _unreachable(place: _Place, where: str, reason: str) -> Problem:
+    if place.number == 0:
+        port = "MASTER_ADDR and MASTER_PORT" if place.what == "rank" else "--master-port"
+        return Problem(f"{where} cannot be listened at: {reason}", f"Another program uses it: set {port} on all nodes.")
+    fix = "Run `lockstep doctor` on all nodes at the same time; if it does, let connections to that port through."
+    return Problem(f"{where}, on the first node, is not reached from here: {reason}", fix)
+
+
+def _exchange(store: Store, place: _Place, mine: _Node, limit: float) -> dict[int, _Node]:
+    """Return what the nodes say that have come in time: the first one knows all, the others it and themselves."""
+    deadline = time.monotonic() + limit
+    others = range(1, place.count) if place.number == 0 else [0]
+    store.set(f"doctor/{place.number}", messages.encode(mine))
+    found = {mine.number: mine}
+    for number in others:
+        text = _wait(store, f"doctor/{number}", deadline)
+        with suppress(ValueError):
+            if text is not None:
+                found[number] = messages.decode(text, _Node)
+    if place.number:
+        store.set(f"doctor/{place.number}/read", "")
+    else:
+        for number in found:  # the store ends with this process
+            if number:
+                _wait(store, f"doctor/{number}/read", deadline)
+    return found
+
+
+def _wait(store: Store, key: str, deadline: float) -> bytes | None:
+    """Return the value of `key`; None if it is not there in time."""
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+    return store.get(key)
+
+
+def compare_nodes(found: Mapping[int, _Node], what: str) -> tuple[str, list[Problem]]:
+    """Return the line about the versions of the nodes, and a problem for each one that differs from the first (pure).
+
+    Args:
+        found: what the nodes say, by their numbers.
+        what: "node" or "rank".
+    """
+    first = found.get(0)
+    if first is None:
+        return "unknown", []
+    problems = [
+        Problem(
+            f"{what} {node.number} ({node.host}) has {name} {node.versions.get(name, 'missing')}, "
+            f"{what} 0 ({first.host}) {version}",
+            f"Install {name} {version} on {node.host}, or let the job use one Python that all nodes see.",
+        )
+        for node in found.values()
+        for name, version in first.versions.items()
+        if node.versions.get(name) != version
+    ]
+    if problems:
+        return f"differ between {what}s", problems
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    return f"{versions} on {len(found)} {what}s" if len(found) > 1 else versions, problems
+
+
+# --- The schedulers' tools --------------------------------------------------------------------------------------------
+
+
+def _add_tools(section: Section) -> None:
+    """List the schedulers to which `lockstep submit` can hand a job from here."""
+    found = [name for name, (tool, _) in _TOOLS.items() if shutil.which(tool) is not None]
+    section.add("submit --to", ", ".join(found) or "none: no sbatch, kubectl, sky or dstack on the PATH")
+    for name in found:
+        _, describe = _TOOLS[name]
+        if describe is not None:
+            section.add(name, describe())
+
+
+def _describe_slurm() -> str:
+    output, error = _ask(["sinfo", "--noheader", "--format=%P|%D|%l|%t"])
+    if error:  # nothing to fix where it is installed and not used
+        return f"does not answer (`scontrol ping`; SLURM_CONF names its configuration): {error}"
+    rows = [line.split("|") for line in output.splitlines() if line.count("|") == 3]
+    texts = [f"{name} ({count} nodes {state}, {limit})" for name, count, limit, state in rows]
+    return ", ".join(texts[:8]) or "no partitions"
+
+
+def _describe_kubernetes() -> str:
+    output, error = _ask(["kubectl", "config", "current-context"])
+    if error:
+        return "no cluster is chosen (kubectl config use-context)"
+    return f"the cluster of context {output.strip()}"
+
+
+_TOOLS: dict[str, tuple[str, Callable[[], str] | None]] = {
+    "slurm": ("sbatch", _describe_slurm),
+    "kubernetes": ("kubectl", _describe_kubernetes),
+    "skypilot": ("sky", None),
+    "dstack": ("dstack", None),
+}
+
+
+def _ask(words: list[str]) -> tuple[str, str]:
+    """Return the output of a tool, and its error message in one line; "" if there is none."""
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_TOOL_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return done.stdout, "" if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")
