@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,9 @@ from types import FrameType, TracebackType
 from . import environment
 from .errors import InterruptedRunError, LockstepError
 
-__all__ = ["collect_signals", "install", "resume_hint"]
+__all__ = ["Requests", "collect_signals", "install", "resume_hint"]
+
+_SAME_REQUEST_S = 5.0  # more than srun takes, and less than people wait before they send another one
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -63,15 +67,38 @@ def resume_hint(error: LockstepError, command: str = "") -> str:
     return f". Resume with: LOCKSTEP_RESUME={run} {command}"
 
 
+class Requests:
+    """Tells a signal that asks for something new from a SIGTERM that repeats the one before.
+
+    Slurm sends SIGTERM to every process of a step, and srun to its tasks as well: they get it twice, at one request.
+    """
+
+    def __init__(self) -> None:
+        self._terminated_at = -math.inf
+
+    def is_new(self, number: int) -> bool:
+        """Return whether a signal that has come now is more than a repetition."""
+        if number != signal.SIGTERM:
+            return True
+        now = time.monotonic()
+        if now - self._terminated_at < _SAME_REQUEST_S:
+            return False
+        self._terminated_at = now
+        return True
+
+
 @contextmanager
 def collect_signals(received: list[int]) -> Iterator[None]:
     """Append SIGINT and SIGTERM to `received` during the body; the previous handlers are restored after it.
 
-    Ignored signals stay ignored. Outside the main thread, where Python handles no signals, the list stays empty.
+    A repeated SIGTERM counts once, see `Requests`. Ignored signals stay ignored. Outside the main thread, where Python
+    handles no signals, the list stays empty.
     """
+    requests = Requests()
 
     def collect(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
+        if requests.is_new(number):
+            received.append(number)
 
     before = {}
     try:

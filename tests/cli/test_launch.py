@@ -686,6 +686,15 @@ def test_a_signal_to_the_process_group_reaches_each_worker_once(
     assert (output, errors, waiting.returncode) == (f"stopped by [{int(number)}]\n", "", 128 + number)
 
 
+def test_sigterm_twice_in_a_moment_is_one_request(waiting: warm_python.WarmProcess) -> None:
+    read_pids(waiting)
+    for _ in range(2):  # as a scheduler does that signals every process, and the tasks through their starter as well
+        waiting.send_signal(signal.SIGTERM)
+        time.sleep(0.1)  # two at once may arrive as one
+    output, errors = waiting.communicate(timeout=DEADLINE)
+    assert (output, errors, waiting.returncode) == ("stopped by [15]\n", "", 143)
+
+
 def test_a_scheduler_that_signals_every_process_interrupts_the_run(waiting: warm_python.WarmProcess) -> None:
     workers_and_children = read_pids(waiting)
     for each in psutil.Process(waiting.pid).children(recursive=True):  # the fork server does not survive this

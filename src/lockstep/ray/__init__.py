@@ -70,12 +70,13 @@ def launch(
     if importlib.util.find_spec("ray") is None:
         raise LockstepError("lockstep.ray needs Ray, which is not installed: pip install 'lockstep-train[ray]'")
     from ..launcher.worker_status import pickle_call, unpickle
-    from . import cluster, elastic_nodes, rank_actors
+    from . import elastic_nodes, rank_actors
+    from .resources import Placement, check_resources, connect, default_resources
 
     call = pickle_call(fn, args, kwargs)  # before anything is started
-    needs = cluster.check_resources(resources)
-    cluster.connect()
-    place = cluster.Placement(cluster.default_resources() if needs is None else needs, threads, grace)
+    needs = check_resources(resources)
+    connect()
+    place = Placement(default_resources() if needs is None else needs, threads, grace)
     try:
         if isinstance(workers, int):
             value = rank_actors.run_job(call, workers, place)

@@ -17,7 +17,7 @@ from ..interruption import collect_signals
 from ..launcher.host_protocol import HostDescription, check_compatible, describe_host
 from ..launcher.run_config import RunConfig
 from ..launcher.script import Script
-from .cluster import Placement, capacity, find_nodes, raise_signal, spread, wait_for_slots
+from .resources import Placement, capacity, find_nodes, raise_signal, spread, wait_for_slots
 from .relay import Item, RelayedLog, Screen, forwarded_variables
 
 if TYPE_CHECKING:

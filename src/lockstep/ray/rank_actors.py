@@ -20,7 +20,7 @@ from ..interruption import collect_signals
 from ..launcher.host_protocol import HostDescription, HostFailure, check_compatible, describe_host
 from ..launcher.run_config import WorkerOptions
 from ..topology import World
-from .cluster import Placement, find_nodes, raise_signal, reserve
+from .resources import Placement, find_nodes, raise_signal, reserve
 from .relay import Item, RelayedLog, Screen, forwarded_variables
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from ..communicator import Communicator
 from ..data.loader import Batch, Loader
 from ..environment import ask_for_time, under_launcher
 from ..flight_recorder import in_method, named
+from ..interruption import Requests
 from .in_flight import LAG, HostCopy
 
 __all__ = ["StopRequests", "StopSignals", "StoppableLoader"]
@@ -27,8 +28,9 @@ __all__ = ["StopRequests", "StopSignals", "StoppableLoader"]
 class StopSignals:
     """A context manager that records the first SIGINT or SIGTERM instead of letting it end the process.
 
-    Without a launcher, a second signal has its usual effect. Under Lockstep's launcher repeated signals are ignored: a
-    signal to every process of the job reaches a worker twice, and the launcher kills workers that do not stop.
+    Without a launcher, a second signal has its usual effect, except a SIGTERM that is repeated at once (`Requests`).
+    Under Lockstep's launcher repeated signals are ignored: a signal to every process of the job reaches a worker twice,
+    and the launcher kills workers that do not stop.
 
     A signal that is ignored stays ignored (as in a job under nohup), and a handler that was not installed from Python,
     which Python could not restore, is kept. Outside the main thread, where Python allows no signal handlers, this does
@@ -40,6 +42,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._requests = Requests()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -49,6 +52,8 @@ class StopSignals:
                 if before not in (None, signal.SIG_IGN):
                     self._before[number] = before
                     signal.signal(number, self._handle)
+        if self._before:
+            ask_for_time()  # now: Python calls a handler when C code returns, which may take a whole step
         return self
 
     def __exit__(
@@ -59,11 +64,10 @@ class StopSignals:
             signal.raise_signal(self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and not under_launcher():
+        is_new = self._requests.is_new(number)
+        if self.received is not None and is_new and not under_launcher():
             self._restore()
             signal.raise_signal(number)
-        if self.received is None:
-            ask_for_time()
         self.received = self.received or number
 
     def _restore(self) -> None:

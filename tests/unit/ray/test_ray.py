@@ -11,8 +11,8 @@ import lockstep
 from lockstep.errors import ConfigError, LockstepError, WorkerError
 from lockstep.launcher.log_multiplexer import OutputLine
 from lockstep.launcher.worker_status import WorkerReport, WorkerResults, combine, first_failure
-from lockstep.ray import cluster
-from lockstep.ray.cluster import Node, Placement
+from lockstep.ray import resources as of_ray
+from lockstep.ray.resources import Node, Placement
 from lockstep.ray.elastic_nodes import NodeEnd, choose_error
 from lockstep.ray.rank_actors import describe_end, describe_start, places_of
 from lockstep.ray.relay import RelayedLog
@@ -47,7 +47,7 @@ def test_other_settings_are_checked_as_those_of_launch() -> None:
 @pytest.mark.parametrize("resources", [{}, {"CPU": 0}, {"CPU": -1}, {"CPU": True}, {3: 1}, {"CPU": "1"}, ["CPU"], 2])
 def test_what_are_no_resources_is_refused(resources: Any) -> None:
     with pytest.raises(ConfigError, match="resources: expected a dict of amounts above 0"):
-        cluster.check_resources(resources)
+        of_ray.check_resources(resources)
 
 
 def test_resources_are_options_of_an_actor() -> None:
@@ -70,20 +70,20 @@ def test_resources_are_options_of_an_actor() -> None:
         ({"CPU": 4, "GPU": 1}, {"CPU": 1, "GPU": 0.5}, 2),
         ({"CPU": 0.3}, {"CPU": 0.1}, 3),  # 0.3 / 0.1 is less than 3
         ({"CPU": 4}, {"GPU": 1}, 0),
-        ({"CPU": 1000}, {"CPU": 1}, cluster.MOST_ON_A_NODE),
+        ({"CPU": 1000}, {"CPU": 1}, of_ray.MOST_ON_A_NODE),
     ],
 )
 def test_how_many_workers_a_node_holds(has: dict[str, float], needs: dict[str, float], count: int) -> None:
-    assert cluster.capacity(has, needs) == count
+    assert of_ray.capacity(has, needs) == count
 
 
 def test_what_can_never_fit_is_an_error_that_says_what_is_missing() -> None:
     nodes = [node("a", CPU=4), node("b", CPU=4)]
-    cluster.check_capacity(nodes, 8, {"CPU": 1})
+    of_ray.check_capacity(nodes, 8, {"CPU": 1})
     with pytest.raises(ConfigError, match=r"at most 8: each needs 1 CPU, .* has 8 CPU on 2 nodes, got 9 \(1"):
-        cluster.check_capacity(nodes, 9, {"CPU": 1})
+        of_ray.check_capacity(nodes, 9, {"CPU": 1})
     with pytest.raises(ConfigError, match=r"at most 2: each needs 3 CPU.*\(no node has enough of all at once\)"):
-        cluster.check_capacity([node("a", CPU=5), node("b", CPU=4)], 3, {"CPU": 3})
+        of_ray.check_capacity([node("a", CPU=5), node("b", CPU=4)], 3, {"CPU": 3})
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_what_can_never_fit_is_an_error_that_says_what_is_missing() -> None:
     ],
 )
 def test_an_autoscaler_is_known_by_the_types_of_nodes(status: bytes | None, configured: bool) -> None:
-    assert cluster.knows_node_types(status) is configured
+    assert of_ray.knows_node_types(status) is configured
 
 
 def test_slots_are_spread_over_the_nodes() -> None:
-    assert cluster.spread({"a": 8, "b": 8}, 8) == {"a": 4, "b": 4}
-    assert cluster.spread({"a": 1, "b": 8, "c": 0}, 8) == {"a": 1, "b": 7}
-    assert cluster.spread({"a": 1, "b": 1}, 8) == {"a": 1, "b": 1}
-    assert cluster.spread({}, 8) == {}
+    assert of_ray.spread({"a": 8, "b": 8}, 8) == {"a": 4, "b": 4}
+    assert of_ray.spread({"a": 1, "b": 8, "c": 0}, 8) == {"a": 1, "b": 7}
+    assert of_ray.spread({"a": 1, "b": 1}, 8) == {"a": 1, "b": 1}
+    assert of_ray.spread({}, 8) == {}
 
 
 def test_ranks_of_a_node_are_consecutive() -> None:

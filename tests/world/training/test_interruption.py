@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep import interruption
 from lockstep.communicator import init
 from lockstep.errors import InterruptedRunError
 from lockstep.training.callbacks import Callback, Checkpoints
@@ -94,6 +95,29 @@ def test_evaluation_without_a_run_leaves_signals_alone() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM]
+
+
+def test_the_launcher_knows_beforehand_that_a_training_saves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # a step may be one long call of C code: the signal handler runs after it, too late to ask the launcher for time
+    asked = tmp_path / "asked"
+    monkeypatch.setenv("LOCKSTEP_ASK_FOR_TIME", str(asked))
+    with StopSignals():
+        assert asked.exists()
+
+
+def test_without_a_launcher_sigterm_twice_in_a_moment_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # as by srun, to a task that Slurm has told itself
+            assert (signals.received, heard) == (signal.SIGTERM, [])
+            monkeypatch.setattr(interruption, "_SAME_REQUEST_S", 0.0)
+            signal.raise_signal(signal.SIGTERM)  # somebody means it
+            assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_stop_request_of_one_rank_gets_the_same_answer_on_all(pool: Pool) -> None:
