@@ -11,12 +11,16 @@ import torch
 
 import lockstep
 from lockstep.errors import ConfigError
+from lockstep.planning import network_bench
 from lockstep.planning.measurement import read_measurement
 from support.command import Here
 
 
 @pytest.mark.leaks("matplotlib keeps its fonts open")
-def test_a_measurement_has_every_curve_and_is_drawn(here: Here, tmp_path: Path) -> None:
+def test_a_measurement_has_every_curve_and_is_drawn(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_bench, "_mpiexec", lambda: None)  # a further start of two processes
     path = tmp_path / "network.json"
     ended = here("bench", "-np", 2, "--seconds", 1, "-o", path)
     found = read_measurement(path)

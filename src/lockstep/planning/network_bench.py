@@ -42,7 +42,7 @@ def bench(
         LockstepError: the ranks failed; their own output says why.
     """
     transports = _transports()
-    mpiexec = shutil.which("mpiexec") if on_this_host and importlib.util.find_spec("mpi4py") is not None else None
+    mpiexec = _mpiexec() if on_this_host else None
     each = seconds / (len(transports) + (mpiexec is not None))
     run = [sys.executable, "-m", "lockstep", "run", "--no-watchdog", "--no-prefix", "--quiet", *start, "-m", _RANKS]
     found = _run([*run, _settings(each * len(transports), transports)], progress)
@@ -69,6 +69,13 @@ def _transports() -> tuple[str, ...]:
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         found.append("nccl")
     return tuple(found)
+
+
+def _mpiexec() -> str | None:
+    """Return the mpiexec beside this Python, or else the one on the PATH; None without one, or without mpi4py."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None
+    return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 
 def _mpiexec_options(mpiexec: str) -> list[str]:

@@ -42,6 +42,12 @@ def test_a_bend_is_found_and_the_residual_is_that_of_the_worst_point() -> None:
     assert Curve.fit(points, most=2).residual > curve.residual
 
 
+def test_noise_does_not_make_a_curve_fall() -> None:
+    curve = Curve.fit({8.0: 3e-4, 1e3: 1e-4, 1e5: 5e-4, 1e6: 2e-4})
+    assert [*curve.seconds] == sorted(curve.seconds) and curve.residual > 0.1
+    assert curve.at(1e9) > 0 and Curve((8.0, 16.0, 24.0), (1.0, 3.0, 3.0)).bandwidth == 8.0
+
+
 def test_a_curve_needs_durations() -> None:
     for points in ({}, {8.0: 0.0}, {8.0: math.inf}):
         with pytest.raises(ConfigError):
@@ -83,7 +89,7 @@ def _set(*path: Any) -> Callable[[Any], None]:
         (_set("copy_bandwidth", 0), "copy bandwidth above 0"),
         (_set("workers", 3), "expected the ranks 0 to 2"),
         (_set("hosts", "a"), "Expected"),
-        (_set("transports", "gloo", "pairs", 0, "idle", "seconds", [1e-5, 1e-5]), "larger messages take no longer"),
+        (_set("transports", "gloo", "pairs", 0, "idle", "seconds", [1e-5, 1e-6]), "seconds that do not fall"),
         (_set("transports", "gloo", "pairs", 0, "ranks", [0, 5]), "a pair of ranks from 0 to 1"),
         (_set("transports", "gloo", "collectives", "all_reduce", "idle", "seconds", [0, 1]), "seconds above 0"),
         (_set("transports", "gloo", "collectives", "all_reduce", "idle", "sizes", [9, 8]), "ascending sizes"),

@@ -534,13 +534,13 @@ def test_messages_that_belong_together_are_begun_as_one(ranks: list[Rank]) -> No
     """The group around one of c10d's own is none of its class, by which torch goes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from lockstep.watchdog.patches import _replace
+    from lockstep.watchdog.process_groups import replace_group
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         group = dist.group.WORLD
         made = watch_group(group)
-        _replace(group, made)
+        replace_group(group, made)
         dist.distributed_c10d._update_default_pg(made)
         made._group = together = Together(group)
         made.watchdog_monitor = ranks[0].monitor
