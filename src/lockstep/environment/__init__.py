@@ -169,7 +169,7 @@ def restart_count() -> int:
 
 
 def ask_for_time() -> None:
-    """Ask the launcher, if there is one, for time to save a checkpoint after a stop signal, which this worker handles."""
+    """Ask the launcher, if there is one, for time to save after a stop signal, which this worker handles."""
     path = os.environ.get("LOCKSTEP_ASK_FOR_TIME", "")
     if path:
         with suppress(OSError):  # the launcher is gone

@@ -17,8 +17,8 @@ from ..interruption import collect_signals
 from ..launcher.host_protocol import HostDescription, check_compatible, describe_host
 from ..launcher.run_config import RunConfig
 from ..launcher.script import Script
-from .resources import Placement, capacity, find_nodes, raise_signal, spread, wait_for_slots
 from .relay import Item, RelayedLog, Screen, forwarded_variables
+from .resources import Placement, capacity, find_nodes, raise_signal, spread, wait_for_slots
 
 if TYPE_CHECKING:
     from ..launcher.elastic_host import ElasticHost

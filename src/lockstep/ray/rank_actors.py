@@ -20,8 +20,8 @@ from ..interruption import collect_signals
 from ..launcher.host_protocol import HostDescription, HostFailure, check_compatible, describe_host
 from ..launcher.run_config import WorkerOptions
 from ..topology import World
-from .resources import Placement, find_nodes, raise_signal, reserve
 from .relay import Item, RelayedLog, Screen, forwarded_variables
+from .resources import Placement, find_nodes, raise_signal, reserve
 
 if TYPE_CHECKING:
     from ..launcher.local import HostJob

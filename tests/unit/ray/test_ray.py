@@ -12,10 +12,10 @@ from lockstep.errors import ConfigError, LockstepError, WorkerError
 from lockstep.launcher.log_multiplexer import OutputLine
 from lockstep.launcher.worker_status import WorkerReport, WorkerResults, combine, first_failure
 from lockstep.ray import resources as of_ray
-from lockstep.ray.resources import Node, Placement
 from lockstep.ray.elastic_nodes import NodeEnd, choose_error
 from lockstep.ray.rank_actors import describe_end, describe_start, places_of
 from lockstep.ray.relay import RelayedLog
+from lockstep.ray.resources import Node, Placement
 
 
 def node(key: str, **total: float) -> Node:
