@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections import ChainMap, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -136,6 +136,7 @@ def _unpack(data: bytes) -> PickledByValue:
 
 Collate = Callable[[list[Any]], Any]
 
+_REAP_S = 0.1  # in which the exit code of a process that has ended is known
 _COLLATE = 1  # part of the key of a collate function's draws for a data set in blocks
 
 Request = tuple[int, list[int] | tuple[list[int], ...]]
@@ -525,7 +526,17 @@ class Fetcher:
         self._sampler.requests = requests
         if self._loader is None:
             self._loader = self._start()
-        for data in self._loader:
+        loaded = iter(self._loader)
+        while True:
+            try:
+                data = next(loaded)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError) as error:  # of torch, or of a pipe, when a process has ended
+                message = _describe_dead_process(self._loader)
+                if message is None:
+                    raise
+                raise DataError(message) from error if environment.debugging() else None
             if isinstance(data, _Failure):
                 raise DataError(data.message)
             yield data
@@ -560,6 +571,21 @@ class Fetcher:
         if iterator is not None:
             # Dropping the reference would do the same, unless a traceback still holds one of its frames.
             iterator._shutdown_workers()
+
+
+def _describe_dead_process(loader: DataLoader[Any]) -> str | None:
+    """Return which loader process has died, and how; None if all are alive."""
+    for number, process in enumerate(getattr(getattr(loader, "_iterator", None), "_workers", ())):
+        with suppress(RuntimeError):  # from torch's handler of SIGCHLD, which raises wherever this process is
+            process.join(_REAP_S)
+        code = process.exitcode
+        if code is None:
+            continue
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        which = f"loader process {number} of {loader.num_workers} (PID {process.pid})"
+        memory = " If that was for want of memory, use fewer loader processes or a smaller prefetch."
+        return f"{which} {how} while it loaded samples.{memory if code == -signal.SIGKILL else ''}"
+    return None
 
 
 def superseded_error(epoch: int) -> ConfigError:

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from lockstep.communicator import Communicator
 from lockstep.data import fetching
@@ -266,3 +267,32 @@ def test_one_batch_is_copied_ahead_of_the_one_in_use(monkeypatch: pytest.MonkeyP
     source = (begun.append(number) or number for number in range(4))
     arriving = to_device(source, torch.device("cuda"))
     assert [(data, len(begun)) for data in arriving] == [(0, 2), (1, 3), (2, 4), (3, 4)]
+
+
+class Dies(Dataset[Any]):
+    """A data set whose sample 17 ends the loader process that loads it."""
+
+    def __init__(self, end: Callable[[], Any]) -> None:
+        self.end = end
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 17 and get_worker_info() is not None:
+            self.end()
+        return torch.zeros(1)
+
+
+@pytest.mark.leaks("what a process was sending when it was killed stays open")
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL .*want of memory"),
+        (lambda: os._exit(3), "ended with exit code 3 .*samples.$"),
+    ],
+)
+def test_a_process_that_dies_is_named(end: Callable[[], Any], how: str) -> None:
+    message = rf"^loader process [01] of 2 \(PID \d+\) {how}"
+    with Loader(Dies(end), 8, num_workers=2, comm=ALONE) as loader, pytest.raises(DataError, match=message):
+        list(loader)
