@@ -140,7 +140,7 @@ def test_a_program_finds_what_python_would_give_it_and_its_rank(tmp_path: Path) 
     program = write(
         tmp_path,
         """
-        import atexit, multiprocessing, threading
+        import atexit, concurrent.futures, multiprocessing, threading
         import torch, torch.distributed as dist
         import beside
         assert __name__ == "__main__" and sys.modules["__main__"].rank == rank
@@ -157,6 +157,8 @@ def test_a_program_finds_what_python_would_give_it_and_its_rank(tmp_path: Path) 
         total = torch.tensor([float(rank)])
         dist.all_reduce(total)
         atexit.register(print, f"at exit of {rank}")
+        kept = concurrent.futures.ThreadPoolExecutor(1)  # that nobody shuts down keeps no program from ending
+        kept.submit(int).result()
         threading.Timer(0.1, print, [f"thread of {rank}"]).start()
         print(f"sum {total.item()}")
         sys.exit(0)
