@@ -69,7 +69,7 @@ class Script:
 def _finish() -> None:
     """Join threads and run `atexit` functions, as the interpreter does and multiprocessing does not."""
     for call in reversed(getattr(threading, "_threading_atexits", [])):
-        call()  # ends the threads of a ThreadPoolExecutor that nobody has shut down; without it they are joined for ever
+        call()  # ends the threads of executors that nobody has shut down; without it they are joined for ever
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
