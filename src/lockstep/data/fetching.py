@@ -31,6 +31,7 @@ from .. import environment
 from ..errors import ConfigError, DataError, LockstepError
 from ..invariance.randomness import preserve_generators
 from ..invariance.shards import mix
+from ..system.processes import signal_name
 from .nested import map_tensors
 
 __all__ = [
@@ -581,7 +582,7 @@ def _describe_dead_process(loader: DataLoader[Any]) -> str | None:
         code = process.exitcode
         if code is None:
             continue
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         which = f"loader process {number} of {loader.num_workers} (PID {process.pid})"
         memory = " If that was for want of memory, use fewer loader processes or a smaller prefetch."
         return f"{which} {how} while it loaded samples.{memory if code == -signal.SIGKILL else ''}"

@@ -17,6 +17,7 @@ from ..elastic.membership import NO_STATE, Commit, Coordinator, Down, Enter, Eve
 from ..elastic.mesh import HostEntry
 from ..errors import LockstepError
 from ..messages import Integer, List, Tagged
+from ..system.processes import signal_name
 from .worker_status import WorkerReport
 
 __all__ = [
@@ -471,7 +472,8 @@ class ElasticJob:
         return max(0, self.hosts[host].slots - len(self._staying_on(host)))
 
     def _staying_on(self, host: int) -> list[int]:
-        return [worker for worker, at in self._living.items() if at == host and worker in self._staying()]
+        staying = self._staying()
+        return [worker for worker, at in self._living.items() if at == host and worker in staying]
 
     def _staying(self) -> set[int]:
         """Return the workers that have not been told to leave, and do not wait to be replaced so that they may."""
@@ -728,4 +730,4 @@ def describe_workers(count: int, one: str = "goes", several: str = "go") -> str:
 
 
 def _how(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"

@@ -27,6 +27,7 @@ from msgspec import structs
 from .. import environment, messages
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError
 from ..system.pickling import Pickler, pickled
+from ..system.processes import signal_name
 from ..watchdog.report import Report as WatchdogReport
 
 __all__ = [
@@ -358,7 +359,7 @@ def raise_failure(results: WorkerResults) -> None:
         how = "the workers did not exit in time and were killed" if results.killed else "the workers have exited"
         if number == signal.SIGINT:
             raise KeyboardInterrupt(how)
-        raise InterruptedRunError(f"stopped by {_signal_name(number)}: {how}", number)
+        raise InterruptedRunError(f"stopped by {signal_name(number)}: {how}", number)
 
 
 def first_failure(results: WorkerResults) -> WorkerError | None:
@@ -497,7 +498,7 @@ def _error_from_exit_code(rank: int, code: int) -> WorkerError:
     if code == 0:
         return WorkerError(rank, "exit", "ended with exit code 0 before its work was done", exit_code=1)
     hint = " (as the kernel does when memory runs out)" if code == -signal.SIGKILL else ""
-    return WorkerError(rank, "exit", f"killed by {_signal_name(-code)}{hint}", exit_code=128 - code)
+    return WorkerError(rank, "exit", f"killed by {signal_name(-code)}{hint}", exit_code=128 - code)
 
 
 def _follows_from_signal(error: WorkerError, results: WorkerResults) -> bool:
@@ -506,10 +507,3 @@ def _follows_from_signal(error: WorkerError, results: WorkerResults) -> bool:
         exit_codes = {128 + number for number in results.signals}
         return error.exit_code in exit_codes or (results.killed and error.kind == "exit")
     return error.kind == "KeyboardInterrupt" or error.in_collective
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

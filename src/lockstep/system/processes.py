@@ -26,7 +26,16 @@ __all__ = [
     "is_stopped",
     "read_status",
     "resident_bytes",
+    "signal_name",
 ]
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL; "signal 35" for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 # --- The status of one process ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from lockstep.system.processes import has_variables, read_status, resident_bytes
+from lockstep.system.processes import has_variables, read_status, resident_bytes, signal_name
 
 NONE = [-1, 1 << 22 | 1, 1 << 70]  # Linux gives no PID above 4194304
 
@@ -34,3 +34,7 @@ def test_a_pid_that_no_process_has_is_no_error(pid: int) -> None:
     assert resident_bytes(pid) == 0
     assert not has_variables(pid, {"PATH": os.environ["PATH"]})
     assert read_status(pid) is None
+
+
+def test_signals_without_a_name_have_their_number() -> None:
+    assert [signal_name(number) for number in (9, 15, 41)] == ["SIGKILL", "SIGTERM", "signal 41"]
