@@ -119,6 +119,7 @@ def over_link_clock(rank: int, connection: socket.socket, size: int) -> float:
     """The same over a connection whose messages the link clock delays; the time of arrival travels ahead."""
     if rank == 0:
         begin = time.monotonic()
+        assert delayed_groups._emulation is not None
         with delayed_groups._emulation.clock.cards() as cards:
             _, arrives = cards.send(0, 1, size, begin)
         connection.sendall(struct.pack("d", arrives) + bytes(size))

@@ -73,5 +73,6 @@ def test_a_job_that_is_starting_ends_as_by_the_signal(tmp_path: Path) -> None:
         assert launcher.stdout is not None and launcher.stdout.readline().startswith("lockstep run: 2 workers")
         signal_all(launcher)
         rest = launcher.stdout.read()
-    assert launcher.returncode == 143, rest
+    # the launcher is ended by the signal itself before it collects signals; a shell shows 143 for both
+    assert launcher.returncode in (143, -signal.SIGTERM), rest
     assert "255" not in rest
