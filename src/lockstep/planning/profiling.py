@@ -127,8 +127,8 @@ def record_profiles(
     script.check()
     threads = program.threads or environment.threads() or max(1, environment.usable_cores() // workers)
     fork_server.check_memory(workers)
-    environment.set_defaults({"OMP_NUM_THREADS": str(threads)})
-    fork_server.start_fork_server()
+    with environment.with_variables({"OMP_NUM_THREADS": str(threads)}):  # a later profile has more workers
+        fork_server.start_fork_server()
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as name:
         folder = Path(name)
         settings = (name, program.steps, smallest_share, alone, durations_only)
