@@ -37,7 +37,7 @@ WARM_UP = 4
 
 _WARM_UP_OF_DURATIONS = 2
 _PROBES = 8  # steps after the measured ones, for the noise of gradients and for memory
-_ALL_GRADIENTS_EVERY = 3  # rounds over the sizes; each hook costs a microsecond or two of the backward pass
+_BLOCK = 4  # steps of one size; the first is not recorded, as memory that was kept for another size is given back
 _MOST_IGNORED = 20  # steps that a script may run on after its end was requested
 
 
@@ -81,8 +81,13 @@ class ObserverSettings:
         """Steps after the measured ones."""
         return 0 if self.durations_only else _PROBES
 
+    @property
+    def steps_run(self) -> int:
+        """Steps between those to warm up and the probes: the measured ones, and those that follow other sizes."""
+        return self.steps if self.smallest_share >= 1 else -(-self.steps // (_BLOCK - 1)) * _BLOCK
+
     def shares(self) -> list[float]:
-        """Return the shares of the batch with which steps are run in turn: 1, 1/2, 1/4, … or as many, wider apart."""
+        """Return the shares of the batch of which blocks of steps are run in turn: 1, 1/2, 1/4, … or wider apart."""
         if self.smallest_share >= 1:
             return [1.0]
         halvings = next(n for n in range(1, 64) if 0.5**n <= self.smallest_share * 1.01)
@@ -199,11 +204,15 @@ class StepObserver:
     def _share(self) -> float:
         """The share of the batch that the step in progress has."""
         number = self._done - self._settings.warm_up
-        if number < 0 or self._virtual_workers or not self._cuts:
+        if number < 0 or not self._cuts_batches:
             return 1.0
-        if number >= self._settings.steps:  # probes: whole batches and the smallest ones in turn
+        if number >= self._settings.steps_run:  # probes: whole batches and the smallest ones in turn
             return self._shares[0 if number % 2 else -1]
-        return self._shares[number % len(self._shares)]
+        return self._shares[number // _BLOCK % len(self._shares)]
+
+    @property
+    def _cuts_batches(self) -> bool:
+        return bool(self._cuts) and not self._virtual_workers and len(self._shares) > 1
 
     def _next_of_torch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(iterator: Any) -> Any:
@@ -343,8 +352,8 @@ class StepObserver:
         """Register hooks for the step that begins: on all parameters, or on the one whose gradient comes last."""
         self._remove_hooks()
         number = self._done - self._settings.warm_up
-        rounds = number // (1 if self._virtual_workers else len(self._shares))
-        all_of_them = number < 0 or self._is_probing or rounds % _ALL_GRADIENTS_EVERY == 0
+        # each hook costs a microsecond or two of the backward pass
+        all_of_them = number < 0 or self._is_probing or number % _BLOCK == 1
         numbers = range(len(self._parameters)) if all_of_them else [self._last_parameter]
         for index in numbers:
             if index >= 0 and self._parameters[index].requires_grad:
@@ -358,7 +367,7 @@ class StepObserver:
 
     @property
     def _is_probing(self) -> bool:
-        return self._done >= self._settings.warm_up + self._settings.steps
+        return self._done >= self._settings.warm_up + self._settings.steps_run
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -405,7 +414,8 @@ class StepObserver:
             return
         record = self._record(self.now())
         number = self._done - self._settings.warm_up
-        if record is not None and 0 <= number < self._settings.steps:
+        follows_other_size = number > 0 and number % _BLOCK == 0 and self._cuts_batches
+        if record is not None and 0 <= number < self._settings.steps_run and not follows_other_size:
             self._records.append(record)
         if self._done == self._settings.warm_up - 1 and self._step.ready:
             self._last_parameter = max(self._step.ready, key=lambda index: self._step.ready[index])
@@ -444,7 +454,7 @@ class StepObserver:
     def _measure_memory_on_device(self) -> None:
         """Note the most memory that the step which has ended had in use on a GPU."""
         if self._device.type == "cuda":
-            if self._done >= self._settings.warm_up + self._settings.steps:
+            if self._done >= self._settings.warm_up + self._settings.steps_run:
                 self._memory.append((self._step.samples, torch.cuda.max_memory_allocated(self._device)))
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -453,7 +463,7 @@ class StepObserver:
 
         It registers hooks of optimizers itself, and so cannot begin or end inside of one.
         """
-        number = self._done - self._settings.warm_up - self._settings.steps
+        number = self._done - self._settings.warm_up - self._settings.steps_run
         if self._device.type == "cuda" or number == self._tracked:
             return
         if self._tracker is not None:
@@ -484,7 +494,7 @@ class StepObserver:
     @property
     def total(self) -> int:
         """How many steps the script runs."""
-        return self._settings.warm_up + self._settings.steps + self._settings.probes
+        return self._settings.warm_up + self._settings.steps_run + self._settings.probes
 
     def _end_if_recorded(self) -> None:
         if self._done < self.total:
