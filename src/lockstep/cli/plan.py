@@ -191,11 +191,11 @@ def _fabric(network: Any, transport: str | None, profiles: Mapping[int, Sequence
     from ..planning.collective_costs import Fabric
     from ..planning.network import Link
 
+    used = profiles[max(profiles)][0].backend
     if isinstance(network, Link):
         if transport is not None:
             raise ConfigError("--transport", "none without a FILE of `lockstep bench`", transport)
-        return Fabric(network, per_host)
-    used = profiles[max(profiles)][0].backend
+        return Fabric(network, per_host, checks_calls=used != "gloo")
     known = network.transports
     names = (transport,) if transport is not None else (used, "shm", *_LAST_TRANSPORTS, *known)
     return Fabric.of_measurement(network, next((name for name in names if name in known), names[0]), per_host)

@@ -174,6 +174,8 @@ def assumptions(job: Job) -> list[str]:
         inside = "" if fabric.per_host == 1 or fabric.inside else "; memory inside of a host was not measured"
         lines.append(f"Each host has {hosts} and a link of {fabric.link} to a switch that never blocks{inside}.")
         lines.append(f"An all-reduce between hosts is a {fabric.algorithm}; nothing else uses the network.")
+    if fabric.checks_calls:
+        lines.append("Before each collective hosts compare what they call: the watchdog's pre-flight check.")
     if max(job.profiles) == 1:
         lines.append(f"Computing is {job.slowdown:.0%} slower while collectives run: only one worker was measured.")
     slower = measured_slowdown(job)

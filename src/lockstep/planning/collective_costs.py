@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from .measurement import Curve, NetworkMeasurement
 from .network import Link
 
-__all__ = ["ALGORITHMS", "Cost", "Fabric", "MeasuredCollective"]
+__all__ = ["ALGORITHMS", "DIGEST_BYTES", "Cost", "Fabric", "MeasuredCollective"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,9 @@ class MeasuredCollective:
 # --- Fabrics ----------------------------------------------------------------------------------------------------------
 
 
+DIGEST_BYTES = 360.0
+"""What the watchdog's pre-flight check all-reduces before each collective between hosts."""
+
 MEMORY_LINK = Link(4e9, 15e-6)
 """Stands for the shared memory of a host that has not been measured; of an all-reduce among two workers of a laptop."""
 
@@ -145,6 +148,8 @@ class Fabric:
         measured: measured collectives between hosts, used instead of the formulas.
         in_flight: collectives that a worker runs at the same time.
         hierarchical: whether one worker of each host speaks for it, so that a host's sums cross the link once.
+        checks_calls: whether the hosts compare what they call before each collective, as the watchdog's pre-flight
+            check does. Over Gloo alone the two pass at the same time, and it costs nothing.
     """
 
     link: Link | None
@@ -155,6 +160,7 @@ class Fabric:
     measured: Mapping[str, MeasuredCollective] = field(default_factory=dict)
     in_flight: int = 1
     hierarchical: bool = True
+    checks_calls: bool = False
 
     @classmethod
     def of_measurement(cls, measurement: NetworkMeasurement, transport: str, per_host: int = 1) -> Fabric:
@@ -176,7 +182,7 @@ class Fabric:
         if "all_reduce" not in collectives:
             raise ConfigError("network", "a measurement of all_reduce among two workers or more", found="none")
         if len(measurement.hosts) > 1:
-            return cls(None, 1, measured=collectives)
+            return cls(None, 1, measured=collectives, checks_calls=transport != "gloo")
         return cls(None, per_host, inside=collectives)
 
     @property
@@ -185,7 +191,7 @@ class Fabric:
         return self.link is None and not self.measured
 
     def cost(self, collective: str, size: float, workers: int) -> Cost:
-        """Return the cost of "all_reduce", "all_to_all" or "all_gather" among all `workers`.
+        """Return the cost of "all_reduce", "all_to_all" or "all_gather" among all `workers`, with the check before it.
 
         Args:
             collective: its name.
@@ -194,6 +200,13 @@ class Fabric:
         """
         if workers < 2:
             return Cost(0.0, 0.0, 0.0)
+        found = self._alone(collective, size, workers)
+        if not self.checks_calls or self.is_one_host or workers <= self.per_host:
+            return found
+        check_s = self._alone("all_reduce", DIGEST_BYTES, workers).seconds
+        return Cost(check_s + found.latency_s, found.send_s, found.receive_s)
+
+    def _alone(self, collective: str, size: float, workers: int) -> Cost:
         if self.is_one_host:
             return self._inside(collective, size, workers)
         local = min(self.per_host, workers)

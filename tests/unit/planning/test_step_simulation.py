@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.planning.collective_costs import ALGORITHMS, Cost, Fabric, MeasuredCollective
+from lockstep.planning.collective_costs import ALGORITHMS, DIGEST_BYTES, Cost, Fabric, MeasuredCollective
 from lockstep.planning.measurement import CollectiveCurve, Curve, NetworkMeasurement, TransportMeasurement
 from lockstep.planning.network import Link
 from lockstep.planning.step_simulation import Gradient, Message, StepPlan, ddp_buckets, equal_buckets, simulate
+from lockstep.watchdog.preflight import CallInfo, encode
 
 LINK = Link(1e9, 1e-5)
 
@@ -44,6 +46,21 @@ def test_hierarchical_crosses_the_link_once_for_each_host() -> None:
     assert flat.cost("all_reduce", 1e6, 8).send_s == pytest.approx(4 * 4 / 7 * ALGORITHMS["ring"](1e6, 8, LINK).send_s)
 
 
+def test_the_check_before_a_collective_is_a_small_all_reduce_between_hosts() -> None:
+    plain, checked = Fabric(LINK, per_host=2), Fabric(LINK, per_host=2, checks_calls=True)
+    check_s = plain.cost("all_reduce", DIGEST_BYTES, 4).seconds
+    assert check_s > 0
+    for name in ("all_reduce", "all_to_all", "all_gather"):
+        added = checked.cost(name, 1e6, 4).seconds - plain.cost(name, 1e6, 4).seconds
+        assert added == pytest.approx(check_s)
+    assert checked.cost("all_reduce", 1e6, 2) == plain.cost("all_reduce", 1e6, 2)  # on one host
+
+
+def test_the_digest_has_as_many_bytes_as_the_watchdog_sends() -> None:
+    call = CallInfo(*range(len(CallInfo.__struct_fields__)))
+    assert 8 * len(encode(call)) == DIGEST_BYTES
+
+
 def measurement(hosts: tuple[tuple[int, ...], ...]) -> NetworkMeasurement:
     points = Curve((64.0, 1e6, 1e7), (2e-5, 1e-3, 1e-2))
     collectives = {name: CollectiveCurve(points, 0.0) for name in ("all_reduce", "all_gather")}
@@ -54,7 +71,8 @@ def measurement(hosts: tuple[tuple[int, ...], ...]) -> NetworkMeasurement:
 @pytest.mark.parametrize("hosts", [((0, 1),), ((0,), (1,))])
 def test_measured_curves_are_used_and_extended_as_their_algorithm_grows(hosts: tuple[tuple[int, ...], ...]) -> None:
     fabric = Fabric.of_measurement(measurement(hosts), "shm")
-    assert fabric.is_one_host == (len(hosts) == 1)
+    assert fabric.is_one_host == (len(hosts) == 1) and fabric.checks_calls == (len(hosts) > 1)
+    fabric = replace(fabric, checks_calls=False)
     assert fabric.cost("all_reduce", 1e6, 2).seconds == pytest.approx(1e-3)
     extended = fabric.cost("all_reduce", 1e6, 4)
     assert extended.latency_s == pytest.approx(3 * 2e-5)
