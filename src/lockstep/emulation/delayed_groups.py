@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ from ..planning.network import VirtualNetwork, parse_network
 from ..system.patching import Replaced
 from ..transports.hierarchical import connections
 from ..transports.runtime import host_identity
+from ..transports.runtime.backoff import Steps
 from ..transports.runtime.c10d import Store
+from ..transports.runtime.op_queue import OpQueue
+from ..transports.runtime.work import CPUWork
 from ..watchdog.process_groups import GroupProxy, replace_group
 from ..watchdog.signatures import OPERATIONS
-from .link_clock import GroupClock, LinkClock, sleep_until
+from .link_clock import GroupClock, LinkClock
 from .message_schedules import ROUNDS
+from .virtual_time import SPIN_S, AwakeCore, OperationTime, VirtualTime, prefer_long_slices, sleep_until
 
 __all__ = ["Emulation", "install", "install_from_environment", "uninstall"]
 
@@ -45,7 +50,8 @@ class DelayedWork(dist.Work):
 
     Args:
         inner: of the real operation.
-        done_at: returns the end of the emulated one, None as long as it is not known; infinity if it never ends.
+        done_at: returns the virtual time at which the emulated one ends, None as long as it is not known; infinity if
+            it never ends.
         clock: of the job.
         limit: seconds that a wait may take.
     """
@@ -53,8 +59,8 @@ class DelayedWork(dist.Work):
     def __init__(self, inner: Any, done_at: Callable[[], float | None], clock: LinkClock, limit: float) -> None:
         super().__init__()
         self._inner, self._done_at, self._clock, self._limit = inner, done_at, clock, limit
-        self._began = time.monotonic()
-        self._noted = self._was_pending = False
+        self._began, self._caller = time.monotonic(), threading.get_ident()
+        self._has_ended = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the operation has ended.
@@ -63,10 +69,15 @@ class DelayedWork(dist.Work):
             TransportError: a message was sent over a link that is lost, and the time limit is over.
             RuntimeError: as the real operation.
         """
+        self._clock.virtual.begin_wait()
+        answer, done = self._wait(timeout)
+        self._end(done)
+        return answer
+
+    def _wait(self, timeout: timedelta | None = None) -> tuple[bool, float]:
+        """Wait in real time; return what the real operation's `wait` has, and when the emulated one ended."""
         limit = timeout.total_seconds() if timeout else self._limit
-        self._poll()
         answer = bool(self._inner.wait(timeout) if timeout else self._inner.wait())
-        real = time.monotonic()
         while (done := self._done_at()) is None or done - time.monotonic() > _NEAR_S:
             if time.monotonic() > self._began + limit:
                 raise TransportError(
@@ -75,35 +86,29 @@ class DelayedWork(dist.Work):
                     + f": no message has arrived for {limit:.3g} s"
                 )
             time.sleep(_POLL_S if done is None else min(_CHECK_S, done - time.monotonic() - _NEAR_S / 2))
-        sleep_until(done)
-        self._note(done, real)
-        return answer
+        sleep_until(done, SPIN_S / self._clock.network.dilation)
+        return answer, done
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended; sleeps if it is about to."""
-        if not self._poll():
+        self._clock.virtual.poll()
+        if not self._inner.is_completed():
             return False
         done = self._done_at()
         if done is None:
             return self._has_failed()
-        if (left := done - (real := time.monotonic())) > _NEAR_S:
+        if done - time.monotonic() > _NEAR_S:
             return False
-        if left > 0:
-            sleep_until(done)
-        self._note(done, real)
+        sleep_until(done, SPIN_S / self._clock.network.dilation)
+        self._end(done)
         return True
 
-    def _poll(self) -> bool:
-        """Return whether the real operation has ended; messages over Gloo know only when they are waited for."""
-        is_completed = bool(self._inner.is_completed())
-        self._was_pending |= not is_completed and not isinstance(self._inner, _AllOf)
-        return is_completed
-
-    def _note(self, done: float, real: float) -> None:
-        """Record the wait, once; `real`, when the real operation had ended, is known only if somebody waited for it."""
-        if not self._noted:
-            self._noted = True
-            self._clock.note(self._began, done, real if self._was_pending else done)
+    def _end(self, done: float) -> None:
+        """Go on after the operation, which has ended at `done`."""
+        self._clock.virtual.end_wait(done)
+        if not self._has_ended:
+            self._has_ended = True
+            self._clock.note_wait()
 
     def _has_failed(self) -> bool:
         """Return whether the real operation has ended with an error, so that the emulated one never ends."""
@@ -143,8 +148,10 @@ class DelayedWork(dist.Work):
 
         def finish() -> None:
             try:
-                self.wait()
-                future.set_result(inner.wait())
+                _, done = self._wait()
+                value = inner.wait()
+                self._clock.virtual.release(self._caller, done)
+                future.set_result(value)
             except Exception as error:
                 future.set_exception(error)
 
@@ -196,16 +203,16 @@ class Delays:
             return method(*args, **kwargs)
         number = self.clock.call()
         size, root = float(sum(map(_nbytes, tensors))), _root(given)
-        began = time.monotonic()
+        self.clock.arrive(number, operation, size, root, self.clock.clock.virtual.now())
         work = method(*args, **kwargs)
         if work is None:
             raise LockstepError(f"emulated network: {operation} within a batch of coalesced calls is not emulated")
-        self.clock.arrive(number, operation, size, root, began)
+        self.clock.clock.virtual.skip()
         return DelayedWork(work, lambda: self.clock.done_at(number), self.clock.clock, self.timeout_s)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """Start to send a message, and the time at which it will arrive."""
-        now = time.monotonic()
+        now = self.clock.clock.virtual.now()
         left, arrives = self._send_times(peer, float(sum(map(_nbytes, tensors))), now)
         stamp = torch.tensor([arrives], dtype=torch.float64)
         works = [self.group.send(tensors, peer, tag), self.group.send([stamp], peer, tag | _STAMP_TAG)]
@@ -330,19 +337,30 @@ class Emulation:
     def __init__(self, network: VirtualNetwork, folder: Path, host: int) -> None:
         self.clock, self.host = LinkClock(folder, network), host
         self._groups: list[GroupClock] = []
+        self._awake = AwakeCore()
         self._real_key = host_identity.host_key
         host_identity.host_key = lambda: f"{self._real_key()} virtual host {host}"
         connections.wrap_group = lambda group, store, timeout: DelayedGroup(self._delays(group, store, timeout))
-        self._hook = Replaced(c10d, "_new_process_group_helper", self._making)
+        self._hooks = [
+            Replaced(c10d, "_new_process_group_helper", self._making),
+            Replaced(OpQueue, "enqueue", partial(_in_virtual_time, self.clock.virtual)),
+            Replaced(CPUWork, "wait", partial(_waiting_in_virtual_time, self.clock.virtual)),
+        ]
 
     def undo(self) -> None:
         """Be on the real host again; groups that were made meanwhile cannot be used any more."""
-        self._hook.undo()
+        self.unhook()
         host_identity.host_key = self._real_key
         connections.wrap_group = connections.unwrapped
         for each in self._groups:
             each.close()
         self.clock.close()
+        self._awake.close()
+
+    def unhook(self) -> None:
+        """Undo what was replaced in torch and in the transports."""
+        for hook in self._hooks:
+            hook.undo()
 
     def _delays(self, group: Any, store: Store, timeout: timedelta) -> Delays:
         name = store.compare_set("emulated network", "", secrets.token_hex(8)).decode()
@@ -362,6 +380,51 @@ class Emulation:
             return made, store
 
         return make
+
+
+def _in_virtual_time(virtual: VirtualTime, original: Callable[..., CPUWork]) -> Callable[..., CPUWork]:
+    """Return `OpQueue.enqueue` whose operations have a virtual time, and their callers wait in theirs."""
+
+    def enqueue(queue: Any, what: str, steps: Steps, *args: Any, **kwargs: Any) -> CPUWork:
+        operation, caller = OperationTime(virtual.now()), threading.get_ident()
+        work: Any = original(queue, what, _timed(queue, steps, operation, virtual), *args, **kwargs)
+        virtual.skip()
+        work.operation_time = operation
+        work.add_done_callback(lambda _: virtual.release(caller, operation.now))
+        return work  # type: ignore[no-any-return]
+
+    return enqueue
+
+
+def _timed(queue: Any, steps: Steps, operation: OperationTime, virtual: VirtualTime) -> Steps:
+    """Give the steps of an operation, done in its own time, which begins after those before it in the queue."""
+    operation.wait_until(getattr(queue, "virtual_end", 0.0))
+    try:
+        while True:
+            with virtual.within(operation):
+                try:
+                    step = next(steps)
+                except StopIteration:
+                    return
+            yield step
+    finally:
+        queue.virtual_end = operation.now
+        steps.close()
+
+
+def _waiting_in_virtual_time(virtual: VirtualTime, original: Callable[..., bool]) -> Callable[..., bool]:
+    """Return `CPUWork.wait`, after which the caller is as late as the operation."""
+
+    def wait(work: Any, timeout: timedelta | None = None) -> bool:
+        operation = work.__dict__.get("operation_time")
+        if operation is None:
+            return original(work, timeout)
+        virtual.begin_wait()
+        answer = original(work, timeout)
+        virtual.end_wait(operation.now)
+        return answer
+
+    return wait
 
 
 def _backends(group: Any) -> set[str]:
@@ -400,12 +463,15 @@ def install_from_environment() -> None:
     place = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
     place |= {"GROUP_RANK": host, "GROUP_WORLD_SIZE": network.hosts}
     environment.set_variables({name: str(value) for name, value in place.items()})
+    prefer_long_slices()
     install(network, found[1], host)
 
 
 def _after_fork() -> None:
     global _emulation
-    _emulation = None  # a child is not a rank
+    if _emulation is not None:  # a child is not a rank, and has none of the threads
+        _emulation.unhook()
+    _emulation = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import array
-import ctypes
 import fcntl
 import mmap
 import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,26 +17,9 @@ from typing import NamedTuple
 from ..errors import TransportError
 from ..planning.network import VirtualNetwork
 from .message_schedules import BUSY_TIMES, ROUNDS, Cards, finish_times
+from .virtual_time import VirtualTime
 
-__all__ = ["GroupClock", "LinkClock", "Statistics", "emulation_summary", "sleep_until"]
-
-
-# --- Waiting ----------------------------------------------------------------------------------------------------------
-
-_SPIN_S = 30e-6  # a sleep without slack ends some 10 to 20 µs late
-_PR_SET_TIMERSLACK = 29
-_thread = threading.local()
-
-
-def sleep_until(when: float) -> None:
-    """Return at `when` (of `time.monotonic`), or a few microseconds later."""
-    if not getattr(_thread, "is_exact", False):
-        _thread.is_exact = True
-        if sys.platform == "linux":  # the kernel may be 50 µs late otherwise
-            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
-    while (left := when - time.monotonic()) > 0:
-        if left > _SPIN_S:
-            time.sleep(left - _SPIN_S)
+__all__ = ["GroupClock", "LinkClock", "Statistics", "emulation_summary"]
 
 
 # --- Shared memory ----------------------------------------------------------------------------------------------------
@@ -73,7 +54,7 @@ class _SharedNumbers:
         os.close(self._descriptor)
 
 
-_LATE_SHARE = 10  # per cent
+_BEHIND = 0.02  # of the duration of the job
 
 
 class Statistics(NamedTuple):
@@ -81,19 +62,15 @@ class Statistics(NamedTuple):
 
     Attributes:
         waits: the collectives and messages between virtual hosts that ranks have waited for.
-        late: those that took longer on this host than the emulated network would take.
-        late_s: by how many seconds in all.
-        network_s: the seconds that the emulated network would take for all.
+        behind_s: by how many seconds real time was behind the virtual time of the rank that waited last.
     """
 
     waits: int
-    late: int
-    late_s: float
-    network_s: float
+    behind_s: float
 
 
 _CARD = 1 + 2 * BUSY_TIMES  # how many numbers are in use, and the times
-_STARTED, _WAITS, _LATE, _LATE_S, _NETWORK_S, _HEAD = range(6)
+_STARTED, _WAITS, _BEHIND_S, _HEAD = range(4)
 
 
 class LinkClock:
@@ -102,10 +79,14 @@ class LinkClock:
     Args:
         folder: of the job, on this host; the clocks are a file in it.
         network: with its dilation resolved, the same in all processes.
+
+    Attributes:
+        virtual: the virtual times of this process's threads.
     """
 
     def __init__(self, folder: Path, network: VirtualNetwork) -> None:
         self.folder, self.network = folder, network
+        self.virtual = VirtualTime(network.dilation)
         self._shared = _SharedNumbers(folder / "cards", _HEAD + 2 * network.hosts * _CARD)
         with self._shared.locked() as numbers:
             if not numbers[_STARTED]:
@@ -125,19 +106,16 @@ class LinkClock:
                 numbers[at] = len(busy)
                 numbers[at + 1 : at + 1 + len(busy)] = array.array("d", busy)
 
-    def note(self, began: float, done: float, now: float) -> None:
-        """Record a wait: the network would have taken from `began` to `done`, this host took until `now`."""
+    def note_wait(self) -> None:
+        """Record that this process has waited, and how far behind its virtual time it is since."""
         with self._shared.locked() as numbers:
             numbers[_WAITS] += 1
-            numbers[_NETWORK_S] += done - began
-            if now > done:
-                numbers[_LATE] += 1
-                numbers[_LATE_S] += now - done
+            numbers[_BEHIND_S] = self.virtual.behind_s
 
     def statistics(self) -> Statistics:
         """Return how well this host keeps up so far."""
         with self._shared.locked() as numbers:
-            return Statistics(int(numbers[_WAITS]), int(numbers[_LATE]), numbers[_LATE_S], numbers[_NETWORK_S])
+            return Statistics(int(numbers[_WAITS]), numbers[_BEHIND_S])
 
     def elapsed(self) -> float:
         """Return the seconds since the job began, in real time."""
@@ -146,6 +124,7 @@ class LinkClock:
 
     def close(self) -> None:
         """Unmap the clocks."""
+        self.virtual.close()
         self._shared.close()
 
 
@@ -155,11 +134,9 @@ def emulation_summary(folder: Path, network: VirtualNetwork) -> str:
     found, real_s = clock.statistics(), clock.elapsed()
     clock.close()
     text = f"lockstep run: emulated network: {found.waits} messages and collectives between hosts"
-    if found.late:
-        share, mean_us = 100 * found.late / found.waits, 1e6 * found.late_s / found.late
-        text += f"; for {share:.0f} % this host took longer than the network would, by {mean_us:.0f} us on average"
-        if share > _LATE_SHARE:
-            text += f' (a larger dilation helps: --network "..., dilation {2 * network.dilation:.3g}")'
+    if found.behind_s > _BEHIND * real_s:
+        text += f"; this host was {found.behind_s:.2f} s behind at the end, {found.behind_s / real_s:.0%} of the time"
+        text += f' (a larger dilation helps: --network "..., dilation {2 * network.dilation:.3g}")'
     if network.dilation != 1:
         text += f"\nlockstep run: time dilation {network.dilation:.4g}: {real_s:.2f} s here are "
         text += f"{real_s / network.dilation:.2f} s on the emulated hosts; divide times that the program prints by it"

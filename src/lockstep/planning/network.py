@@ -149,6 +149,10 @@ def _quantity(text: str) -> tuple[str, float]:
 AUTO_DILATION = 0.0
 """The value of `VirtualNetwork.dilation` for ``auto``."""
 
+ROOM = 2.0
+"""How much time an automatic dilation gives to each worker's computing: half of it is for the threads that move
+messages, which each host of a real cluster runs beside it."""
+
 MAX_HOSTS = 120
 
 
@@ -175,8 +179,8 @@ class VirtualNetwork:
         jitter: seconds; each message takes up to so much longer, drawn evenly.
         slow: host → how many times slower its network card is.
         cuts: the links that are lost.
-        dilation: how many times slower than real time everything runs (time dilation); `AUTO_DILATION` for workers
-            per core.
+        dilation: how many times slower than real time everything runs (time dilation); `AUTO_DILATION` for twice
+            the workers per core.
         seed: of the jitter.
     """
 
@@ -221,7 +225,7 @@ class VirtualNetwork:
 
     def resolved(self, workers: int, cores: int) -> VirtualNetwork:
         """Return the network with the dilation that `workers` on `cores` need, if it is auto."""
-        return replace(self, dilation=max(1.0, workers / cores)) if self.dilation == AUTO_DILATION else self
+        return replace(self, dilation=max(1.0, ROOM * workers / cores)) if self.dilation == AUTO_DILATION else self
 
     def host_of(self, rank: int, workers: int) -> int:
         """Return the host of `rank`: ranks are dealt out in blocks, as a launcher does, the first hosts first."""

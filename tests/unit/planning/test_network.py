@@ -90,12 +90,12 @@ def test_ranks_are_dealt_out_in_blocks(workers: int, hosts: int, expected: list[
     assert places[1] == (1, 2) and places[-1][1] == expected.count(expected[-1])
 
 
-def test_dilation_slows_the_cards_and_auto_is_workers_per_core() -> None:
+def test_dilation_slows_the_cards_and_auto_is_twice_the_workers_per_core() -> None:
     network = parse_network("2 hosts, 8Mbit, 1ms, slow host 1 3x, dilation auto").resolved(workers=8, cores=2)
-    assert network.dilation == 4.0
-    assert network.card(0) == Link(0.25e6, 4e-3)
+    assert network.dilation == 8.0
+    assert network.card(0) == Link(0.125e6, 8e-3)
     slow = network.card(1)
-    assert slow.bandwidth == pytest.approx(1e6 / 12) and slow.latency == pytest.approx(12e-3)
+    assert slow.bandwidth == pytest.approx(1e6 / 24) and slow.latency == pytest.approx(24e-3)
     assert parse_network("2 hosts, 8Mbit, dilation auto").resolved(1, 64).dilation == 1.0
 
 
