@@ -1,8 +1,11 @@
 """How right `lockstep plan` is: predicted from two workers at most, against steps that are measured.
 
 For each of 5 models, one worker and two are profiled once. Steps on 6 networks with 2 to 8 workers are predicted from
-that, and measured on emulated networks, in dilated time where there are fewer cores than workers. Two workers without
-an emulated network, over shared memory and over Gloo, are predicted from one.
+that, and measured on emulated networks in dilated time. Two workers without an emulated network, over shared memory and
+over Gloo, are predicted from one.
+
+A shared host may be a third slower a minute later. So two workers without an emulated network are timed beside each
+measurement (the pace), and the profile's times are multiplied by how much slower than at the profile they are.
 
     python benchmarks/plan.py                       # a quarter of an hour on two idle cores: a part of the whole
     python benchmarks/plan.py --minutes 60          # goes on where the last run has stopped
@@ -26,10 +29,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -44,7 +48,7 @@ from lockstep.planning.measurement import Curve
 from lockstep.planning.network import AUTO_DILATION, VirtualNetwork, parse_link
 from lockstep.planning.prediction import Forecast, Job, predict
 from lockstep.planning.profiling import Program, record_profiles
-from lockstep.planning.step_profile import Profile
+from lockstep.planning.step_profile import Pass, Profile
 from lockstep.system import atomic_files
 
 BENCHMARK = Benchmark("plan", __doc__ or "", "planning.md")
@@ -62,8 +66,8 @@ TITLES = {
 NETWORKS = ("1gbe", "1Gbit,1ms", "2.5Gbit,50us", "5Gbit,50us", "10gbe", "10Gbit,500us")
 ORDER = (2, 8, 4, 6, 3, 5, 7)
 
-PROFILE_STEPS = 40
-MEASURED_STEPS = 12
+PROFILE_STEPS = 60
+MEASURED_STEPS = 24
 FEWEST_STEPS = 4
 PATIENCE_S = 12.0  # of one measurement; slow steps are fewer
 
@@ -82,6 +86,8 @@ class Row:
     low_s: float
     high_s: float
     measured_s: float
+    pace: float = 1.0
+    """How much longer computing took on this host when it was measured than when the model was profiled."""
 
     @property
     def error(self) -> float:
@@ -106,8 +112,30 @@ def profile(model: str, steps: int) -> dict[int, list[Profile]]:
     }
 
 
+def pace(model: str, steps: int) -> float:
+    """The median step of two workers without an emulated network: how fast this host is now."""
+    return statistics.median(
+        each.median_s for each in record_profiles(program(model, steps), 2, durations_only=True, title=f"{model}: pace")
+    )
+
+
+def at_pace(profiles: dict[int, list[Profile]], factor: float) -> dict[int, list[Profile]]:
+    """The profiles as they would be if this host were slower by `factor`."""
+    return {count: [_scaled(each, factor) for each in ranks] for count, ranks in profiles.items()}
+
+
+def _scaled(profile: Profile, factor: float) -> Profile:
+    steps = []
+    for step in profile.steps:
+        times = {name: getattr(step, name) * factor for name in ("loader_s", "wait_s", "update_s", "other_s")}
+        passes = tuple(Pass(each.forward_s * factor, each.backward_s * factor) for each in step.passes)
+        ready = tuple(each * factor if each > 0 else each for each in step.ready_s)
+        steps.append(msgspec.structs.replace(step, **times, passes=passes, ready_s=ready))
+    return msgspec.structs.replace(profile, steps=tuple(steps))
+
+
 def forecasts(profiles: dict[int, list[Profile]], network: str) -> dict[int, Forecast]:
-    job = Job(profiles, Fabric(parse_link(network)))
+    job = Job(profiles, Fabric(parse_link(network), checks_calls=True))
     return {each.workers: each for each in predict(job, range(1, 9))}
 
 
@@ -254,7 +282,7 @@ class Kept:
 def left_to_measure(models: Sequence[str], kept: Kept, quick: bool) -> Iterator[tuple[str, str, int]]:
     done = {(row.model, row.network, row.workers) for row in kept.rows("emulated")}
     orders = (ORDER[:1], NETWORKS[:1]) if quick else (ORDER, NETWORKS)
-    for workers, network, model in itertools.product(*orders, models):
+    for workers, model, network in itertools.product(orders[0], models, orders[1]):
         if (model, network, workers) not in done:
             yield model, network, workers
 
@@ -270,32 +298,38 @@ def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
     for model, transport in itertools.product(models, ("shm", "gloo")):
         if (model, transport) not in done and time.monotonic() < until:
             kept.add("plain", two_workers(model, transport, args.quick))
+    before: tuple[str, float] = ("", 0.0)
     for model, network, workers in left_to_measure(models, kept, args.quick):
         if time.monotonic() > until:
             print("the time is over; run it again to go on")
             break
-        each = forecasts(kept.profiles(model, steps), network)[workers]
+        if before[0] != model:
+            before = model, pace(model, 20)
+        profiles = kept.profiles(model, steps)
+        expected_s = forecasts(profiles, network)[workers].step_s
         try:
-            measured = measure(model, network, workers, each.step_s, 4 if args.quick else MEASURED_STEPS)
+            measured = measure(model, network, workers, expected_s, 4 if args.quick else MEASURED_STEPS)
         except LockstepError as error:
             print(f"{model} on {network}, {workers} workers: {str(error).splitlines()[0]}")
             continue
-        row = Row(model, network, workers, each.step_s, each.low_s, each.high_s, measured)
+        after = model, pace(model, 20)
+        factor = statistics.mean((before[1], after[1])) / statistics.median(each.median_s for each in profiles[2])
+        each, before = forecasts(at_pace(profiles, factor), network)[workers], after
+        row = Row(model, network, workers, each.step_s, each.low_s, each.high_s, measured, factor)
         kept.add("emulated", row)
-        figures = f"{1e3 * each.step_s:9.1f} ms {1e3 * measured:9.1f} ms {row.error:6.1%}"
-        print(f"{model:9} {network:13} {workers} {figures}", flush=True)
+        figures = f"{1e3 * each.step_s:9.1f} ms {1e3 * measured:9.1f} ms {row.predicted_s / measured - 1:+6.1%}"
+        print(f"{model:9} {network:13} {workers} {figures}  pace {factor:.2f}", flush=True)
     return kept
 
 
 def predicted_again(kept: Kept, steps: int) -> list[Row]:
     """The rows, with predictions of the code as it is now: measuring takes long, predicting does not."""
-    rows = kept.rows("emulated")
-    made = {key: forecasts(kept.profiles(key[0], steps), key[1]) for key in {(row.model, row.network) for row in rows}}
-    again = [(row, made[row.model, row.network][row.workers]) for row in rows]
-    return [
-        Row(row.model, row.network, row.workers, each.step_s, each.low_s, each.high_s, row.measured_s)
-        for row, each in again
-    ]
+    again = []
+    for row in kept.rows("emulated"):
+        profiles = at_pace(kept.profiles(row.model, steps), row.pace)
+        each = forecasts(profiles, row.network)[row.workers]
+        again.append(replace(row, predicted_s=each.step_s, low_s=each.low_s, high_s=each.high_s))
+    return again
 
 
 def one_worker(kept: Kept, models: Sequence[str], steps: int) -> dict[str, tuple[float, float]]:
