@@ -14,8 +14,9 @@ measurement (the pace), and the profile's times are multiplied by how much slowe
     python benchmarks/plan.py --write               # also the tables in docs/planning.md
     python benchmarks/plan.py --example             # only the example there and its picture, a minute
 
-Every step that was measured is kept at once in results/plan.json, so that a run can be interrupted. Workers come in the
-order 2, 8, 4, 6, 3, 5, 7, so that a part of the whole has all models and networks. --fresh measures all again.
+Every step that was measured is kept at once in results/plan-kept.json, with the profiles, so that a run can be
+interrupted; results/plan.json has the steps alone. Workers come in the order 2, 8, 4, 6, 3, 5, 7, so that a part of the
+whole has all models and networks. --fresh measures all again.
 """
 
 from __future__ import annotations
@@ -290,7 +291,7 @@ def left_to_measure(models: Sequence[str], kept: Kept, quick: bool) -> Iterator[
 def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
     """Measure what is not yet known, until the time is over."""
     until = time.monotonic() + 60 * args.minutes
-    path = args.json or (None if args.quick else RESULTS / "plan.json")
+    path = None if args.quick else RESULTS / "plan-kept.json"
     kept, steps = Kept(path, args.fresh), 6 if args.quick else PROFILE_STEPS
     for model in models:
         kept.profiles(model, steps)
@@ -376,7 +377,7 @@ def main() -> None:
     kept = run(args, models)
     rows = predicted_again(kept, steps)
     text = tables(rows, kept.rows("plain"), one_worker(kept, models, steps))
-    found = {name: kept.data[name] for name in ("profiles", "emulated", "plain")}
+    found = {"emulated": [list(vars(row).values()) for row in rows], "plain": kept.data["plain"]}
     BENCHMARK.publish(args, machine, text, "images and tokens of random numbers", **found)
 
 

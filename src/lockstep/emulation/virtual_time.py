@@ -116,7 +116,7 @@ class _ThreadTime:
     def __init__(self, thread: threading.Thread, dilation: float) -> None:
         assert thread.ident is not None and thread.native_id is not None
         self._dilation = dilation
-        self._cpu_clock = time.pthread_getcpuclockid(thread.ident)
+        self._cpu_clock = time.pthread_getcpuclockid(thread.ident) if sys.platform == "linux" else -1
         self._delays, self._state = (_open_status(thread.native_id, name) for name in ("schedstat", "stat"))
         self.lock = threading.Lock()
         self.now = time.monotonic()
@@ -124,10 +124,12 @@ class _ThreadTime:
 
     def _read(self) -> tuple[float, float, float]:
         """Return the real time, and the seconds for which it has computed, and has been ready without a core."""
-        delayed = 0.0
+        computed = delayed = 0.0
+        if sys.platform == "linux":
+            computed = time.clock_gettime(self._cpu_clock)
         if self._delays >= 0:
             delayed = int(os.pread(self._delays, 64, 0).split()[1]) * 1e-9
-        return time.monotonic(), time.clock_gettime(self._cpu_clock), delayed
+        return time.monotonic(), computed, delayed
 
     def advance(self, at_least_s: float = 0.0, counts_waits: bool = True) -> float:
         """Add what has passed since the last call, and return the time.
@@ -156,10 +158,13 @@ class _ThreadTime:
         self._last = self._read()
 
     def is_blocked(self) -> bool:
-        """Return whether the thread waits for something."""
+        """Return whether the thread waits for something; False if it has ended."""
         if self._state < 0:
             return True
-        return os.pread(self._state, 512, 0).rpartition(b")")[2].split()[0] == b"S"
+        try:
+            return os.pread(self._state, 512, 0).rpartition(b")")[2].split()[0] == b"S"
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Close the descriptors; it must not be used any more."""

@@ -71,7 +71,8 @@ def _draw_steps(axes: Any, forecasts: Sequence[Forecast]) -> None:
     every = max(1, -(-len(forecasts) // 12))
     axes.set_xticks([*positions][::every], [str(each.workers) for each in forecasts][::every])
     axes.set(xlabel="workers", ylabel=f"{unit} in a step", title="What a step is spent on")
-    axes.legend()
+    axes.set_ylim(0, 1.25 * scale * longest)  # room for the legend
+    axes.legend(loc="upper center", ncols=3)
 
 
 def _count_axis(axes: Any, counts: Sequence[int]) -> None:

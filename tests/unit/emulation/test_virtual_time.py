@@ -134,6 +134,15 @@ def test_who_is_waited_for_takes_the_waiting_thread_along() -> None:
         assert virtual.now() < own + 50
 
 
+def test_a_thread_that_has_ended_waits_for_nothing() -> None:
+    with closing(VirtualTime(2.0)) as virtual:
+        thread = threading.Thread(target=virtual.now)
+        thread.start()
+        thread.join()
+        assert thread.ident is not None
+        virtual.release(thread.ident, time.monotonic())
+
+
 def test_an_operation_in_the_background_has_its_own_time() -> None:
     with closing(VirtualTime(50.0)) as virtual:
         operation = OperationTime(7.0)
