@@ -111,10 +111,17 @@ class DelayedWork(dist.Work):
             self._clock.note_wait()
 
     def _has_failed(self) -> bool:
-        """Return whether the real operation has ended with an error, so that the emulated one never ends."""
-        if time.monotonic() < self._began + _CHECK_S:  # c10d warns about the question
+        """Return whether the real operation, which has ended, has failed, so that the emulated one never ends.
+
+        It may have ended well on this rank before another one has called it.
+        """
+        if time.monotonic() < self._began + _CHECK_S:
             return False
-        return self._inner.exception() is not None
+        try:
+            self._inner.wait()  # returns at once
+        except RuntimeError:
+            return True
+        return False
 
     def is_success(self) -> bool:
         """Return whether the operation has ended without an error."""
