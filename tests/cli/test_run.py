@@ -435,7 +435,7 @@ def test_one_rank_may_have_the_terminal_while_the_others_wait(tmp_path: Path) ->
         if rank == 1:
             breakpoint()
         dist.all_reduce(total)
-        print("sum", total.item())
+        print(f"sum {total.item()}")  # at once: the other rank writes to the same terminal
         """,
     )
     child, terminal = pty.fork()
