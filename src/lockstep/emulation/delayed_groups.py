@@ -33,7 +33,7 @@ from ..watchdog.process_groups import GroupProxy, replace_group
 from ..watchdog.signatures import OPERATIONS
 from .link_clock import GroupClock, LinkClock
 from .message_schedules import ROUNDS
-from .virtual_time import SPIN_S, AwakeCore, OperationTime, VirtualTime, prefer_long_slices, sleep_until
+from .virtual_time import AwakeCore, OperationTime, VirtualTime, prefer_long_slices
 
 __all__ = ["Emulation", "install", "install_from_environment", "uninstall"]
 
@@ -86,7 +86,7 @@ class DelayedWork(dist.Work):
                     + f": no message has arrived for {limit:.3g} s"
                 )
             time.sleep(_POLL_S if done is None else min(_CHECK_S, done - time.monotonic() - _NEAR_S / 2))
-        sleep_until(done, SPIN_S / self._clock.network.dilation)
+        self._clock.virtual.sleep_until(done)
         return answer, done
 
     def is_completed(self) -> bool:
@@ -99,7 +99,7 @@ class DelayedWork(dist.Work):
             return self._has_failed()
         if done - time.monotonic() > _NEAR_S:
             return False
-        sleep_until(done, SPIN_S / self._clock.network.dilation)
+        self._clock.virtual.sleep_until(done)
         self._end(done)
         return True
 

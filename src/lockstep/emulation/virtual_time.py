@@ -20,17 +20,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["SPIN_S", "AwakeCore", "OperationTime", "VirtualTime", "prefer_long_slices", "sleep_until"]
+__all__ = ["AwakeCore", "OperationTime", "VirtualTime", "prefer_long_slices", "sleep_until"]
 
 
 # --- Waiting ----------------------------------------------------------------------------------------------------------
 
-SPIN_S = 1e-4  # a sleep without slack ends some 20 µs late, and up to 80 µs where the core has slept
+_SPIN_S = 1e-4  # a sleep without slack ends some 20 µs late, and up to 80 µs where the core has slept
 _PR_SET_TIMERSLACK = 29
 _thread = threading.local()
 
 
-def sleep_until(when: float, spin_s: float = SPIN_S) -> None:
+def sleep_until(when: float, spin_s: float = _SPIN_S) -> None:
     """Return at `when` (of `time.monotonic`), or a few microseconds later; the last `spin_s` seconds it spins."""
     if not getattr(_thread, "is_exact", False):
         _thread.is_exact = True
@@ -242,9 +242,13 @@ class VirtualTime:
         with own.lock:
             now = own.advance()
             if now > time.monotonic():
-                sleep_until(now, SPIN_S / self._dilation)
+                self.sleep_until(now)
                 own.wait_until(now)
             return now
+
+    def sleep_until(self, when: float) -> None:
+        """Sleep until `when`, as exactly as the dilation needs; being late counts less the slower time passes."""
+        sleep_until(when, _SPIN_S / self._dilation)
 
     def skip(self) -> None:
         """Leave out what the calling thread has done since the last call of any method: the emulation's own work."""

@@ -72,3 +72,4 @@ def test_the_summary_says_what_this_host_could_not_emulate(tmp_path: Path, dilat
     clock.close()
     text = emulation_summary(tmp_path, network)
     assert f"this host was {behind_s:.0f}" in text and f"dilation {2 * int(dilation)}" in text
+    assert ("time dilation 4: " in text) == (dilation == "4")

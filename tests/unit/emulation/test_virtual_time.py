@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -134,12 +135,16 @@ def test_who_is_waited_for_takes_the_waiting_thread_along() -> None:
         assert virtual.now() < own + 50
 
 
+@linux
 def test_a_thread_that_has_ended_waits_for_nothing() -> None:
     with closing(VirtualTime(2.0)) as virtual:
         thread = threading.Thread(target=virtual.now)
         thread.start()
         thread.join()
         assert thread.ident is not None
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/self/task/{thread.native_id}").exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
         virtual.release(thread.ident, time.monotonic())
 
 
