@@ -10,6 +10,7 @@ HOST_CHAOS_FLAGS ?= 200
 # processes that run tests: one more than there are cores, because most tests wait for processes of their own
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PIP_FLAGS    ?=
+GPU_FLAGS    ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -27,12 +28,14 @@ MISTAKEN   := Could not find a version|No matching distribution|Cannot install .
 MISTAKEN   := $(MISTAKEN)|ResolutionImpossible|subprocess-exited-with-error|installing build dependencies
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cluster lint types layers docs chaos clean distclean
+.PHONY: help train test test-cluster gpu-check lint types layers docs chaos clean distclean
 
 help: ## show this list
 	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
 	@echo "make test     install what the tests need, then run them all (PYTEST_FLAGS=... for pytest)"
 	@echo "make test-cluster  install Slurm (apt) and Ray where they are missing, and run the tests with real ones; a quarter of an hour"
+	@echo "make gpu-check  on a host with a GPU: the tests, examples and measurements there, in eight minutes; PYTHON=... is one"
+	@echo "              with a build of torch with CUDA (nothing is installed; GPU_FLAGS=... for options)"
 	@echo "make lint     check style and formatting (ruff)"
 	@echo "make types    check types (mypy, strict)"
 	@echo "make layers   check which module imports which (docs/architecture.md)"
@@ -65,6 +68,10 @@ test-cluster: $(CLUSTER)
 	fi
 	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/cluster -rs $(PYTEST_FLAGS)
 
+# with a Python that has torch already: builds of torch with CUDA are large, and fit a driver
+gpu-check:
+	@PYTHONPATH=src $(PYTHON) benchmarks/gpu/check.py $(GPU_FLAGS)
+
 lint: $(TESTS)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -72,6 +79,7 @@ lint: $(TESTS)
 types: $(TESTS)
 	@$(BIN)/mypy
 	@MYPYPATH=src:benchmarks:tests $(BIN)/mypy benchmarks/*.py packaging/*.py
+	@MYPYPATH=src:benchmarks:benchmarks/gpu $(BIN)/mypy benchmarks/gpu/*.py
 
 # some 1,400 elastic jobs with random faults; an hour or two
 chaos: $(TESTS)

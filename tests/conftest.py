@@ -26,7 +26,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import pytest
 import torch
 
-from support import leaks, warm_python
+from support import gpu, leaks, warm_python
 from support.pool import Pool
 from support.worker import fresh_store
 
@@ -35,6 +35,7 @@ FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: the test needs a GPU, see support.gpu")
     config.addinivalue_line("markers", "leaks(reason): the test may leave resources or settings behind")
     sys.dont_write_bytecode = False  # nor do processes that multiprocessing starts
     torch.set_num_threads(1)
@@ -65,6 +66,9 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") is not None and not gpu.can_run():
+            item.add_marker(pytest.mark.skip("needs a GPU"))
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
@@ -110,7 +114,9 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     leaks.forget_communicator()
     # the traceback of a failed test keeps its objects alive
-    excused = mark is not None or request.node.stash.get(FAILED, False)
+    # CUDA keeps files and threads of its own for as long as the process lives
+    on_gpu = request.node.get_closest_marker("gpu") is not None
+    excused = mark is not None or on_gpu or request.node.stash.get(FAILED, False)
     left = watch.finish(linger=0.0 if excused else leaks.LINGER)
     if left and not excused:
         pytest.fail("left behind by this test:\n" + "\n".join(f"  {line}" for line in left), pytrace=False)

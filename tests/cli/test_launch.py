@@ -143,17 +143,6 @@ def test_tensors_outlive_the_worker_that_made_them() -> None:
     assert result["leaf"].requires_grad
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
-    def work(sent: torch.Tensor) -> tuple[str, torch.Tensor, torch.nn.Module]:
-        return str(sent.device), torch.ones(3, device="cuda"), torch.nn.Linear(2, 2, device="cuda")
-
-    device, tensor, layer = launch(work, torch.ones(2, device="cuda"), workers=1)
-    assert device == "cpu"
-    assert torch.equal(tensor, torch.ones(3))
-    assert {str(parameter.device) for parameter in layer.parameters()} == {"cpu"}
-
-
 def test_a_worker_finds_folder_modules_arguments_and_variables_as_they_are_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,7 +220,7 @@ def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]
     from .. import environment
     from ..planning.collective_costs import Fabric
     from ..planning.network import Link
-    from ..planning.prediction import Job, predict
+    from ..planning.prediction import STANDS_STILL, Job, predict
     from ..planning.profiling import record_profiles
 
     cores, rows = environment.usable_cores(), []
@@ -237,7 +237,9 @@ def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]
         backend = real[0].backend
         is_measured = not isinstance(network, Link) and backend in network.transports and len(network.hosts) == 1
         fabric = Fabric.of_measurement(network, backend) if is_measured else Fabric(None)
-        predicted = predict(Job({1: alone}, fabric, job.batch_is_global, slowdown=0.0), [count])[0]
+        threads = program.threads or environment.threads() or max(1, cores // count)
+        slowdown = STANDS_STILL if threads * count >= cores else 0.0
+        predicted = predict(Job({1: alone}, fabric, job.batch_is_global, slowdown=slowdown), [count])[0]
         measured = _median_step(real)
         row = {"workers": count, "predicted_s": predicted.step_s, "low_s": predicted.low_s, "high_s": predicted.high_s}
         rows.append({**row, "measured_s": measured, "error": predicted.step_s / measured - 1})

@@ -141,7 +141,7 @@ class ElasticCommunicator(Communicator):
         # c10d names groups by how many a process has made, failed ones included, and members differ in that
         c10d._world.group_count = 0
         self._store = GenerationStore(self.client, view.generation)
-        gpu = self.device if self.device.type == "cuda" else None
+        gpu = self.device if "nccl" in self._backend else None
         before = sys.excepthook
         with interruptible_gloo(self.client.check):
             dist.init_process_group(

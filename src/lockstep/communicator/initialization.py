@@ -51,7 +51,7 @@ def init(
 
     Args:
         device: "auto" (a GPU where there is one), "cpu", "cuda" (the GPU of this worker's local rank, or the only one
-            that it sees) or "mps".
+            that it sees) or "mps". With LOCKSTEP_SHARE_GPUS=1 several workers of a host may share a GPU.
         timeout: how long a collective may wait; PyTorch's default when None.
         transport: the backend for tensors on the CPU: "shm", "gloo", "mpi4py" (over MPI, for processes that
             mpiexec has started), or "auto": "shm" on Linux and "gloo" elsewhere; when None,
@@ -115,18 +115,29 @@ def _pick_backend(transport: str | None) -> str:
 def _join(world: World, device: torch.device, cpu_backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
     store = bootstrap.open_store(world, timeout, lambda: _store_over_mpi(world, timeout))
     watchdog.install(host_identity.host_key)
-    backend = f"cpu:{cpu_backend},cuda:nccl" if device.type == "cuda" else cpu_backend
+    backend = _backends(device, cpu_backend)
     dist.init_process_group(
         backend,
         store=store,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if "nccl" in backend else None,
     )
     atexit.register(_leave)
     _check_own_gpu(device, world)
     return dist.group.WORLD
+
+
+def _backends(device: torch.device, cpu_backend: str) -> str:
+    """Return torch.distributed's name of the backends. NCCL refuses two ranks on one GPU, which "shm" takes."""
+    if device.type != "cuda":
+        return cpu_backend
+    if not environment.shares_gpus():
+        return f"cpu:{cpu_backend},cuda:nccl"
+    if cpu_backend != "shm":
+        raise ConfigError("transport", "shm for workers that share a GPU (LOCKSTEP_SHARE_GPUS=1)", cpu_backend)
+    return "cpu:shm,cuda:shm"
 
 
 def _join_elastic(
@@ -137,14 +148,15 @@ def _join_elastic(
     if cpu_backend == "mpi4py":
         raise ConfigError("transport", "shm or gloo in an elastic job", cpu_backend)
     watchdog.install(host_identity.host_key, lasting=True)
-    backend = f"cpu:{cpu_backend},cuda:nccl" if device.type == "cuda" else cpu_backend
+    backend = _backends(device, cpu_backend)
     atexit.register(_leave)
     return ElasticCommunicator.join(worker, world, device, backend)
 
 
 def _check_own_gpu(device: torch.device, world: World) -> None:
     """Check that no other worker of this host uses the same GPU, where each sees a single one, numbered 0."""
-    if device.type == "cuda" and world.local_world_size > 1 and torch.cuda.device_count() == 1:
+    shares = environment.shares_gpus()
+    if device.type == "cuda" and world.local_world_size > 1 and torch.cuda.device_count() == 1 and not shares:
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         claim_gpu(distributed_c10d._get_default_store(), world.rank, uuid)
 
@@ -180,7 +192,8 @@ def claim_gpu(store: Store, rank: int, uuid: str) -> None:
             "device",
             "a GPU of its own for each worker on a node",
             found=f"GPU {uuid} on rank {first.rank} and on rank {rank}, each of which sees it alone",
-            hint="Set CUDA_VISIBLE_DEVICES by the local rank, start fewer workers, or choose the device cpu.",
+            hint="Set CUDA_VISIBLE_DEVICES by the local rank, start fewer workers, choose the device cpu, or set "
+            "LOCKSTEP_SHARE_GPUS=1 to try out several workers on one GPU.",
         )
     store.set(key, text)
 
@@ -221,14 +234,16 @@ def pick_device(device: str, world: World) -> torch.device:
     if device == "cuda" or (device == "auto" and gpus):
         # srun --gpus-per-task=1, or a wrapper around this program: each worker sees only its own GPU
         sees_own_only = gpus == 1 and (world.source == "slurm" or environment.visible_gpus() == 1)
-        if world.local_world_size > gpus and not sees_own_only:
+        shares = environment.shares_gpus()
+        if world.local_world_size > gpus and not sees_own_only and not shares:
             raise ConfigError(
                 "device",
                 f"at most as many workers on a node as it has GPUs ({gpus})",
                 found=f"{world.local_world_size} workers (this is rank {world.rank})",
-                hint="Start fewer workers, or choose the device cpu.",
+                hint="Start fewer workers, choose the device cpu, or set LOCKSTEP_SHARE_GPUS=1 to try out several "
+                "workers on one GPU.",
             )
-        chosen = torch.device("cuda", 0 if sees_own_only else world.local_rank)
+        chosen = torch.device("cuda", 0 if sees_own_only else world.local_rank % gpus)
         torch.cuda.set_device(chosen.index)
         return chosen
     if device == "mps" or (device == "auto" and world.world_size == 1 and torch.backends.mps.is_available()):

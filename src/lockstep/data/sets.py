@@ -73,6 +73,11 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         _, channels, height, width = self.images.shape
         return channels, height, width
 
+    def to(self, device: str | torch.device) -> ImageSet:
+        """Return the same images in the memory of `device`, where batches are then made: for sets that fit there."""
+        images, labels = self.images.to(device), self.labels.to(device)
+        return ImageSet(images, labels, self.classes, self.name, self.mean, self.std)
+
     def __len__(self) -> int:
         return len(self.images)
 
@@ -88,7 +93,11 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         Raises:
             IndexError: an index is below 0 or beyond the last image.
         """
-        index = torch.as_tensor(indices, dtype=torch.int64, device=self.images.device)
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        if self.images.device != index.device:
+            # from page-locked memory, so that a GPU is not waited for
+            index = index.pin_memory() if self.images.is_cuda and index.device.type == "cpu" else index
+            index = index.to(self.images.device, non_blocking=True)
         return self._standardise(self.images.index_select(0, index)), self.labels.index_select(0, index)
 
     def _standardise(self, pixels: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ FORMAT = "lockstep network 1"
 """What network.json says that it is; the number is that of the version."""
 
 NOISE_LIMIT = 0.25
-"""The spread of repetitions, relative to their median, above which a measurement is not a result."""
+"""How far medians may differ among the parts of a measurement, relative to the whole's, for it to be a result."""
 
 
 # --- Curves -----------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class PairMeasurement(msgspec.Struct, frozen=True):
     Attributes:
         ranks: the two.
         idle: seconds of one message in one direction by its size: half of a round trip.
-        noise: the spread of repetitions at the worst size, relative to the median.
+        noise: how far medians differ among parts of the measurement at the worst size, relative to the whole's.
     """
 
     ranks: tuple[int, int]
@@ -146,7 +146,7 @@ class CollectiveCurve(msgspec.Struct, frozen=True):
 
     Attributes:
         idle: seconds while the ranks do nothing else.
-        noise: the spread of repetitions at the worst size, relative to the median.
+        noise: how far medians differ among parts of the measurement at the worst size, relative to the whole's.
         computing: seconds while the ranks compute in another thread; None if it was not measured.
         computing_noise: as `noise`.
     """
@@ -181,7 +181,7 @@ class NetworkMeasurement(msgspec.Struct, frozen=True):
         cores: usable cores of the first host.
         transports: by name: "shm", "gloo", "mpi4py", "nccl".
         copy_bandwidth: bytes per second that one rank copies in memory.
-        copy_noise: the spread of its repetitions, relative to the median.
+        copy_noise: the same of it.
         description: of the hosts and the time, for readers.
     """
 
@@ -196,7 +196,7 @@ class NetworkMeasurement(msgspec.Struct, frozen=True):
 
     @property
     def noise(self) -> float:
-        """The largest spread of all-reduces and pairs on the idle hosts, relative to their medians."""
+        """The largest noise of collectives and pairs on the idle hosts."""
         found = [self.copy_noise]
         for transport in self.transports.values():
             found += [pair.noise for pair in transport.pairs]
@@ -205,7 +205,7 @@ class NetworkMeasurement(msgspec.Struct, frozen=True):
 
     @property
     def is_result(self) -> bool:
-        """Whether repetitions agree well enough to draw conclusions."""
+        """Whether the parts of the measurement agree well enough to draw conclusions."""
         return self.noise <= NOISE_LIMIT
 
     def link(self, transport: str = "gloo") -> Link:

@@ -112,7 +112,8 @@ def table(found: NetworkMeasurement) -> Iterator[tuple[str, ...]]:
     """Yield the heading and the rows of a table, one row for each transport's collectives and pairs.
 
     The columns: the time of the smallest message; the bandwidth among the largest; how many times longer the largest
-    takes while the ranks compute; the spread of repetitions; the largest deviation from the fitted curve.
+    takes while the ranks compute; how much medians differ among parts of the measurement; the largest deviation from
+    the fitted curve.
     """
     yield "transport", "operation", "latency", "GB/s", "computing", "noise", "fit"
     for transport, measured in found.transports.items():
@@ -134,9 +135,9 @@ def _columns(curve: CollectiveCurve) -> tuple[str, ...]:
 def verdict(found: NetworkMeasurement) -> str:
     """Return in words whether the measurement is a result."""
     if found.is_result:
-        return f"Repetitions agree within {100 * found.noise:.0f} % (distance of their quartiles to the median)."
+        return f"Parts of the measurement agree within {100 * found.noise:.0f} % (the quartiles of their medians)."
     return (
-        f"Not a result: repetitions differ by {100 * found.noise:.0f} % of their median (distance of the quartiles); "
+        f"Not a result: parts of the measurement differ by {100 * found.noise:.0f} % (the quartiles of their medians); "
         f"expected at most {100 * NOISE_LIMIT:.0f} %. Something else uses these hosts or the network; measure again "
         "when they are idle, or longer with --seconds."
     )

@@ -45,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 _MOST = 100  # repetitions of a size
+_PARTS = 5  # of consecutive repetitions, whose medians show the noise
 _IDLE_SHARE, _COMPUTING_SHARE, _PAIR_SHARE = 0.5, 0.3, 0.2
 
 
@@ -123,8 +124,15 @@ def _slowest(times: Sequence[float]) -> list[float]:
 
 
 def _summary(times: Sequence[float]) -> tuple[float, float]:
-    """Return the median, and the distance of the quartiles relative to it."""
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    """Return the median, and the noise: how much it differs among the parts of the measurement, relative to it.
+
+    Single repetitions differ by far more on a virtual machine, whose cores are taken away now and then; a median
+    is none the worse for it.
+    """
+    length = max(1, len(times) // _PARTS)
+    parts = [statistics.median(times[start : start + length]) for start in range(0, len(times) - length + 1, length)]
+    low, _, high = statistics.quantiles(parts, n=4, method="inclusive")
+    middle = statistics.median(times)
     return middle, (high - low) / middle
 
 

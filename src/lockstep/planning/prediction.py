@@ -16,7 +16,7 @@ from .collective_costs import Cost, Fabric
 from .step_profile import ComputeCurve, ComputeTimes, Profile, merge
 from .step_simulation import Gradient, Message, StepPlan, ddp_buckets, equal_buckets, simulate
 
-__all__ = ["Forecast", "Job", "Uncertainty", "critical_batch_size", "predict"]
+__all__ = ["STANDS_STILL", "Forecast", "Job", "Uncertainty", "critical_batch_size", "predict"]
 
 DDP_LIMIT = 25 << 20
 """Bytes of a bucket of DistributedDataParallel, unless the script sets others."""
@@ -26,6 +26,9 @@ ORDERED_LIMIT = 4 << 20
 
 ASSUMED_SLOWDOWN = 0.1
 """By how much longer computing takes while collectives run, where nothing was measured."""
+
+STANDS_STILL = 1e6
+"""The same on a host all of whose cores compute: what moves data takes its time from computing."""
 
 _SCALES = (0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)  # of computing, between which step times are linear
 _DRAWS = 400

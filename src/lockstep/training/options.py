@@ -128,6 +128,9 @@ class TrainOptions:
     )
     precision: str = _option("fp32", GROUPS[2], "number format; fp16 scales gradients", choices=PRECISIONS)
     compile: bool = _option(False, GROUPS[2], "run the model through torch.compile")
+    cuda_graphs: bool = _option(
+        False, GROUPS[2], "on a GPU: record the kernels of a step once and replay them, for models with small steps"
+    )
     channels_last: bool = _option(False, GROUPS[2], "channels-last memory format, for convolutions on GPUs")
     max_steps_in_flight: int = _option(
         IN_FLIGHT, GROUPS[2], "on a GPU: steps that may be queued before the host waits for the oldest", "N"

@@ -48,8 +48,11 @@ class Precision:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward pass of `loss`, a scalar; gradients are scaled with fp16."""
-        scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        torch.autograd.backward(scaled)
+        torch.autograd.backward(self.scaled(loss))
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss`, a scalar, as its gradient is taken: scaled up with fp16."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscale the gradients, before they are read or changed."""

@@ -26,8 +26,10 @@ from ..strategies import STRATEGIES
 from ..strategies.base import Strategy
 from ..strategies.distributed import Distributed
 from ..strategies.invariant import Invariant
+from .cuda_graphs import Graphs, PassGraphs, begin_pass
 from .formats import REPLICA_CHECK
 from .losses import Forward, LossFn, LossModule, LossSum
+from .out_of_memory import explaining_out_of_memory
 from .own_loss import Counting, OwnLoss, with_own_loss
 from .precision import Precision, clip, scale_gradients
 from .replica_check import ReplicaCheck
@@ -72,6 +74,7 @@ class StepOptions(TypedDict, total=False):
     virtual_workers: int | None
     threads: int | None
     replica_check: int
+    cuda_graphs: bool
 
 
 def check_step(model: Any, optimizer: Any, gradient_accumulation_steps: Any, max_grad_norm: Any, schedule: Any) -> None:
@@ -249,11 +252,24 @@ class Passes(Protocol):
         """
 
 
-def make_passes(strategy: Strategy, seed: int, gradient_accumulation_steps: int) -> Passes:
+def make_passes(
+    strategy: Strategy, seed: int, gradient_accumulation_steps: int, graphs: PassGraphs | None = None
+) -> Passes:
     """Return the passes for `strategy`; `seed` is that of dropout."""
     if isinstance(strategy, Invariant):
-        return ShardPasses(strategy, seed)
-    return AccumulatedPasses(strategy, gradient_accumulation_steps)
+        return ShardPasses(strategy, seed, graphs)
+    return AccumulatedPasses(strategy, gradient_accumulation_steps, graphs)
+
+
+def why_no_graphs(strategy: Strategy) -> str:
+    """Return why the passes of `strategy` cannot be CUDA graphs; "" if they can."""
+    if isinstance(strategy, Invariant):
+        return "batch norm over all shards needs a thread for each of them" if strategy.joint_layers else ""
+    if type(strategy) is not Distributed:
+        return f"the strategy is {type(strategy).__name__.lower()}"
+    if strategy.comm.size > 1:
+        return "several workers need virtual_workers for that: else gradients are sent during the backward pass"
+    return ""
 
 
 class AccumulatedPasses:
@@ -262,10 +278,11 @@ class AccumulatedPasses:
     Args:
         strategy: the prepared strategy.
         gradient_accumulation_steps: number of passes.
+        graphs: of passes, if they are to be replayed.
     """
 
-    def __init__(self, strategy: Strategy, gradient_accumulation_steps: int) -> None:
-        self._strategy, self._accumulation_steps = strategy, gradient_accumulation_steps
+    def __init__(self, strategy: Strategy, gradient_accumulation_steps: int, graphs: PassGraphs | None = None) -> None:
+        self._strategy, self._accumulation_steps, self._graphs = strategy, gradient_accumulation_steps, graphs
 
     def run(
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
@@ -280,15 +297,14 @@ class AccumulatedPasses:
         for number, (data, size) in enumerate(parts):
             last = number == len(parts) - 1
             with strategy.gradient_sync(now=last):
-                with precision.autocast():
-                    total, count = loss(data, size)
-                totals[0] += total.detach()
-                totals[1] += count
+                begun = begin_pass(self._graphs, loss, precision, data, size, scale, len(parts) > 1)
+                totals[0] += begun.total
+                totals[1] += begun.count
                 if last:
                     with named("loss and sample count"):
                         finish = strategy.reduce_totals(totals, batch.size / batch.global_size)
                 with named(strategy.backward_name):
-                    precision.backward(total * scale)
+                    begun.backward()
         return finish()
 
 
@@ -399,6 +415,8 @@ class TrainStep:
         threads: with virtual workers, threads within an operation on the CPU; 1 when None.
         replica_check: steps between two comparisons of sampled weights among workers, see
             `lockstep.training.replica_check`; 0 compares neither weights nor hyperparameters.
+        cuda_graphs: record the passes and the update once and replay them, see `lockstep.training.cuda_graphs`. Where
+            that is not possible, steps run as usual, and a line in the log says why.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -424,6 +442,7 @@ class TrainStep:
         virtual_workers: int | None = None,
         threads: int | None = None,
         replica_check: int = REPLICA_CHECK,
+        cuda_graphs: bool = False,
     ) -> None:
         check_step(model, optimizer, gradient_accumulation_steps, max_grad_norm, schedule)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
@@ -443,7 +462,9 @@ class TrainStep:
         self._loss = LossModule(model, loss, forward, collective_forward=self.strategy.collective_forward)
         self._loss_checked = False
         self._module = self.strategy.wrap(self._loss)
-        self._passes = make_passes(self.strategy, seed, gradient_accumulation_steps)
+        self._graphs = self._make_graphs() if cuda_graphs else None
+        self._accumulation_steps = gradient_accumulation_steps
+        self._passes = self._make_passes()
         self._trained = [p.requires_grad for p in self._all_parameters]
         self._parameters: list[nn.Parameter] = []
         self._refresh_param_groups()
@@ -455,6 +476,13 @@ class TrainStep:
             weights=not self.strategy.sharded_state,
             exact=self.strategy.virtual_workers is not None,
         )
+
+    def _make_graphs(self) -> Graphs:
+        return Graphs(self.comm.device, self.model, why_no_graphs(self.strategy), self.comm.rank == 0)
+
+    def _make_passes(self) -> Passes:
+        passes = None if self._graphs is None else self._graphs.passes
+        return make_passes(self.strategy, self._seed, self._accumulation_steps, passes)
 
     def _prepare(self) -> None:
         self.strategy.prepare(self.model)
@@ -480,13 +508,24 @@ class TrainStep:
             MismatchError: likewise, on every worker, if the workers' hyperparameters or weights differ.
             ConfigError: if output, labels and loss do not fit, or a batch norm gets a single value; at the first step
                 also on every worker, before the update, if the loss is not a mean over samples.
+            OutOfMemoryError: the memory of this worker's device is full; says what to try.
         """
         return self.run_once(batch, stop, regroup) if self.replacement is None else self.replacement(batch)
 
     def run_once(self, batch: Batch, stop: bool = False, regroup: bool = False) -> StepResult:
         """See `run`; in an elastic job, an attempt that the loss of a worker may end."""
-        with self.strategy.deterministic():
+        what = f"step {self.steps_done}, with {batch.size:,} of the {batch.global_size:,} samples of the global batch"
+        with self.strategy.deterministic(), explaining_out_of_memory(self.comm, what, self._less_memory()):
             return self._run(batch, STOP * stop + REGROUP * regroup)
+
+    def _less_memory(self) -> str:
+        """Return what makes a step need less memory."""
+        if self.strategy.virtual_workers is None:
+            passes = f"gradient_accumulation_steps={2 * self._accumulation_steps}, which changes no result"
+        else:
+            passes = "more virtual workers, each of which computes its part in a pass of its own"
+        lower = "" if self.precision.name != "fp32" else ', precision="bf16"'
+        return f"Try {passes}{lower}, a smaller global batch, or more workers."
 
     def regroup(self) -> None:
         """Adapt to the communicator's new workers, after a step or in the place of one that was not completed.
@@ -495,6 +534,9 @@ class TrainStep:
         """
         self.strategy.regroup(self.model)
         self._module = self.strategy.wrap(self._loss)
+        if self._graphs is not None:
+            self._graphs = self._make_graphs()
+            self._passes = self._make_passes()
         self._replicas.regroup()
         self._loss_checked = self.steps_done > 0
 
@@ -558,6 +600,8 @@ class TrainStep:
         if (trained := [p.requires_grad for p in self._all_parameters]) != self._trained:
             # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
+            if self._graphs is not None:
+                self._graphs.passes.forget()
         seed_torch(mix((self._seed, _RANDOM, self.steps_done, self.comm.rank)) & 0xFFFFFFFF, self.comm.device)
         self.optimizer.zero_grad(set_to_none=True)
         if self.schedule is not None:
@@ -572,6 +616,11 @@ class TrainStep:
     def _update(self, correction: torch.Tensor | None) -> torch.Tensor | None:
         """Update the parameters with the gradients times `correction`; returns their norm if it is limited."""
         _fill_missing_gradients(self._parameters)
+        if self._graphs is None:
+            return self._apply(correction)
+        return self._graphs.update.run(self.optimizer, self._parameters, self.precision, correction, self._apply)
+
+    def _apply(self, correction: torch.Tensor | None) -> torch.Tensor | None:
         self.precision.unscale(self.optimizer)
         if correction is not None:
             scale_gradients([p.grad for p in self._parameters if p.grad is not None], correction)

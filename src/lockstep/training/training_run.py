@@ -404,6 +404,7 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
         virtual_workers=options.virtual_workers,
         threads=options.threads,
         replica_check=options.replica_check,
+        cuda_graphs=options.cuda_graphs,
         precision=options.precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         max_grad_norm=options.max_grad_norm,

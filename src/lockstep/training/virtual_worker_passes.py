@@ -16,6 +16,7 @@ from ..invariance.randomness import seed_shard
 from ..invariance.shards import bounds
 from ..strategies.invariant import Invariant
 from ..strategies.joint_passes import JointPasses, run_joint_passes
+from .cuda_graphs import EagerPass, Pass, PassGraphs, begin_pass
 from .losses import LossModule
 from .precision import Precision
 
@@ -47,10 +48,11 @@ class ShardPasses:
     Args:
         strategy: the prepared strategy.
         seed: the seed of dropout and the like, keyed with the step and the shard.
+        graphs: of passes in sequence, if they are to be replayed.
     """
 
-    def __init__(self, strategy: Invariant, seed: int) -> None:
-        self._strategy, self._seed = strategy, seed
+    def __init__(self, strategy: Invariant, seed: int, graphs: PassGraphs | None = None) -> None:
+        self._strategy, self._seed, self._graphs = strategy, seed, graphs
 
     def run(
         self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
@@ -83,12 +85,12 @@ class ShardPasses:
                 buffers.restore()
             seed_shard(self._seed, step.number, shard, device)
             totals = _new_totals(step.marks)
-            loss = self._forward(step, part, totals) if part[1] else None
+            begun = self._begin_pass(step, part, totals) if part[1] else None
             if shard == reducer.local_shards[-1]:
                 self._set_worker_totals(totals, step)
             reducer.add(torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)]))
-            if loss is not None:
-                step.precision.backward(loss)
+            if begun is not None:
+                begun.backward()
 
     def _run_jointly(self, step: _Step) -> None:
         """Run all shards with barriers at the layers that use all shards, and sum their results in order."""
@@ -101,11 +103,12 @@ class ShardPasses:
             seed_shard(self._seed, step.number, shard, comm.device)
             totals = _new_totals(step.marks)
             part = step.parts[shard - reducer.local_shards.start]
-            loss = self._forward(step, part, totals)
+            begun = EagerPass(step.loss, step.precision, *part, 1 / step.global_size)
+            totals[0], totals[1] = begun.total, begun.count
             numbers = torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)])
             # In this thread, which waits at the barriers; not into .grad, which all shards share.
             with torch.autograd.set_multithreading_enabled(False):
-                return numbers, torch.autograd.grad(loss, trained, allow_unused=True)
+                return numbers, torch.autograd.grad(begun.scaled, trained, allow_unused=True)
 
         joint_passes = JointPasses(comm, strategy.virtual_workers, shards)
         bodies = [partial(passes, shard) for shard in shards]
@@ -143,15 +146,12 @@ class ShardPasses:
             )
             raise ConfigError("global_batch_size", expected, global_size, hint)
 
-    @staticmethod
-    def _forward(step: _Step, part: tuple[Any, int], totals: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a shard divided by the samples of the global batch; set its sum and count in `totals`."""
-        with step.precision.autocast():
-            total, count = step.loss(*part)
-        totals[0] = total.detach()
-        totals[1] = count
-        share: torch.Tensor = total * (1 / step.global_size)
-        return share
+    def _begin_pass(self, step: _Step, part: tuple[Any, int], totals: torch.Tensor) -> Pass:
+        """Begin the passes of a shard, with its sum and count in `totals`."""
+        several = len(self._strategy.reducer.local_shards) > 1
+        begun = begin_pass(self._graphs, step.loss, step.precision, *part, 1 / step.global_size, several)
+        totals[0], totals[1] = begun.total, begun.count
+        return begun
 
     def _parts(self, batch: Batch) -> Parts:
         """Return (data, samples) of each of this worker's shards."""

@@ -1,4 +1,7 @@
-"""Groups such as "cpu:shm,cuda:nccl": calls with tensors on another device go to the backend for that device."""
+"""Groups such as "cpu:shm,cuda:nccl": calls with tensors on another device go to the backend for that device.
+
+In a group such as "cpu:shm,cuda:shm", the group for the CPU itself takes them, see `gpu_tensors`.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
+from .gpu_tensors import GpuTensors
 from .runtime.c10d import PrefixStore, backend_as_group
 from .runtime.tensor_arguments import NotOnCPUError
 
@@ -53,8 +57,10 @@ def _or_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., A
         try:
             return method(self, *args, **kwargs)
         except NotOnCPUError as found:
-            backend = _backend(self, found.device)
-        return getattr(backend, name)(*args, **kwargs)
+            device = found.device
+        if (tensors := _gpu_tensors(self, device)) is not None:
+            return tensors.run(name, functools.partial(method, self), args, kwargs)
+        return getattr(_backend(self, device), name)(*args, **kwargs)
 
     return call
 
@@ -72,7 +78,8 @@ def _and_device_backends(name: str, method: Callable[..., Any]) -> Callable[...,
 def _at_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: dist.ProcessGroup, device: torch.device | None = None) -> Any:
-        backend = None if device is None or device.type == "cpu" else _known_backend(self, device)
+        own = device is None or device.type == "cpu" or _is_own(self, device)
+        backend = None if own else _known_backend(self, device)
         if backend is None or device is None:
             return method(self, device)
         return _inner(backend, device) if name == "_get_backend" else getattr(backend, name)(device)
@@ -92,7 +99,7 @@ def _known_backend(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
 
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether messages on `device` that are to run concurrently have to be passed to the group as one batch."""
-    if device.type == "cpu":
+    if device.type == "cpu" or _is_own(group, device):
         return bool(group.supports_coalescing)
     return bool(getattr(_inner(_backend(group, device), device), "supports_coalescing", False))
 
@@ -103,13 +110,34 @@ def _inner(backend: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return the name of the backend for `device`, if it is not the group's own."""
+    """Return the name of the backend for `device`, if there is one and it is not the group's own."""
+    name = _configured(group, device)
+    return None if name == getattr(group, "backend", "shm") else name
+
+
+def _is_own(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the group, which is for the CPU, is named for `device` as well."""
+    return _configured(group, device) == getattr(group, "backend", "shm")
+
+
+def _configured(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return the name of the backend for `device` that the group was made with."""
     try:
         config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
     except (RuntimeError, ValueError, TypeError):  # not among c10d's groups yet, or no longer
         return None
     name = config.get_device_backend_map().get(device.type)
-    return None if name in (None, getattr(group, "backend", "shm")) else str(name)
+    return None if name is None else str(name)
+
+
+def _gpu_tensors(group: dist.ProcessGroup, device: torch.device) -> GpuTensors | None:
+    """Return what takes tensors on `device` for the group's own backend; None where that is not for them."""
+    if device.type in group.__dict__.get("_device_backends", ()):
+        return None
+    known: dict[torch.device, GpuTensors] = group.__dict__.setdefault("_gpu_tensors", {})
+    if device not in known and _is_own(group, device):
+        known[device] = GpuTensors(group, device)
+    return known.get(device)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

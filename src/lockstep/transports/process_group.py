@@ -73,6 +73,7 @@ class TransportGroup(dist.ProcessGroup):
     backend = "shm"
     carries_any_dtype = False  # whether collectives without reduction work for every dtype of plain numbers
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+    is_on_one_host = False  # whether all ranks are known to be on this host
     device_options: Any = None  # the user's options for the backend of another device, see `dispatch_by_device`
     _is_native = False
     _name = _description = ""
@@ -413,7 +414,7 @@ class TransportGroup(dist.ProcessGroup):
         except (RuntimeError, ValueError, TypeError):  # not among c10d's groups, or no longer
             return [torch.device("cpu")]
         kinds = config.get_device_backend_map()
-        return [torch.device(kind) for kind, name in kinds.items() if _is_available(kind, name, self.backend)]
+        return [torch.device(kind) for kind in kinds if _is_available(kind)]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
@@ -432,6 +433,11 @@ class TransportGroup(dist.ProcessGroup):
         if self._batch is not None:
             self._batch.append(work)
         return work
+
+    def replace_in_batch(self, inner: CPUWork | None, work: CPUWork) -> None:
+        """Put `work` into the batch, if coalescing has started, in the place of `inner`, which it waits for."""
+        if self._batch is not None:
+            self._batch = [each for each in self._batch if each is not inner] + [work]
 
     # --- Shared by the methods above ----------------------------------------------------------------------------------
 
@@ -475,9 +481,9 @@ class TransportGroup(dist.ProcessGroup):
                 raise ConfigError(argument, f"{tensor.numel()} elements, as in this rank's {other}", part.numel())
 
 
-def _is_available(kind: str, name: str, own: str) -> bool:
-    """Return whether the backend `name` serves devices of this kind; a group's `own` backend serves the CPU only."""
-    return kind == "cpu" or (name != own and getattr(torch, kind).is_available())
+def _is_available(kind: str) -> bool:
+    """Return whether this host has devices of this kind."""
+    return kind == "cpu" or bool(getattr(torch, kind).is_available())
 
 
 def _then_copy_back(steps: Steps, whole: torch.Tensor, output: torch.Tensor) -> Steps:

@@ -92,12 +92,6 @@ def test_what_is_prepared_is_written_later_and_does_not_follow_if_it_is_copied(
     assert torch.equal(found.state["rest"], found.state["model"]["w"])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_of_a_gpu_come_back_on_the_cpu(store: CheckpointStore) -> None:
-    path = store.save({"model": nn.Linear(2, 2).cuda().state_dict()}, step=0, epoch=0, info={})
-    assert {tensor.device.type for tensor in read(path).state["model"].values()} == {"cpu"}
-
-
 # The folder of checkpoints
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import DivergedError
-from lockstep.training.in_flight import LAG, HostCopy, StepsInFlight
+from lockstep.training.in_flight import LAG, StepsInFlight
 from lockstep.training.step import StepResult
 
 
@@ -33,9 +33,3 @@ def test_a_loss_that_is_not_finite(loss: float) -> None:
     for _ in range(2):  # to look does not forget
         with pytest.raises(DivergedError, match="at step 7 with learning rate"):
             steps_in_flight.check()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_numbers_of_a_gpu_arrive() -> None:
-    several = [HostCopy(torch.tensor([1.0, 2.0], device="cuda") * number) for number in range(10)]
-    assert [numbers.read() for numbers in several] == [[number, 2.0 * number] for number in range(10)]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lockstep import interruption
 from lockstep.communicator import init
@@ -133,12 +132,3 @@ def test_a_stop_request_of_one_rank_gets_the_same_answer_on_all(pool: Pool) -> N
 
     expected = ([number >= 2 + LAG for number in range(10)], True, (signal.SIGTERM, ""))
     assert pool.run(answers, workers=3) == [expected] * 3
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_answer_comes_from_a_gpu_as_well(pool: Pool) -> None:
-    def answers() -> list[bool]:
-        stop_requests = StopRequests(init("cuda"), StopSignals())
-        return [stop_requests.poll() for _ in range(10)]
-
-    assert pool.run(answers, workers=1, init=False) == [[False] * 10]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
-__all__ = ["PrefixStore", "Store", "backend_as_group", "timeout_of"]
+__all__ = ["AllgatherOptions", "PrefixStore", "Store", "backend_as_group", "timeout_of"]
 
 
 def backend_as_group(backend: Any, store: Store, device: str) -> dist.ProcessGroup:

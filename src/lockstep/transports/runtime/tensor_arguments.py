@@ -17,6 +17,7 @@ __all__ = [
     "dense",
     "flatten",
     "is_plain",
+    "split_dense_per_rank",
     "split_per_rank",
 ]
 
@@ -70,7 +71,14 @@ def split_per_rank(
     Raises:
         ConfigError: when it cannot be split so.
     """
-    whole = dense([tensor])[0].contiguous()
+    return split_dense_per_rank(dense([tensor])[0], ranks, argument, splits)
+
+
+def split_dense_per_rank(
+    tensor: torch.Tensor, ranks: int, argument: str, splits: Sequence[int] | None = None
+) -> list[torch.Tensor]:
+    """Do the same as `split_per_rank` with a dense tensor on any device."""
+    whole = tensor.contiguous()
     if not splits:
         if whole.numel() % ranks:
             raise ConfigError(argument, f"a number of elements divisible by {ranks} ranks", whole.numel())
@@ -94,7 +102,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def contiguous_for(output: torch.Tensor) -> torch.Tensor:
     """Return `output` itself where it is contiguous, otherwise a new tensor of its shape, to be copied back."""
-    return output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+    return output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:

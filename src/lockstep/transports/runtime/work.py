@@ -1,4 +1,4 @@
-"""The `c10d.Work` of an operation on the CPU: to wait for, to poll, or as a future."""
+"""The `c10d.Work` of an operation that the CPU does: to wait for, to poll, or as a future."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ class CPUWork(dist.Work):
     Args:
         result: the tensors that its future gives.
         wait: drives the operation until it has completed or the given seconds are over; None when it has completed.
+        device: of its tensors; a wait for its future is one of the stream there. None for the CPU.
     """
 
-    def __init__(self, result: list[torch.Tensor], wait: Callable[[CPUWork, float | None], None] | None = None) -> None:
+    def __init__(
+        self,
+        result: list[torch.Tensor],
+        wait: Callable[[CPUWork, float | None], None] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self._result, self._wait = result, wait
+        self._devices = None if device is None or device.type == "cpu" else [device]
         self._error: BaseException | None = None
         self._completed = wait is None
         self._signal: torch.futures.Future[None] | None = None
@@ -146,7 +153,7 @@ class CPUWork(dist.Work):
         """Return a future that gives the result, or raises the error of the operation."""
         with _lock:
             if self._future is None:
-                self._signal = torch.futures.Future()
+                self._signal = torch.futures.Future(devices=self._devices)
                 # an error raised in a callback reaches C++ as an error; one set with set_exception does not
                 self._future = self._signal.then(self._result_or_error)
                 completed = self._completed

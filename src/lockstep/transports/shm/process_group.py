@@ -34,7 +34,7 @@ class ShmGroup(TransportGroup):
     A synchronous call runs in the calling thread, in the native extension where that can do it.
     """
 
-    carries_any_dtype = True
+    carries_any_dtype = is_on_one_host = True
     _context: ShmContext
 
     def __init__(self, context: ShmContext, store: Store) -> None:

@@ -1,0 +1,456 @@
+"""Sees whether Lockstep works on this host's GPU, and how fast it is: one command of less than eight minutes.
+
+Runs the tests marked `gpu`, the examples on the GPU, `lockstep doctor`, and the measurements of this folder, each in a
+process of its own with a time limit; goes on after a failure. What was found is in one JSON file and one page.
+
+    make gpu-check                                  # with the Python of PYTHON, which has a build of torch with CUDA
+    python benchmarks/gpu/check.py --only tests     # a part; also examples, doctor, epochs, small_steps, ...
+    python benchmarks/gpu/check.py --device cpu --quick    # to see that the scripts run; the figures say nothing
+    python benchmarks/gpu/check.py --write          # also puts the page into docs/gpus.md
+
+It needs torch, pytest and what Lockstep imports; nothing has to be installed, as src is on the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+# what Lockstep and the tests import, as installed packages are named
+NEEDED = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+    "typing_extensions": "typing-extensions",
+    "cloudpickle": "cloudpickle",
+    "rich": "rich",
+    "yaml": "PyYAML",
+    "matplotlib": "matplotlib",
+    "pooch": "pooch",
+    "msgspec": "msgspec",
+    "setproctitle": "setproctitle",
+    "psutil": "psutil",
+    "sklearn": "scikit-learn",
+    "pytest": "pytest",
+    "pytest_timeout": "pytest-timeout",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the check.
+
+    Attributes:
+        name: as --only takes it.
+        limit: seconds after which it is ended.
+        run: does it: (part, setting) → what was found.
+    """
+
+    name: str
+    limit: float
+    run: Callable[[Part, Setting], dict[str, Any]]
+
+
+@dataclass
+class Setting:
+    """How the check is run, and where.
+
+    Attributes:
+        device: "cuda", or "cpu".
+        quick: whether sizes are small.
+        folder: for files of the parts.
+        until: when the whole check should have ended, of `time.monotonic()`.
+    """
+
+    device: str
+    quick: bool
+    folder: Path
+    until: float
+    log: list[str] = field(default_factory=list)
+
+    def environment(self) -> dict[str, str]:
+        """The variables of the parts' processes."""
+        path = os.pathsep.join(str(ROOT / each) for each in ("src", "benchmarks", "benchmarks/gpu", "tests"))
+        known = os.environ.get("PYTHONPATH")
+        given = {"PYTHONPATH": f"{path}{os.pathsep}{known}" if known else path, "PYTHONUNBUFFERED": "1"}
+        if self.device == "cpu":
+            given |= {"LOCKSTEP_GPU_TESTS": "cpu", "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **given}
+
+
+@dataclass
+class Ended:
+    """How a process ended.
+
+    Attributes:
+        code: its exit code; None if it was ended at its limit.
+        output: what it wrote.
+        seconds: how long it took.
+    """
+
+    code: int | None
+    output: str
+    seconds: float
+
+    @property
+    def state(self) -> str:
+        """In words."""
+        if self.code is None:
+            return f"ended at its limit of {self.seconds:.0f} s"
+        return "passed" if self.code == 0 else f"failed with code {self.code}"
+
+    @property
+    def tail(self) -> str:
+        """The end of what it wrote."""
+        return "\n".join(self.output.strip().splitlines()[-30:])
+
+
+def run_process(command: Sequence[str], limit: float, setting: Setting) -> Ended:
+    """Run a command with a time limit, and end all that it has started."""
+    began = time.monotonic()
+    limit = max(5.0, min(limit, setting.until - began))
+    path = setting.folder / "output"
+    with path.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=setting.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        except BaseException:
+            _end(process)
+            raise
+        _end(process)
+    return Ended(code, path.read_text(errors="replace"), time.monotonic() - began)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# --- The parts --------------------------------------------------------------------------------------------------------
+
+
+def doctor(part: Part, setting: Setting) -> dict[str, Any]:
+    ended = run_process([sys.executable, "-m", "lockstep", "doctor"], part.limit, setting)
+    return {"state": ended.state, "output": ended.output.strip()}
+
+
+def tests(part: Part, setting: Setting) -> dict[str, Any]:
+    report = setting.folder / "tests.xml"
+    chosen = ["-k", "devices or collectives"] if setting.quick else []
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-W", "default", f"--junitxml={report}"]
+    ended = run_process([*command, "-p", "no:cacheprovider", *chosen], part.limit, setting)
+    found: dict[str, Any] = {"state": ended.state, **read_tests(report)}
+    if "tests" not in found or ended.code != 0:
+        found["output"] = ended.tail
+    return found
+
+
+def read_tests(report: Path) -> dict[str, Any]:
+    """How many tests passed, and the errors of those that failed, from pytest's report."""
+    if not report.exists():
+        return {}
+    counts, failed = {"passed": 0, "failed": 0, "skipped": 0}, {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        problem = next((each for each in case if each.tag in ("failure", "error")), None)
+        skipped = any(each.tag == "skipped" for each in case)
+        counts["failed" if problem is not None else "skipped" if skipped else "passed"] += 1
+        if problem is not None:
+            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+            failed[name] = (problem.get("message") or "").splitlines()[:1]
+    return {"tests": counts, "failed": failed}
+
+
+def examples_on(device: str) -> list[list[str]]:
+    """The programs of the tutorials' subjects, with the device's name where they take one."""
+    first = "cuda:0" if device == "cuda" else "cpu"
+    script = [sys.executable]
+    lockstep_command = [sys.executable, "-m", "lockstep"]
+    train = ["train", "--device", device, "--epochs", "2"]
+    return [
+        [*script, "examples/devices_from_scratch.py", first, first],
+        [*script, "examples/devices_resnet18.py", first, "cpu"],
+        [*script, "examples/cnn_adam.py", first, first],
+        [*script, "examples/gluon_devices.py", "1"],
+        [*script, "examples/quickstart.py"],
+        [*script, "examples/own_loop.py"],
+        [*script, "examples/copy_overlap.py"],
+        [*script, "examples/cpu_and_gpu.py"],
+        [*lockstep_command, "run", "-np", "1", "examples/ddp.py"],
+        [*lockstep_command, "run", "-np", "1", "examples/horovod_mnist.py"],
+        [*lockstep_command, *train],
+        [*lockstep_command, *train, "--precision", "bf16", "--virtual-workers", "4"],
+        [*lockstep_command, *train, "--cuda-graphs"],
+    ]
+
+
+def examples(part: Part, setting: Setting) -> dict[str, Any]:
+    found, commands = {}, examples_on(setting.device)
+    for command in commands[:1] if setting.quick else commands:
+        words = [word.replace(sys.executable, "python") for word in command]
+        run = [*command, "--run-dir", str(setting.folder / f"run-{len(found)}")] if "train" in command else command
+        ended = run_process(run, part.limit / 4, setting)
+        found[" ".join(words)] = ended.state if ended.code == 0 else f"{ended.state}: {ended.tail[-600:]}"
+    failed = sum(state != "passed" for state in found.values())
+    return {"state": f"failed: {failed} of {len(found)}" if failed else "passed", "examples": found}
+
+
+def measurement(part: Part, setting: Setting) -> dict[str, Any]:
+    """Run the script of the part's name in this folder."""
+    path = setting.folder / f"{part.name}.json"
+    command = [sys.executable, str(HERE / f"{part.name}.py"), "--device", setting.device, "--json", str(path)]
+    ended = run_process([*command, *(["--quick"] if setting.quick else [])], part.limit, setting)
+    found = json.loads(path.read_text()) if path.exists() else {}
+    notes = [line for line in ended.output.splitlines() if re.match(r"^[\w ,-]+: \w*(Error|Exception)", line)]
+    failed = {} if ended.code == 0 else {"output": ended.tail}
+    return {"state": ended.state, "found": found, **({"left out": notes} if notes else {}), **failed}
+
+
+PARTS = [
+    Part("doctor", 40, doctor),
+    Part("tests", 150, tests),
+    Part("small_steps", 60, measurement),
+    Part("epochs", 90, measurement),
+    Part("language_model", 80, measurement),
+    Part("overheads", 75, measurement),
+    Part("examples", 60, examples),
+]
+"""The tests come first: figures of a library that is wrong are worth nothing."""
+
+WHOLE = 470.0
+
+
+# --- What was aimed at ------------------------------------------------------------------------------------------------
+
+
+def _get(found: dict[str, Any], *names: str) -> Any:
+    """Return what stands under the names, one within another; None if something is missing."""
+    value: Any = found
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a figure should be.
+
+    Attributes:
+        text: what is aimed at.
+        names: where the figure stands.
+        least: whether it should be at least `bound`; else at most.
+        bound: the bound.
+    """
+
+    text: str
+    names: tuple[str, ...]
+    least: bool
+    bound: float
+
+    def judged(self, parts: dict[str, Any]) -> str:
+        """One line of the page."""
+        value = _get(parts, *self.names)
+        if not isinstance(value, int | float):
+            return f"| {self.text} | not measured | |"
+        met = value >= self.bound if self.least else value <= self.bound
+        return f"| {self.text} | {value:.4g} | {'met' if met else 'NOT MET'} |"
+
+
+_EPOCHS, _STEPS, _GPT = ("epochs", "found"), ("small_steps", "found"), ("language_model", "found")
+_TUTORIAL, _BEST, _MORE = "tutorial over Trainer", "best of ours over best by hand", "more than by hand"
+
+AIMS = [
+    Aim("LeNet: the tutorials' loop takes at least 3 times as long", (*_EPOCHS, "LeNet", _TUTORIAL), True, 3),
+    Aim("LeNet: at most 1.02 of the best loop by hand", (*_EPOCHS, "LeNet", _BEST), False, 1.02),
+    Aim("ResNet-18: the tutorials' loop takes at least 3 times as long", (*_EPOCHS, "ResNet-18", _TUTORIAL), True, 3),
+    Aim("ResNet-18: at most 1.02 of the best loop by hand", (*_EPOCHS, "ResNet-18", _BEST), False, 1.02),
+    Aim("LeNet, 32 images: `TrainStep`, us more than by hand: 50", (*_STEPS, "LeNet", _MORE, "TrainStep"), False, 50),
+    Aim("LeNet, 32 images: `Trainer`, us more than by hand: 50", (*_STEPS, "LeNet", _MORE, "Trainer"), False, 50),
+    Aim("MLP, 32 images: `TrainStep`, us more than by hand: 50", (*_STEPS, "MLP", _MORE, "TrainStep"), False, 50),
+    Aim("MLP, 32 images: `Trainer`, us more than by hand: 50", (*_STEPS, "MLP", _MORE, "Trainer"), False, 50),
+    Aim("GPT: as many tokens per second as nanoGPT's loop", (*_GPT, "Lockstep over nanoGPT"), True, 1.0),
+]
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+def page(result: dict[str, Any]) -> str:
+    """The result for people."""
+    host, parts = result["host"], result["parts"]
+    lines = [
+        f"{host['date']}: {host['device']}; driver {host['driver']}; {host['cores']} cores; Python {host['python']}, "
+        f"torch {host['torch']} (CUDA {host['cuda']}); Lockstep at {host['commit']}.",
+        "",
+        "| Part | Result | Seconds |",
+        "|---|---|---:|",
+        *(f"| {name} | {_state(part)} | {part['seconds']:.0f} |" for name, part in parts.items()),
+        "",
+        "| Aim | Found | |",
+        "|---|---:|---|",
+        *(aim.judged(parts) for aim in AIMS),
+        "",
+    ]
+    for name, part in parts.items():
+        lines += _details(name, part)
+    return "\n".join(lines).strip()
+
+
+def _state(part: dict[str, Any]) -> str:
+    counts = part.get("tests")
+    return f"{part['state']}: {', '.join(f'{n} {what}' for what, n in counts.items())}" if counts else part["state"]
+
+
+def _details(name: str, part: dict[str, Any]) -> list[str]:
+    lines = []
+    if part.get("found"):
+        lines += [f"**{name}**", "", *_listed(part["found"]), ""]
+    for failed, text in part.get("failed", {}).items():
+        lines.append(f"- {failed}: {' '.join(text)}")
+    for command, state in part.get("examples", {}).items():
+        if state != "passed":
+            lines.append(f"- `{command}`: {state.splitlines()[-1]}")
+    lines += [f"- left out: {note}" for note in part.get("left out", [])]
+    if part["state"] != "passed" and "output" in part and "tests" not in part:
+        lines += ["```text", part["output"], "```"]
+    return lines
+
+
+def _listed(found: Any, depth: int = 0) -> list[str]:
+    lines = []
+    for name, value in found.items():
+        indent = "  " * depth
+        if isinstance(value, dict):
+            lines += [f"{indent}- {name}:", *_listed(value, depth + 1)]
+        else:
+            text = "none" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+            lines.append(f"{indent}- {name}: {text}")
+    return lines
+
+
+def describe_host(device: str) -> dict[str, Any]:
+    """The device, its driver and the versions."""
+    import torch
+
+    name, driver = "the CPU", "none"
+    if device == "cuda":
+        name = torch.cuda.get_device_name(0)
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        ) if _exists("nvidia-smi") else None  # fmt: skip
+        driver = (asked.stdout.strip() or "unknown") if asked is not None else "unknown"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": name,
+        "driver": driver,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda or "none",
+        "commit": commit.stdout.strip() or "an unknown commit",
+    }
+
+
+def _exists(program: str) -> bool:
+    return any(Path(folder, program).exists() for folder in os.environ.get("PATH", "").split(os.pathsep))
+
+
+def missing() -> list[str]:
+    """The packages that are needed and not there."""
+    return [package for name, package in NEEDED.items() if importlib.util.find_spec(name) is None]
+
+
+# --- Running ----------------------------------------------------------------------------------------------------------
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
+    parser.add_argument("--quick", action="store_true", help="small sizes; the figures say nothing")
+    parser.add_argument("--only", help="some parts, with commas between: " + ", ".join(part.name for part in PARTS))
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="folder for gpu.json and gpu.md (default: results/)"
+    )
+    parser.add_argument("--write", action="store_true", help="also put the page into docs/gpus.md")
+    args = parser.parse_args()
+    names = [part.name for part in PARTS]
+    args.parts = names if args.only is None else [name.strip() for name in args.only.split(",")]
+    if unknown := [name for name in args.parts if name not in names]:
+        parser.error(f"--only: expected some of {', '.join(names)}, got {unknown[0]!r}")
+    return args
+
+
+def main() -> int:
+    args = parse()
+    if lacking := missing():
+        print(f"error: missing: {', '.join(lacking)}. Install them: python -m pip install {' '.join(lacking)}")
+        return 2
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("error: torch sees no GPU here. `lockstep doctor` says why; --device cpu shows that the scripts run.")
+        return 2
+    result: dict[str, Any] = {"host": describe_host(args.device), "parts": {}}
+    args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        setting = Setting(args.device, args.quick, Path(folder), time.monotonic() + WHOLE)
+        for part in PARTS:
+            if part.name not in args.parts:
+                continue
+            began = time.monotonic()
+            try:
+                found = part.run(part, setting)
+            except Exception as error:  # the other parts are still worth to be run
+                found = {"state": f"failed: {type(error).__name__}: {error}"}
+            result["parts"][part.name] = {**found, "seconds": round(time.monotonic() - began, 1)}
+            print(f"{part.name}: {_state(found)}, {time.monotonic() - began:.0f} s", flush=True)
+            write(result, args.output)
+    text = page(result)
+    print(f"\n{text}")
+    if args.write:
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+        from common import write_between
+
+        write_between(ROOT / "docs" / "gpus.md", "gpu", text)
+    return 0 if all(part["state"] == "passed" for part in result["parts"].values()) else 1
+
+
+def write(result: dict[str, Any], folder: Path) -> None:
+    """Keep what has been found so far: the check may be ended at any time."""
+    (folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "gpu.md").write_text(f"# Lockstep on a GPU\n\n{page(result)}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

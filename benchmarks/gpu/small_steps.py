@@ -1,0 +1,163 @@
+"""Steps that the host takes longer to start than the GPU to compute: LeNet and an MLP with 32 images.
+
+Microseconds of a step: a loop by hand and the same as a CUDA graph, `TrainStep` and `Trainer.fit` with and without
+graphs, Accelerate and Lightning's Fabric where they are installed; and what equal bits cost: a graph that is replayed
+for each of V virtual workers, against one pass.
+
+    PYTHONPATH=src:benchmarks python benchmarks/gpu/small_steps.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sides import MODELS, Make, captured_step, hand_step, made
+from timing import Options, Side, finish, medians, options, take_turns
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.data import ImageSet
+from lockstep.data.loader import Batch
+from lockstep.training.step import TrainStep
+
+BATCH = 32
+VIRTUAL = (1, 2, 4, 8)
+
+
+def batches_on(device: torch.device, count: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(size, 1, 28, 28, generator=generator).to(device),
+            torch.randint(0, 10, (size,), generator=generator).to(device),
+        )
+        for _ in range(count)
+    ]
+
+
+def repeated(step: Callable[[Tensor, Tensor], object], batches: list[tuple[Tensor, Tensor]], steps: int) -> Side:
+    endless = itertools.cycle(batches)
+
+    def block() -> None:
+        for _ in range(steps):
+            step(*next(endless))
+
+    return block
+
+
+def train_step(make: Make, device: torch.device, **given: Any) -> Callable[[Tensor, Tensor], object]:
+    model, optimizer = made(make, device)
+    step = TrainStep(model, optimizer, nn.CrossEntropyLoss(), **given)
+    indices = torch.arange(4096)
+
+    def run(inputs: Tensor, labels: Tensor) -> object:
+        size = len(inputs)
+        return step.run(Batch((inputs, labels), indices[:size], size, size, 0, 0))
+
+    return run
+
+
+def trainer_steps(make: Make, images: ImageSet, steps: int, **given: Any) -> Side:
+    comm = lockstep.init()
+    model, optimizer = made(make, comm.device)
+    trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), BATCH, callbacks=[], **given)
+    loader = trainer.loader(images)
+
+    def block() -> None:
+        trainer.fit(loader, max_steps=trainer.step.steps_done + steps)
+
+    return block
+
+
+def accelerate_step(make: Make, device: torch.device) -> Callable[[Tensor, Tensor], object]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=device.type == "cpu")
+    model, optimizer = accelerator.prepare(*made(make, device))
+    loss_fn = nn.CrossEntropyLoss()
+
+    def step(inputs: Tensor, labels: Tensor) -> object:
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def fabric_step(make: Make, device: torch.device) -> Callable[[Tensor, Tensor], object]:
+    try:
+        from lightning.fabric import Fabric
+    except ImportError:
+        from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu" if device.type == "cpu" else "cuda", devices=1)
+    model, optimizer = fabric.setup(*made(make, device))
+    loss_fn = nn.CrossEntropyLoss()
+
+    def step(inputs: Tensor, labels: Tensor) -> object:
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), labels)
+        fabric.backward(loss)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def is_installed(*names: str) -> bool:
+    return any(importlib.util.find_spec(name) is not None for name in names)
+
+
+def measure(name: str, given: Options) -> dict[str, Any]:
+    """Microseconds of a step of each side, and what ours take more than the loop by hand."""
+    device, make, steps = given.device, MODELS[name], 4 if given.quick else 200
+    batches = batches_on(device, 8, BATCH)
+    images = lockstep.data.synthetic(train=BATCH * 2 * steps, test=8)[0].to(device)
+    sides: dict[str, Side] = {
+        "by hand": repeated(hand_step(*made(make, device)), batches, steps),
+        "TrainStep": repeated(train_step(make, device), batches, steps),
+        "Trainer": trainer_steps(make, images, steps),
+    }
+    if device.type == "cuda":
+        sides["by hand, captured"] = repeated(captured_step(make, *batches[0]), batches, steps)
+        sides["TrainStep, CUDA graphs"] = repeated(train_step(make, device, cuda_graphs=True), batches, steps)
+        sides["Trainer, CUDA graphs"] = trainer_steps(make, images, steps, cuda_graphs=True)
+    if is_installed("accelerate"):
+        sides["Accelerate"] = repeated(accelerate_step(make, device), batches, steps)
+    if is_installed("lightning", "lightning_fabric"):
+        sides["Fabric"] = repeated(fabric_step(make, device), batches, steps)
+    found = medians(take_turns(sides, given), 1e6 / steps)
+    return {
+        "microseconds": found,
+        "more than by hand": {side: found[side] - found["by hand"] for side in found if side != "by hand"},
+    }
+
+
+def virtual_workers(given: Options) -> dict[str, Any]:
+    """Microseconds of a step of LeNet on 256 images in V passes, each a replay."""
+    device, steps, size = given.device, 2 if given.quick else 50, 256
+    graphs, batches = device.type == "cuda", batches_on(given.device, 4, 256)
+    sides: dict[str, Side] = {
+        "one pass": repeated(train_step(MODELS["LeNet"], device, cuda_graphs=graphs), batches, steps)
+    }
+    for count in VIRTUAL:
+        step = train_step(MODELS["LeNet"], device, cuda_graphs=graphs, virtual_workers=count)
+        sides[f"V = {count}"] = repeated(step, batches, steps)
+    return {"images": size, "microseconds": medians(take_turns(sides, given), 1e6 / steps)}
+
+
+def main() -> None:
+    given, path = options(__doc__, 8.0)
+    lockstep.init(given.device.type)
+    found = {name: measure(name, given) for name in ("LeNet", "MLP")}
+    finish(path, {**found, "virtual workers": virtual_workers(given)})
+
+
+if __name__ == "__main__":
+    main()

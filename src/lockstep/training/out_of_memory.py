@@ -1,0 +1,63 @@
+"""The error of a device whose memory is full, with what was computed and what to try."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..communicator import Communicator
+from ..errors import LockstepError
+
+__all__ = ["OutOfMemoryError", "explaining_out_of_memory"]
+
+_CPU = "DefaultCPUAllocator: can't allocate memory"
+
+
+class OutOfMemoryError(LockstepError, torch.OutOfMemoryError):
+    """The memory of a device does not suffice; handlers of torch's own error get it as well."""
+
+
+@contextmanager
+def explaining_out_of_memory(comm: Communicator, what: str, advice: str) -> Iterator[None]:
+    """Raise an `OutOfMemoryError` for torch's within a `with` block.
+
+    Args:
+        comm: communicator over the workers.
+        what: what is computed, such as "step 3, with 128 of the 256 samples of the global batch".
+        advice: what to try, full sentences.
+
+    Raises:
+        OutOfMemoryError: names the rank, the device, `what`, the memory and the advice.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        full = isinstance(error, torch.OutOfMemoryError) or _CPU in str(error)
+        if not full or isinstance(error, OutOfMemoryError):
+            raise
+        where = f"rank {comm.rank}: {comm.device} is out of memory in {what}"
+        raise OutOfMemoryError(f"{where} ({_asked(error)}{_taken(comm.device)}). {advice}") from error
+
+
+def _asked(error: BaseException) -> str:
+    found = re.search(r"[Tt]ried to allocate ([0-9.]+ [A-Za-z]+)", str(error))
+    return f"{found[1]} more were asked for" if found else "no more could be allocated"
+
+
+def _taken(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # the device has failed
+        return ""
+    own = torch.cuda.memory_reserved(device)
+    others = max(0, total - free - own)
+    return f"; {_size(own)} of {_size(total)} are this process's, {_size(others)} those of others"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

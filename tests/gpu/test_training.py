@@ -1,0 +1,305 @@
+"""Training on one GPU: the same results as on the CPU up to rounding, and no step that waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.checkpoint.folder import CheckpointStore, read
+from lockstep.communicator import init
+from lockstep.data.fetching import to_device
+from lockstep.training.callbacks import Checkpoints, Profile
+from lockstep.training.callbacks.base import Callback
+from lockstep.training.in_flight import HostCopy
+from lockstep.training.out_of_memory import OutOfMemoryError
+from lockstep.training.step import TrainStep
+from lockstep.training.trainer import Trainer
+from support import leaks
+from support.gpu import DEVICE, ON_GPU, id_of, no_waiting, only_on_gpu
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+SAMPLES, BATCH = 512, 64
+
+
+def images(device: str = "cpu") -> lockstep.data.ImageSet:
+    return lockstep.data.synthetic(train=SAMPLES, test=8)[0].to(device)
+
+
+def trainer_of(model: nn.Module | None = None, optimizer: Any = None, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = lockstep.models.lenet() if model is None else model
+    make = optimizer or partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    given = {"callbacks": [], **options}
+    return Trainer(model, make(model.parameters()), nn.CrossEntropyLoss(), BATCH, **given)
+
+
+def losses(device: str, epochs: int = 2, data: Any = None, **options: Any) -> list[float]:
+    leaks.forget_communicator()
+    init(device)
+    trainer = trainer_of(**options)
+    return [row["train_loss"] for row in trainer.fit(images() if data is None else data, epochs)]
+
+
+@pytest.fixture
+def on_cpu() -> list[float]:
+    """The losses on the CPU."""
+    return losses("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({}, 1e-3),
+        ({"gradient_accumulation_steps": 3}, 1e-3),
+        ({"virtual_workers": 4}, 1e-3),
+        ({"num_workers": 2}, 1e-3),
+        ({"max_steps_in_flight": 1}, 1e-3),
+        ({"replica_check": 0}, 1e-3),
+        ({"cuda_graphs": True}, 1e-2),
+        ({"cuda_graphs": True, "virtual_workers": 4}, 1e-2),
+        ({"precision": "bf16"}, 5e-2),
+        ({"precision": "fp16"}, 5e-2),
+        ({"precision": "bf16", "cuda_graphs": True}, 5e-2),
+        ({"precision": "fp16", "cuda_graphs": True}, 5e-2),
+    ],
+    ids=id_of,
+)
+def test_losses_are_those_of_the_cpu(on_cpu: list[float], options: dict[str, Any], tolerance: float) -> None:
+    assert losses(DEVICE, **options) == pytest.approx(on_cpu, rel=tolerance)
+
+
+def test_images_may_lie_on_the_gpu(on_cpu: list[float]) -> None:
+    assert losses(DEVICE, data=images(DEVICE)) == pytest.approx(on_cpu, rel=1e-3)
+
+
+@pytest.mark.parametrize("compile_model", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_prepared_models(on_cpu: list[float], compile_model: bool, channels_last: bool) -> None:
+    leaks.forget_communicator()
+    comm = init(DEVICE)
+    torch.manual_seed(0)
+    model = lockstep.prepare_model(
+        lockstep.models.lenet(), comm, compile_model=compile_model, channels_last=channels_last
+    )
+    found = [row["train_loss"] for row in trainer_of(model).fit(images(), 2)]
+    assert found == pytest.approx(on_cpu, rel=1e-2)
+
+
+def steps_of(batches: list[Any], **options: Any) -> Callable[[], None]:
+    """Return a function that runs one step on the GPU."""
+    torch.manual_seed(0)
+    model = nn.Sequential(lockstep.models.lenet(), nn.Dropout(0.1), nn.BatchNorm1d(10))
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step = TrainStep(model, adamw, nn.CrossEntropyLoss(), **options)
+    numbers = iter(range(1_000_000))
+    return lambda: step.run(batches[next(numbers) % len(batches)]) and None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_grad_norm": 1.0},
+        {"gradient_accumulation_steps": 2},
+        {"precision": "bf16"},
+        {"virtual_workers": 4},
+        {"schedule": lambda step: 1 / (1 + step)},
+        {"cuda_graphs": True},
+        {"cuda_graphs": True, "virtual_workers": 4, "max_grad_norm": 1.0},
+    ],
+    ids=id_of,
+)
+def test_a_step_does_not_wait_for_the_gpu(options: dict[str, Any]) -> None:
+    comm = init(DEVICE)
+    loader = lockstep.Loader(images(), BATCH, comm=comm, virtual_workers=options.get("virtual_workers"))
+    run = steps_of(list(loader.epoch(0)), **options)
+    for _ in range(12):  # the first ones look at the loss function, choose kernels and record graphs
+        run()
+    with no_waiting():
+        for _ in range(12):
+            run()
+
+
+def test_neither_does_the_loop(tmp_path: Path) -> None:
+    """The trainer's own loop with its loader; losses are read when the device has computed them."""
+
+    class Watching(Callback):
+        def on_train_step_start(self, trainer: Any, batch: Any) -> None:
+            if trainer.step.steps_done % 14 == 8 and ON_GPU:
+                torch.cuda.set_sync_debug_mode("error")
+
+        def on_train_step_end(self, trainer: Any, result: Any) -> None:
+            if trainer.step.steps_done % 14 == 13 and ON_GPU:  # a row reads its loss, and the end waits
+                torch.cuda.set_sync_debug_mode("default")
+
+    init(DEVICE)
+    trainer = trainer_of(callbacks=[Watching()], replica_check=0)
+    try:
+        for data in (images(), images(DEVICE)):
+            trainer.fit(data, max_steps=trainer.step.steps_done + 14)
+    finally:
+        if ON_GPU:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_clipping_and_evaluation() -> None:
+    results = []
+    for device in ("cpu", DEVICE):
+        leaks.forget_communicator()
+        init(device)
+        trainer = trainer_of(max_grad_norm=0.1)
+        trainer.fit(images(), 1)
+        results.append(trainer.evaluate(images()))
+    assert results[1] == pytest.approx(results[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("optimizer", [None, partial(torch.optim.AdamW, lr=1e-3)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("there_and_back", [(DEVICE, "cpu", DEVICE), ("cpu", DEVICE, "cpu")])
+def test_a_checkpoint_goes_to_the_cpu_and_back(
+    tmp_path: Path, there_and_back: tuple[str, ...], graphs: bool, optimizer: Any
+) -> None:
+    straight = losses(DEVICE, 3, optimizer=optimizer)
+    found = []
+    for number, device in enumerate(there_and_back):
+        leaks.forget_communicator()
+        init(device)
+        options = {"cuda_graphs": graphs} if device == DEVICE else {}
+        trainer = trainer_of(optimizer=optimizer, run_dir=tmp_path, callbacks=[Checkpoints()], **options)
+        history = trainer.fit(images(), number + 1, resume="latest" if number else None)
+        found.append(history[-1]["train_loss"])
+    assert found == pytest.approx(straight, rel=2e-2)
+
+
+def test_a_checkpoint_is_written_beside_the_training(tmp_path: Path) -> None:
+    init(DEVICE)
+    trainer = trainer_of(run_dir=tmp_path, callbacks=[Checkpoints("3steps")], async_save=True)
+    trainer.fit(images(), 2)
+    before = lockstep.fingerprint(trainer.model, trainer.optimizer)
+    again = trainer_of(run_dir=tmp_path, callbacks=[])
+    again.fit(images(), 2, resume="latest")
+    assert lockstep.fingerprint(again.model, again.optimizer) == before
+
+
+def test_a_state_dict_comes_back_on_the_cpu(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 3)
+    path = store.save({"model": nn.Linear(2, 2).to(DEVICE).state_dict()}, step=0, epoch=0, info={})
+    assert {tensor.device.type for tensor in read(path).state["model"].values()} == {"cpu"}
+
+
+def test_a_fingerprint_does_not_depend_on_the_device() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    before = lockstep.fingerprint(model)
+    assert lockstep.fingerprint(model.to(DEVICE)) == before
+
+
+def test_numbers_arrive_in_order() -> None:
+    several = [HostCopy(torch.tensor([1.0, 2.0], device=DEVICE) * number) for number in range(10)]
+    assert [numbers.read() for numbers in several] == [[number, 2.0 * number] for number in range(10)]
+
+
+@only_on_gpu
+def test_batches_arrive_whole_while_the_gpu_is_busy() -> None:
+    device = torch.device("cuda", 0)
+    busy = torch.randn(2048, 2048, device=device)
+    sent = [torch.full((1 << 16,), float(number)).pin_memory() for number in range(40)]
+    sums = []
+    for number, (data,) in enumerate(to_device(((tensor,) for tensor in sent), device)):
+        busy = busy @ busy / busy.norm()
+        sums.append((data - number).abs().sum())
+    assert torch.stack(sums).eq(0).all()
+
+
+@only_on_gpu
+def test_a_profile_has_the_kernels(tmp_path: Path) -> None:
+    init(DEVICE)
+    trainer_of(run_dir=tmp_path, callbacks=[Profile(range(3, 6))]).fit(images(), 1)
+    table = next((tmp_path / "profile").glob("*.txt")).read_text()
+    assert "CUDA" in table
+
+
+@only_on_gpu
+def test_without_memory_the_error_says_what_to_try() -> None:
+    class Large(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            torch.empty(1 << 44, dtype=torch.uint8, device=inputs.device)
+            return super().forward(inputs.flatten(1))
+
+    init(DEVICE)
+    with pytest.raises(OutOfMemoryError) as caught:
+        trainer_of(Large(28 * 28, 10)).fit(images(), 1)
+    text = str(caught.value)
+    assert text.startswith(f"rank 0: cuda:0 is out of memory in step 0, with {BATCH} of the {BATCH} samples")
+    assert "16384.00 GiB more were asked for" in text
+    assert "are this process's" in text
+    assert "\n" not in text
+
+
+# --- CUDA graphs ------------------------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.LazyLinear(10)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+class Asking(Dropping):
+    """Waits for the device in its forward pass, which no recording may."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * (2.0 if float(inputs.sum()) > 1e30 else 1.0)
+
+
+def dropping_losses(graphs: bool, kind: type[nn.Module] = Dropping, **options: Any) -> list[float]:
+    leaks.forget_communicator()
+    init(DEVICE)
+    torch.manual_seed(0)
+    model = kind()
+    model(torch.zeros(2, 1, 28, 28))
+    trainer = trainer_of(model, cuda_graphs=graphs, **options)
+    return [row["train_loss"] for row in trainer.fit(images(), 3)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"virtual_workers": 4},
+        {"max_grad_norm": 0.3},
+        {"optimizer": partial(torch.optim.AdamW, lr=1e-3)},
+        {"optimizer": partial(torch.optim.Adam, lr=1e-3, fused=True)},
+        {"schedule": lambda step: 1 / (1 + step / 4)},
+    ],
+    ids=["plain", "virtual workers", "clipped", "adamw", "fused adam", "schedule"],
+)
+def test_a_replay_draws_the_masks_of_its_own_step(options: dict[str, Any]) -> None:
+    assert dropping_losses(True, **options) == pytest.approx(dropping_losses(False, **options), rel=1e-3)
+
+
+@only_on_gpu
+def test_a_model_that_waits_for_the_gpu_is_trained_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    assert dropping_losses(True, Asking) == pytest.approx(dropping_losses(False, Asking), rel=1e-3)
+    assert [record.getMessage()[:41] for record in caplog.records if "cuda_graphs" in record.getMessage()] == [
+        "cuda_graphs: passes run without graphs: C"
+    ]
+    # the device is as usable as before
+    assert dropping_losses(True) == pytest.approx(dropping_losses(False), rel=1e-3)
+
+
+def test_equal_bits_with_graphs_at_two_numbers_of_passes() -> None:
+    """A step in 4 shards gives one answer, however often its graph is replayed."""
+    assert dropping_losses(True, virtual_workers=4) == dropping_losses(True, virtual_workers=4)
