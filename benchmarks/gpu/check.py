@@ -128,7 +128,7 @@ class Ended:
 def run_process(command: Sequence[str], limit: float, setting: Setting) -> Ended:
     """Run a command with a time limit, and end all that it has started."""
     began = time.monotonic()
-    limit = max(5.0, min(limit, setting.until - began))
+    limit = max(1.0, min(limit, setting.until - began))
     path = setting.folder / "output"
     with path.open("w") as output:
         process = subprocess.Popen(
@@ -215,7 +215,8 @@ def examples_on(device: str) -> list[list[str]]:
 
 
 def examples(part: Part, setting: Setting) -> dict[str, Any]:
-    found, commands = {}, examples_on(setting.device)
+    found: dict[str, str] = {}
+    commands = examples_on(setting.device)
     for command in commands[:1] if setting.quick else commands:
         words = [word.replace(sys.executable, "python") for word in command]
         run = [*command, "--run-dir", str(setting.folder / f"run-{len(found)}")] if "train" in command else command
@@ -283,7 +284,7 @@ class Aim:
         if not isinstance(value, int | float):
             return f"| {self.text} | not measured | |"
         met = value >= self.bound if self.least else value <= self.bound
-        return f"| {self.text} | {value:.4g} | {'met' if met else 'NOT MET'} |"
+        return f"| {self.text} | {_number(float(value))} | {'met' if met else 'NOT MET'} |"
 
 
 _EPOCHS, _STEPS, _GPT = ("epochs", "found"), ("small_steps", "found"), ("language_model", "found")
@@ -353,9 +354,15 @@ def _listed(found: Any, depth: int = 0) -> list[str]:
         if isinstance(value, dict):
             lines += [f"{indent}- {name}:", *_listed(value, depth + 1)]
         else:
-            text = "none" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-            lines.append(f"{indent}- {name}: {text}")
+            lines.append(f"{indent}- {name}: {_number(value)}")
     return lines
+
+
+def _number(value: Any) -> str:
+    """Return a figure for people: three digits, and no more."""
+    if not isinstance(value, float):
+        return "none" if value is None else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def describe_host(device: str) -> dict[str, Any]:

@@ -16,30 +16,30 @@ from timing import Options, Side, best_of, finish, medians, options, ratio_of, t
 
 import lockstep
 
-BATCH = 256
+BATCH, QUICK_BATCH = 256, 16
 BY_HAND = ["by hand", "by hand, compiled", "by hand, captured"]
 OURS = ["Trainer", "Trainer, images on the device", "Trainer, compiled", "Trainer, CUDA graphs"]
 
 
 def sides_of(name: str, given: Options) -> dict[str, Side]:
-    device, make = given.device, MODELS[name]
-    images = lockstep.data.synthetic(train=600 if given.quick else 60_000, test=8)[0]
+    device, make, batch = given.device, MODELS[name], QUICK_BATCH if given.quick else BATCH
+    images = lockstep.data.synthetic(train=2 * batch + 8 if given.quick else 60_000, test=8)[0]
     there = images.to(device)
     model, optimizer = made(make, device)
     compiled, optimizer_of_compiled = made(make, device)
     sides: dict[str, Side] = {
-        "tutorial": tutorial_epoch(make, images, BATCH, device),
-        "by hand": hand_epoch(hand_step(model, optimizer), Resident(images, device, BATCH)),
-        "Trainer": trainer_epoch(make, images, BATCH),
-        "Trainer, images on the device": trainer_epoch(make, there, BATCH),
+        "tutorial": tutorial_epoch(make, images, batch, device),
+        "by hand": hand_epoch(hand_step(model, optimizer), Resident(images, device, batch)),
+        "Trainer": trainer_epoch(make, images, batch),
+        "Trainer, images on the device": trainer_epoch(make, there, batch),
     }
     if device.type == "cuda":
         graph = partial(captured_step, make)
-        data = Resident(images, device, BATCH)
+        data = Resident(images, device, batch)
         sides["by hand, compiled"] = hand_epoch(hand_step(torch.compile(compiled), optimizer_of_compiled), data)
-        sides["by hand, captured"] = hand_epoch(graph(*next(data.epoch())), Resident(images, device, BATCH))
-        sides["Trainer, compiled"] = trainer_epoch(make, there, BATCH, compiled=True)
-        sides["Trainer, CUDA graphs"] = trainer_epoch(make, there, BATCH, cuda_graphs=True)
+        sides["by hand, captured"] = hand_epoch(graph(*next(data.epoch())), Resident(images, device, batch))
+        sides["Trainer, compiled"] = trainer_epoch(make, there, batch, compiled=True)
+        sides["Trainer, CUDA graphs"] = trainer_epoch(make, there, batch, cuda_graphs=True)
     return sides
 
 

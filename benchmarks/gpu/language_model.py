@@ -62,7 +62,7 @@ def ours(sizes: Sizes, batch: int, steps: int, given: Options) -> tuple[Side, in
     """`Trainer.fit`; also returns the model's parameters."""
     comm = lockstep.init()
     torch.manual_seed(0)
-    model = lockstep.models.gpt(**asdict(sizes))
+    model: nn.Module = lockstep.models.gpt(**asdict(sizes))
     if given.device.type == "cuda":
         model = lockstep.prepare_model(model, comm, compile_model=True)
     model.to(given.device)

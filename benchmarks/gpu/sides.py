@@ -87,7 +87,7 @@ class Resident:
     def epoch(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches in another order each time."""
         order = torch.randperm(len(self._pixels), device=self._pixels.device)
-        for index in order.split(self._batch):
+        for index in torch.split(order, self._batch):
             pixels = self._pixels.index_select(0, index).float().mul_(self._scale).add_(self._shift)
             yield pixels, self._labels.index_select(0, index)
 
@@ -99,7 +99,7 @@ def hand_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Tensor,
     def step(inputs: Tensor, labels: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         loss: Tensor = loss_fn(model(inputs), labels)
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         return loss.detach()
 
@@ -111,7 +111,7 @@ def captured_step(make: Make, inputs: Tensor, labels: Tensor) -> Callable[[Tenso
     model, _ = made(make, inputs.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=True)
     step = hand_step(model, optimizer)
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):

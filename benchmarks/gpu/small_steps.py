@@ -9,6 +9,7 @@ for each of V virtual workers, against one pass.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 from collections.abc import Callable
@@ -74,7 +75,7 @@ def trainer_steps(make: Make, images: ImageSet, steps: int, **given: Any) -> Sid
 
 
 def accelerate_step(make: Make, device: torch.device) -> Callable[[Tensor, Tensor], object]:
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # type: ignore[import-untyped]
 
     accelerator = Accelerator(cpu=device.type == "cpu")
     model, optimizer = accelerator.prepare(*made(make, device))
@@ -91,12 +92,8 @@ def accelerate_step(make: Make, device: torch.device) -> Callable[[Tensor, Tenso
 
 
 def fabric_step(make: Make, device: torch.device) -> Callable[[Tensor, Tensor], object]:
-    try:
-        from lightning.fabric import Fabric
-    except ImportError:
-        from lightning_fabric import Fabric
-
-    fabric = Fabric(accelerator="cpu" if device.type == "cpu" else "cuda", devices=1)
+    name = "lightning.fabric" if is_installed("lightning") else "lightning_fabric"
+    fabric = importlib.import_module(name).Fabric(accelerator="cpu" if device.type == "cpu" else "cuda", devices=1)
     model, optimizer = fabric.setup(*made(make, device))
     loss_fn = nn.CrossEntropyLoss()
 

@@ -26,7 +26,7 @@ def test_a_measurement_has_every_curve_and_is_drawn(
     found = read_measurement(path)
     # whether it is a result depends on this host
     assert ended.returncode == int(not found.is_result), ended.stderr
-    assert ("Not a result: repetitions differ by" in ended.stderr) == (not found.is_result)
+    assert ("Not a result: " in ended.stderr) == (not found.is_result)
     assert {"shm", "gloo"} <= {*found.transports} and found.workers == 2
     for measured in found.transports.values():
         assert len(measured.collectives) == 6 and [pair.ranks for pair in measured.pairs] == [(0, 1)]

@@ -58,6 +58,7 @@ TYPED: dict[str, tuple[str, Any]] = {
     "max_steps_in_flight": ("4", 4),
     "quiet": ("", True),
     "allow_different_hardware": ("", True),
+    "cuda_graphs": ("", True),
 }
 
 # those that contradict some of the others

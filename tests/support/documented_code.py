@@ -224,7 +224,7 @@ def _check_flags(words: Sequence[str]) -> list[str]:
 
 
 def _check_make(words: list[str]) -> list[str]:
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     return [f"no target {word} in Makefile" for word in words[1:] if word not in targets]
 
 

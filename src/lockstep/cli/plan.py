@@ -158,7 +158,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     job = Job(profiles, fabric, is_global, slowdown=_slowdown(network, arguments.transport), price_per_hour=price)
     forecasts = predict(job, counts)
     held_out = _held_out(program, job, network) if arguments.held_out else []
-    _publish(arguments, job, forecasts, held_out)
+    _publish(arguments, job, forecasts, held_out, _noise_of(network, arguments.transport, profiles))
     return 0
 
 
@@ -196,9 +196,27 @@ def _fabric(network: Any, transport: str | None, profiles: Mapping[int, Sequence
         if transport is not None:
             raise ConfigError("--transport", "none without a FILE of `lockstep bench`", transport)
         return Fabric(network, per_host, checks_calls=used != "gloo")
-    known = network.transports
+    return Fabric.of_measurement(network, _transport(network, transport, profiles), per_host)
+
+
+def _transport(network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]]) -> str:
+    """Return the name of the measured transport that counts: as given, or else the script's if it was measured."""
+    used, known = profiles[max(profiles)][0].backend, list[str](network.transports)
     names = (transport,) if transport is not None else (used, "shm", *_LAST_TRANSPORTS, *known)
-    return Fabric.of_measurement(network, next((name for name in names if name in known), names[0]), per_host)
+    return next((name for name in names if name in known), names[0])
+
+
+def _noise_of(network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]]) -> list[str]:
+    """Return, in words, that the measured transport is no result, if so."""
+    from ..planning.network import Link
+
+    if (
+        isinstance(network, Link)
+        or (measured := network.transports[_transport(network, transport, profiles)]).is_result
+    ):
+        return []
+    told = f"The network is as measured, though parts of the measurement differ by {100 * measured.noise:.0f} %"
+    return [f"{told}: measure it again on idle hosts, or longer."]
 
 
 def _slowdown(network: Any, transport: str | None) -> float:
@@ -256,13 +274,17 @@ def _median_step(profiles: Sequence[Profile]) -> float:
 
 
 def _publish(
-    arguments: argparse.Namespace, job: Job, forecasts: Sequence[Forecast], held_out: Sequence[dict[str, float]]
+    arguments: argparse.Namespace,
+    job: Job,
+    forecasts: Sequence[Forecast],
+    held_out: Sequence[dict[str, float]],
+    doubts: Sequence[str],
 ) -> None:
     from ..planning.advice import advise, assumptions
     from ..planning.picture import draw
     from ..system import atomic_files
 
-    advice, taken = advise(job, forecasts), assumptions(job)
+    advice, taken = advise(job, forecasts), [*assumptions(job), *doubts]
     _print(arguments, job, forecasts, held_out, advice, taken)
     measured = {int(row["workers"]): row["measured_s"] for row in held_out}
     try:

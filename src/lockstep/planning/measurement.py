@@ -170,6 +170,17 @@ class TransportMeasurement(msgspec.Struct, frozen=True):
     pairs: messages.List[PairMeasurement] = ()
     compute_slowdown: float = 0.0
 
+    @property
+    def noise(self) -> float:
+        """The largest noise of collectives and pairs on the idle hosts."""
+        of_pairs = [pair.noise for pair in self.pairs]
+        return max(of_pairs + [curve.noise for curve in self.collectives.values()], default=0.0)
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the parts of the measurement agree well enough to draw conclusions."""
+        return self.noise <= NOISE_LIMIT
+
 
 class NetworkMeasurement(msgspec.Struct, frozen=True):
     """What `lockstep bench` has measured.
@@ -196,16 +207,12 @@ class NetworkMeasurement(msgspec.Struct, frozen=True):
 
     @property
     def noise(self) -> float:
-        """The largest noise of collectives and pairs on the idle hosts."""
-        found = [self.copy_noise]
-        for transport in self.transports.values():
-            found += [pair.noise for pair in transport.pairs]
-            found += [curve.noise for curve in transport.collectives.values()]
-        return max(found)
+        """The largest noise of all transports, and of copies."""
+        return max(self.copy_noise, *(transport.noise for transport in self.transports.values()))
 
     @property
     def is_result(self) -> bool:
-        """Whether the parts of the measurement agree well enough to draw conclusions."""
+        """Whether the measurements of all transports, and of copies, are results."""
         return self.noise <= NOISE_LIMIT
 
     def link(self, transport: str = "gloo") -> Link:

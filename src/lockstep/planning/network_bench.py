@@ -133,13 +133,16 @@ def _columns(curve: CollectiveCurve) -> tuple[str, ...]:
 
 
 def verdict(found: NetworkMeasurement) -> str:
-    """Return in words whether the measurement is a result."""
+    """Return in words which measurements are results."""
     if found.is_result:
         return f"Parts of the measurement agree within {100 * found.noise:.0f} % (the quartiles of their medians)."
+    noises = {name: each.noise for name, each in found.transports.items()} | {"copies in memory": found.copy_noise}
+    noisy = ", ".join(f"{name} ({100 * noise:.0f} %)" for name, noise in noises.items() if noise > NOISE_LIMIT)
+    others = ", ".join(name for name, noise in noises.items() if noise <= NOISE_LIMIT)
     return (
-        f"Not a result: parts of the measurement differ by {100 * found.noise:.0f} % (the quartiles of their medians); "
+        f"Not a result: {noisy}. Parts of these measurements differ by so much (the quartiles of their medians); "
         f"expected at most {100 * NOISE_LIMIT:.0f} %. Something else uses these hosts or the network; measure again "
-        "when they are idle, or longer with --seconds."
+        f"when they are idle, or longer with --seconds.{f' What was measured of {others} is a result.' * bool(others)}"
     )
 
 
@@ -175,7 +178,10 @@ def draw(found: NetworkMeasurement, path: Path) -> None:
     for axis in figure.axes[::3]:
         axis.set_ylabel("microseconds")
     figure.axes[0].legend(title="dotted: while computing", fontsize="small", title_fontsize="small")
-    warning = "" if found.is_result else f" - NOT A RESULT: noise {100 * found.noise:.0f} %"
+    noisy = ", ".join(
+        f"{name}: {100 * each.noise:.0f} %" for name, each in found.transports.items() if not each.is_result
+    )
+    warning = f" - NOT A RESULT: noise of {noisy}" if noisy else ""
     hosts = len(found.hosts)
     figure.suptitle(f"{found.workers} ranks on {hosts} host{'s'[: hosts != 1]}{warning}", fontsize=11)
     with atomic_files.file(path) as temporary:

@@ -44,8 +44,8 @@ class Settings(msgspec.Struct, frozen=True):
     pairs: int = 6
 
 
-_MOST = 100  # repetitions of a size
-_PARTS = 5  # of consecutive repetitions, whose medians show the noise
+_MOST = 1000  # repetitions of a size
+_PARTS = 5  # of a measurement, whose medians show the noise
 _IDLE_SHARE, _COMPUTING_SHARE, _PAIR_SHARE = 0.5, 0.3, 0.2
 
 
@@ -102,16 +102,17 @@ def _pairs(hosts: Sequence[Sequence[int]], most: int) -> list[tuple[int, int]]:
 
 
 def _copy_bandwidth() -> tuple[float, float]:
-    """Return the bytes per second that one rank copies while the others do too, and their spread."""
+    """Return the bytes per second that one rank copies while the others do too, and the noise."""
     source = torch.ones(8 << 20)
     target = torch.empty_like(source)
     times = []
-    for _ in range(9):
+    for _ in range(2 * _PARTS + 1):
         dist.barrier()
         begin = time.perf_counter()
         target.copy_(source)
         times.append(time.perf_counter() - begin)
-    middle, noise = _summary(_slowest(times)[1:])
+    known = _slowest(times)[1:]  # without that which first touches the pages
+    middle, noise = _summary([known[2 * part : 2 * part + 2] for part in range(_PARTS)])
     return source.nbytes / middle, noise
 
 
@@ -123,16 +124,14 @@ def _slowest(times: Sequence[float]) -> list[float]:
     return values
 
 
-def _summary(times: Sequence[float]) -> tuple[float, float]:
+def _summary(parts: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return the median, and the noise: how much it differs among the parts of the measurement, relative to it.
 
     Single repetitions differ by far more on a virtual machine, whose cores are taken away now and then; a median
     is none the worse for it.
     """
-    length = max(1, len(times) // _PARTS)
-    parts = [statistics.median(times[start : start + length]) for start in range(0, len(times) - length + 1, length)]
-    low, _, high = statistics.quantiles(parts, n=4, method="inclusive")
-    middle = statistics.median(times)
+    low, _, high = statistics.quantiles([statistics.median(times) for times in parts], n=4, method="inclusive")
+    middle = statistics.median([each for times in parts for each in times])
     return middle, (high - low) / middle
 
 
@@ -172,10 +171,19 @@ class _Bench:
     def _collective(self, name: str, state: str, seconds: float) -> tuple[Curve, float]:
         sizes = (0,) if name == "barrier" else self._settings.sizes
         _say(f"{self._transport}: {name}, {state}")
-        found = {}
-        for size in sizes:
-            run = self._run(name, size)
-            found[float(size)] = _summary(self._repeat(run, seconds / len(sizes)))
+        return self._curve({size: self._run(name, size) for size in sizes}, seconds)
+
+    def _curve(self, runs: dict[int, Callable[[], None]], seconds: float) -> tuple[Curve, float]:
+        """Time what is run for each size, and return the curve and the noise at the worst size.
+
+        The sizes take turns, so that each is spread over all of the time.
+        """
+        counts = {size: self._repetitions(run, seconds / len(runs)) for size, run in runs.items()}
+        parts: dict[int, list[list[float]]] = {size: [] for size in runs}
+        for _ in range(_PARTS):
+            for size, run in runs.items():
+                parts[size].append(self._repeat(run, counts[size]))
+        found = {float(size): _summary(each) for size, each in parts.items()}
         return Curve.fit({size: middle for size, (middle, _) in found.items()}), max(each for _, each in found.values())
 
     def _run(self, name: str, size: int) -> Callable[[], None]:
@@ -188,11 +196,14 @@ class _Bench:
 
         return run
 
-    def _repeat(self, run: Callable[[], None], seconds: float) -> list[float]:
-        """Return the seconds of the slowest rank in each repetition, as many as fit into `seconds`."""
+    def _repetitions(self, run: Callable[[], None], seconds: float) -> int:
+        """Return how many repetitions of a part fit into its share of `seconds`."""
         run()  # connects, and allocates
-        first = _slowest([_timed(run)])[0]
-        count = min(_MOST, max(self._settings.least, int(seconds / (2 * first + 1e-4))))
+        first = min(_slowest([_timed(run) for _ in range(3)]))
+        return min(_MOST, max(self._settings.least, int(seconds / (2 * first + 1e-4)))) // _PARTS
+
+    def _repeat(self, run: Callable[[], None], count: int) -> list[float]:
+        """Return the seconds of the slowest rank in each of `count` repetitions."""
         times = []
         for _ in range(count):
             dist.barrier(self._group)
@@ -201,14 +212,13 @@ class _Bench:
 
     def _pair(self, pair: tuple[int, int], seconds: float) -> PairMeasurement:
         _say(f"{self._transport}: ranks {pair[0]} and {pair[1]}")
-        found = {}
-        for size in self._settings.sizes:
-            found[float(size)] = _summary(self._ping_pong(pair, size, seconds / len(self._settings.sizes)))
-        curve = Curve.fit({size: middle for size, (middle, _) in found.items()})
-        return PairMeasurement(pair, curve, max(noise for _, noise in found.values()))
+        runs = {size: self._ping_pong(pair, size) for size in self._settings.sizes}
+        there_and_back, noise = self._curve(runs, seconds)
+        one_way = tuple(each / 2 for each in there_and_back.seconds)
+        return PairMeasurement(pair, msgspec.structs.replace(there_and_back, seconds=one_way), noise)
 
-    def _ping_pong(self, pair: tuple[int, int], size: int, seconds: float) -> list[float]:
-        """Return half of the time of round trips; ranks outside of the pair wait."""
+    def _ping_pong(self, pair: tuple[int, int], size: int) -> Callable[[], None]:
+        """Return what sends a message there and back; ranks outside of the pair wait."""
         tensor = torch.ones(max(1, size // 4), device=self._device)
 
         def run() -> None:
@@ -221,7 +231,7 @@ class _Bench:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
 
-        return [each / 2 for each in self._repeat(run, seconds)]
+        return run
 
     # --- Computing beside -------------------------------------------------------------------------------------------
 

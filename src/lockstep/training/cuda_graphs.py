@@ -515,10 +515,11 @@ class UpdateGraph:
         if correction is not None and self._correction is not None:
             self._correction.copy_(correction)
         trained = [p for p in parameters if p.grad is not None]
-        moved = [(own, p) for own, p in zip(self._gradients, trained, strict=True) if p.grad is not own]
+        pairs = zip(self._gradients, trained, strict=True)
+        moved = [(own, p, p.grad) for own, p in pairs if p.grad is not None and p.grad is not own]
         if moved:
-            torch._foreach_copy_([own for own, _ in moved], [p.grad for _, p in moved])
-            for own, p in moved:
+            torch._foreach_copy_([own for own, _, _ in moved], [gradient for _, _, gradient in moved])
+            for own, p, _ in moved:
                 p.grad = own
         self._graph.replay()
         torch.autograd.graph.increment_version(trained)

@@ -25,6 +25,7 @@ from .in_flight import InFlightLimit, check_in_flight
 from .losses import Computation, Forward, LossFn, LossSum, classification_loss, default_forward
 from .modes import evaluating
 from .own_loss import NotCounted, with_own_loss
+from .out_of_memory import explaining_out_of_memory
 from .precision import Precision, full_precision
 from .sample_sums import NotAMean, SampleSum, raise_not_a_mean
 
@@ -346,7 +347,9 @@ class Evaluation(Computation):
         shape = (loader.virtual_workers or 1, 1 + len(self._metrics), 2)
         totals = torch.zeros(shape, device=device, dtype=accumulation_dtype(device))
         limit, not_a_mean = InFlightLimit(device, check_in_flight(max_steps_in_flight)), None
-        with evaluating(self.model):
+        what = f"an evaluation in batches of {loader.global_batch_size:,} samples"
+        advice = "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
+        with evaluating(self.model), explaining_out_of_memory(comm, what, advice):
             for batch in loader.epoch(0):
                 for shard, data, size in _parts_of(loader, batch):
                     with precision.autocast():

@@ -78,9 +78,9 @@ def _and_device_backends(name: str, method: Callable[..., Any]) -> Callable[...,
 def _at_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: dist.ProcessGroup, device: torch.device | None = None) -> Any:
-        own = device is None or device.type == "cpu" or _is_own(self, device)
-        backend = None if own else _known_backend(self, device)
-        if backend is None or device is None:
+        if device is None or device.type == "cpu" or _is_own(self, device):
+            return method(self, device)
+        if (backend := _known_backend(self, device)) is None:
             return method(self, device)
         return _inner(backend, device) if name == "_get_backend" else getattr(backend, name)(device)
 

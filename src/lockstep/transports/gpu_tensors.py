@@ -369,8 +369,12 @@ class _Area:
 
     def shared(self, gpu: str) -> _Shared:
         """Return what other processes need to open it."""
-        handles = [tuple(event.ipc_handle() for event in events) for events in (self.written, self.has_read)]
-        return _Shared(gpu, self.bytes.untyped_storage()._share_cuda_(), *handles)
+        storage = self.bytes.untyped_storage()._share_cuda_()
+        return _Shared(gpu, storage, _handles(self.written), _handles(self.has_read))
+
+
+def _handles(events: tuple[Any, Any]) -> tuple[bytes, bytes]:
+    return events[0].ipc_handle(), events[1].ipc_handle()
 
 
 def _map_areas(group: Any, device: torch.device, meet: Meet) -> MappedCollectives | None:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from lockstep.data.loader import Batch
+from lockstep.data.loader import Batch, Loader
 from lockstep.errors import LockstepError
+from lockstep.training.evaluate import evaluate
 from lockstep.training.out_of_memory import OutOfMemoryError
 from lockstep.training.step import TrainStep
 
@@ -76,6 +78,16 @@ def test_the_advice_is_what_is_left_to_try(options: dict[str, Any], advice: str)
     with pytest.raises(OutOfMemoryError) as caught:
         step_of(of_cuda, **options)(BATCH)
     assert advice in str(caught.value)
+
+
+def test_an_evaluation_says_what_helps_there() -> None:
+    loader = Loader(TensorDataset(torch.ones(6, 4), torch.zeros(6, dtype=torch.long)), 3, shuffle=False)
+    with pytest.raises(OutOfMemoryError) as caught:
+        evaluate(Full(of_cuda), loader, nn.CrossEntropyLoss())
+    assert str(caught.value) == (
+        "rank 0: cpu is out of memory in an evaluation in batches of 3 samples (2.50 GiB more were asked for). Evaluate "
+        "with a Loader with a smaller global_batch_size, or with more workers."
+    )
 
 
 def test_other_errors_stay_as_they_are() -> None:

@@ -34,7 +34,9 @@ class CPUWork(dist.Work):
     ) -> None:
         super().__init__()
         self._result, self._wait = result, wait
-        self._devices = None if device is None or device.type == "cpu" else [device]
+        self._devices: list[int | str | torch.device] | None = (
+            None if device is None or device.type == "cpu" else [device]
+        )
         self._error: BaseException | None = None
         self._completed = wait is None
         self._signal: torch.futures.Future[None] | None = None
