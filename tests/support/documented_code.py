@@ -225,7 +225,7 @@ def _check_flags(words: Sequence[str]) -> list[str]:
 
 def _check_make(words: list[str]) -> list[str]:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    return [f"no target {word} in Makefile" for word in words[1:] if word not in targets]
+    return [f"no target {word} in Makefile" for word in words[1:] if "=" not in word and word not in targets]
 
 
 def _check_python_program(words: list[str]) -> list[str]:

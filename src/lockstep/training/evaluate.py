@@ -24,8 +24,8 @@ from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
 from .losses import Computation, Forward, LossFn, LossSum, classification_loss, default_forward
 from .modes import evaluating
-from .own_loss import NotCounted, with_own_loss
 from .out_of_memory import explaining_out_of_memory
+from .own_loss import NotCounted, with_own_loss
 from .precision import Precision, full_precision
 from .sample_sums import NotAMean, SampleSum, raise_not_a_mean
 

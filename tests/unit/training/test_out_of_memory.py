@@ -85,8 +85,8 @@ def test_an_evaluation_says_what_helps_there() -> None:
     with pytest.raises(OutOfMemoryError) as caught:
         evaluate(Full(of_cuda), loader, nn.CrossEntropyLoss())
     assert str(caught.value) == (
-        "rank 0: cpu is out of memory in an evaluation in batches of 3 samples (2.50 GiB more were asked for). Evaluate "
-        "with a Loader with a smaller global_batch_size, or with more workers."
+        "rank 0: cpu is out of memory in an evaluation in batches of 3 samples (2.50 GiB more were asked for). "
+        "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
     )
 
 
