@@ -70,7 +70,7 @@ test-cluster: $(CLUSTER)
 
 # with a Python that has torch already: builds of torch with CUDA are large, and fit a driver
 gpu-check:
-	@PYTHONPATH=src $(PYTHON) benchmarks/gpu/check.py $(GPU_FLAGS)
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/gpu/check.py $(GPU_FLAGS)
 
 lint: $(TESTS)
 	@$(BIN)/ruff check .

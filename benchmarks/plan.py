@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from common import DOCS, RESULTS, describe_machine, markdown_table, write_between
+from common import DOCS, RESULTS, describe_machine, keep_freed_memory, markdown_table, write_between
 from frame import Benchmark
 from lockstep import environment
 from lockstep.errors import LockstepError
@@ -71,8 +71,8 @@ ORDER = (2, 8, 4, 6, 3, 5, 7)
 PROFILE_STEPS = 60
 MEASURED_STEPS = 60
 FEWEST_STEPS = 4
-PATIENCE_S = 12.0  # of one measurement; slow steps are fewer
-PACE_S = 5.0
+PATIENCE_S = 10.0  # of one measurement; slow steps are fewer
+PACE_S = 4.0
 TURNS = 3  # of two workers, alone and together
 
 
@@ -159,32 +159,41 @@ def measure(model: str, network: str, workers: int, expected_s: float, steps: in
 # --- Two workers without an emulated network --------------------------------------------------------------------------
 
 
-def time_all_reduces(transport: str, sizes: Sequence[int], rounds: int) -> dict[int, float]:
-    """Seconds of an all-reduce by its bytes, on one of two workers."""
+def time_all_reduces(transport: str, sizes: Sequence[int], rounds: int) -> tuple[dict[int, float], float]:
+    """Seconds of an all-reduce by its bytes, as DDP starts it, and bytes copied per second, on one of two workers."""
+    keep_freed_memory()
     comm = lockstep.init("cpu", transport=transport)
-    found = {}
-    for size in sizes:
-        tensor = torch.zeros(size // 4)
+
+    def median(run: Callable[[], object]) -> float:
         durations = []
         for _ in range(rounds):
             dist.barrier(comm.group)
             began = time.perf_counter()
-            dist.all_reduce(tensor, group=comm.group)
+            run()
             durations.append(time.perf_counter() - began)
-        found[size] = statistics.median(durations[rounds // 3 :])
-    return found
+        return statistics.median(durations[rounds // 3 :])
+
+    tensors = {size: torch.zeros(size // 4) for size in sizes}
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        work: Any = dist.all_reduce(tensor, group=comm.group, async_op=True)
+        work.wait()
+
+    found = {size: median(partial(all_reduce, tensor)) for size, tensor in tensors.items()}
+    source, target = torch.zeros(4 << 20), torch.zeros(4 << 20)
+    return found, source.nbytes / median(lambda: target.copy_(source))
 
 
-def two_workers(model: str, transport: str, quick: bool) -> Row:
+def two_workers(model: str, transport: str, quick: bool, turns: int) -> Row:
     """Two workers from one: from two jobs of one worker each, run at the same time, and the measured transport.
 
     Both kinds of jobs take turns, as this host is faster and slower by the minute.
     """
     sizes = [64, 1 << 12, 1 << 16, 1 << 20, 4 << 20, 16 << 20]
-    points = lockstep.launch(time_all_reduces, transport, sizes, 6 if quick else 30, workers=2, threads=1)
+    points, copies = lockstep.launch(time_all_reduces, transport, sizes, 6 if quick else 30, workers=2, threads=1)
     curve = MeasuredCollective(Curve.fit({float(size): seconds for size, seconds in points.items()}))
-    job_of, predictions, ratios, measured = partial(two_workers_job, curve=curve), [], [], []
-    turns = 1 if quick else TURNS
+    job_of = partial(two_workers_job, curve=curve, copies=copies)
+    predictions, ratios, measured = [], [], []
     steps = 6 if quick else PROFILE_STEPS // turns
     with environment.with_variables({"LOCKSTEP_TRANSPORT": transport}):
         for turn in range(turns):
@@ -200,9 +209,10 @@ def two_workers(model: str, transport: str, quick: bool) -> Row:
     return Row(model, transport, 2, found.step_s, found.low_s, found.high_s, measured[middle])
 
 
-def two_workers_job(alone: list[Profile], curve: MeasuredCollective) -> Job:
+def two_workers_job(alone: list[Profile], curve: MeasuredCollective, copies: float) -> Job:
     """Two workers with a thread each on two cores: what moves data takes its time from computing."""
-    return Job({1: alone}, Fabric(None, 2, inside={"all_reduce": curve}), slowdown=STANDS_STILL)
+    fabric = Fabric(None, 2, inside={"all_reduce": curve})
+    return Job({1: alone}, fabric, slowdown=STANDS_STILL, copy_bandwidth=copies)
 
 
 # --- What was found ---------------------------------------------------------------------------------------------------
@@ -318,7 +328,7 @@ def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
     done = {(row.model, row.network) for row in kept.rows("plain")}
     for model, transport in itertools.product(models, ("shm", "gloo")):
         if (model, transport) not in done and time.monotonic() < until:
-            kept.add("plain", two_workers(model, transport, args.quick))
+            kept.add("plain", two_workers(model, transport, args.quick, args.rounds or (1 if args.quick else TURNS)))
     before: tuple[str, float] = ("", 0.0)
     for model, network, workers in left_to_measure(models, kept, args.quick):
         if time.monotonic() > until:
@@ -380,7 +390,7 @@ def write_example() -> None:
 
 
 def main() -> None:
-    parser = BENCHMARK.parser("one")
+    parser = BENCHMARK.parser("3 of two workers over shm and Gloo")
     parser.add_argument("--model", help=f"some of {','.join(BATCHES)}")
     parser.add_argument("--minutes", type=float, default=15.0, help="stop after so long (default: 15)")
     parser.add_argument("--fresh", action="store_true", help="measure again what is in the results")

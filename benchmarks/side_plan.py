@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
-from common import wide_mlp
+from common import keep_freed_memory, wide_mlp
 
 TOKENS = 64
 
@@ -33,6 +33,7 @@ def text_data(samples: int) -> Dataset[tuple[Tensor, ...]]:
 
 
 def main(name: str, batch: int) -> None:
+    keep_freed_memory()
     lockstep.init("cpu")
     torch.manual_seed(0)
     samples = 64 * batch

@@ -257,7 +257,9 @@ def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]
         fabric = Fabric.of_measurement(network, backend) if is_measured else Fabric(None)
         threads = program.threads or environment.threads() or max(1, cores // count)
         slowdown = STANDS_STILL if threads * count >= cores else 0.0
-        predicted = predict(Job({1: alone}, fabric, job.batch_is_global, slowdown=slowdown), [count])[0]
+        copies = network.copy_bandwidth if is_measured else None
+        one = Job({1: alone}, fabric, job.batch_is_global, slowdown=slowdown, copy_bandwidth=copies)
+        predicted = predict(one, [count])[0]
         measured = _median_step(real)
         row = {"workers": count, "predicted_s": predicted.step_s, "low_s": predicted.low_s, "high_s": predicted.high_s}
         rows.append({**row, "measured_s": measured, "error": predicted.step_s / measured - 1})

@@ -61,6 +61,8 @@ class Job:
         batch_is_global: whether the number of workers divides the batch; if not, each worker has the profiled one.
         bucket_limit: bytes; None as in the script.
         slowdown: by how much longer computing takes while collectives run, where only one worker was profiled.
+        copy_bandwidth: bytes per second at which gradients are copied into buckets, where only one worker was
+            profiled; None to leave that out.
         uncertainty: see there.
         price_per_hour: of one worker; None if it is not known.
         seed: of the draws.
@@ -71,6 +73,7 @@ class Job:
     batch_is_global: bool = True
     bucket_limit: int | None = None
     slowdown: float = ASSUMED_SLOWDOWN
+    copy_bandwidth: float | None = None
     uncertainty: Uncertainty = Uncertainty()
     price_per_hour: float | None = None
     seed: int = 0
@@ -177,6 +180,11 @@ def _slowdown(job: Job, workers: int) -> float:
     return job.slowdown if workers > 1 and max(job.profiles) == 1 else 0.0
 
 
+def _copies_per_second(job: Job) -> float:
+    """Return the bytes of gradients that are copied into buckets in a second; a profile of several contains that."""
+    return job.copy_bandwidth if job.copy_bandwidth and max(job.profiles) == 1 else math.inf
+
+
 def buckets_of(job: Job, gradients: Sequence[Gradient]) -> list[Gradient]:
     """Return the buckets of gradients, as the script makes them or with the limit of `job`."""
     profile = job.first
@@ -200,24 +208,25 @@ class _Network:
 def plan_step(job: Job, times: ComputeTimes, workers: int, network: _Network, scale: float) -> StepPlan:
     """Return a step among `workers`, with all computing multiplied by `scale`."""
     start = (times.loader_s + times.other_s + times.before_s) * scale
-    slowdown = _slowdown(job, workers)
+    slowdown, copies = _slowdown(job, workers), _copies_per_second(job)
     compute, update = start + times.backward_s * scale, times.update_s * scale
     if workers == 1:
         return StepPlan(compute, update)
-    messages = []
+    messages, copied = [], 0.0
     if not job.first.ddp:
         messages.append(Message(start, network.cost("all_reduce", _TOTALS, workers)))
     rows = _subtrees(job.first.virtual_workers, workers)
     # one all-reduce does where it adds in the order of the tree: between two workers, and in shared memory
     exchange = rows > 1 or (rows == 1 and workers > 2 and not job.fabric.is_one_host)
     for bucket in buckets_of(job, times.gradients):
-        ready = start + bucket.ready_s * scale
+        copied += bucket.size / copies
+        ready = start + bucket.ready_s * scale + copied
         if exchange:  # slices of each worker's sums of its shards, and then the sums of the slices
             sent = network.cost("all_to_all", bucket.size * rows, workers)
             messages.append(Message(ready, sent, network.cost("all_gather", bucket.size, workers)))
         else:
             messages.append(Message(ready, network.cost("all_reduce", bucket.size, workers)))
-    return StepPlan(compute, update, messages, slowdown, job.fabric.in_flight)
+    return StepPlan(compute + copied, update, messages, slowdown, job.fabric.in_flight)
 
 
 def _subtrees(virtual_workers: int, workers: int) -> int:

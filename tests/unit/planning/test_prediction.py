@@ -148,6 +148,18 @@ def test_more_workers_than_samples_are_refused() -> None:
     predict(job(batch_is_global=False), [257])
 
 
+def test_copies_of_gradients_into_buckets_take_time_from_computing() -> None:
+    alone = replace(job(), copy_bandwidth=None)
+    copying = replace(job(), copy_bandwidth=1e6)
+    size = sum(gradient.size for gradient in alone.curves[1].times(alone.samples(2)).gradients)
+    (without,), (with_copies,) = predict(alone, [2]), predict(copying, [2])
+    assert with_copies.step_s > without.step_s
+    assert with_copies.step_s <= without.step_s + size / 1e6 + 1e-9
+    assert predict(copying, [1])[0].step_s == predict(alone, [1])[0].step_s
+    two = replace(copying, profiles={1: [profile()], 2: [profile()]})
+    assert predict(two, [2])[0].step_s == pytest.approx(predict(replace(two, copy_bandwidth=None), [2])[0].step_s)
+
+
 def test_two_profiled_workers_replace_the_assumed_slowdown() -> None:
     slower = tuple(msgspec.structs.replace(record(128, noise=1.25), samples=128) for _ in range(8))
     two = profile(workers=2, batch=128, steps=slower)
