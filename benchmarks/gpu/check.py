@@ -93,7 +93,9 @@ class Setting:
         path = os.pathsep.join(str(ROOT / each) for each in ("src", "benchmarks", "benchmarks/gpu", "tests"))
         known = os.environ.get("PYTHONPATH")
         given = {"PYTHONPATH": f"{path}{os.pathsep}{known}" if known else path, "PYTHONUNBUFFERED": "1"}
-        if self.device == "cpu":
+        if self.device == "cuda":
+            given["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before torch 2.10 read once, by the first product
+        else:
             given |= {"LOCKSTEP_GPU_TESTS": "cpu", "OMP_NUM_THREADS": "1"}
         return {**os.environ, **given}
 
@@ -128,7 +130,7 @@ class Ended:
 def run_process(command: Sequence[str], limit: float, setting: Setting) -> Ended:
     """Run a command with a time limit, and end all that it has started."""
     began = time.monotonic()
-    limit = max(1.0, min(limit, setting.until - began))
+    limit = max(1.0, min(limit, setting.until - began) - _GRACE_S)
     path = setting.folder / "output"
     with path.open("w") as output:
         process = subprocess.Popen(
@@ -144,6 +146,9 @@ def run_process(command: Sequence[str], limit: float, setting: Setting) -> Ended
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = None
+            with suppress(subprocess.TimeoutExpired):  # pytest then writes what it has found
+                process.send_signal(signal.SIGINT)
+                process.wait(_GRACE_S)
         except BaseException:
             _end(process)
             raise
@@ -202,12 +207,10 @@ def examples_on(device: str) -> list[list[str]]:
         [*script, "examples/devices_resnet18.py", first, "cpu"],
         [*script, "examples/cnn_adam.py", first, first],
         [*script, "examples/gluon_devices.py", "1"],
-        [*script, "examples/quickstart.py"],
         [*script, "examples/own_loop.py"],
         [*script, "examples/copy_overlap.py"],
         [*script, "examples/cpu_and_gpu.py"],
         [*lockstep_command, "run", "-np", "1", "examples/ddp.py"],
-        [*lockstep_command, "run", "-np", "1", "examples/horovod_mnist.py"],
         [*lockstep_command, *train],
         [*lockstep_command, *train, "--precision", "bf16", "--virtual-workers", "4"],
         [*lockstep_command, *train, "--cuda-graphs"],
@@ -216,14 +219,17 @@ def examples_on(device: str) -> list[list[str]]:
 
 def examples(part: Part, setting: Setting) -> dict[str, Any]:
     found: dict[str, str] = {}
-    commands = examples_on(setting.device)
+    commands, until = examples_on(setting.device), time.monotonic() + part.limit
     for command in commands[:1] if setting.quick else commands:
+        if time.monotonic() > min(until, setting.until - _LEAST_S):
+            break
         words = [word.replace(sys.executable, "python") for word in command]
         run = [*command, "--run-dir", str(setting.folder / f"run-{len(found)}")] if "train" in command else command
-        ended = run_process(run, part.limit / 4, setting)
+        ended = run_process(run, part.limit / 2, setting)
         found[" ".join(words)] = ended.state if ended.code == 0 else f"{ended.state}: {ended.tail[-600:]}"
     failed = sum(state != "passed" for state in found.values())
-    return {"state": f"failed: {failed} of {len(found)}" if failed else "passed", "examples": found}
+    left = f", {len(commands) - len(found)} not run" if len(found) < len(commands) and not setting.quick else ""
+    return {"state": f"failed: {failed} of {len(found)}{left}" if failed else f"passed{left}", "examples": found}
 
 
 def measurement(part: Part, setting: Setting) -> dict[str, Any]:
@@ -239,16 +245,18 @@ def measurement(part: Part, setting: Setting) -> dict[str, Any]:
 
 PARTS = [
     Part("doctor", 40, doctor),
-    Part("tests", 150, tests),
+    Part("tests", 190, tests),
     Part("small_steps", 60, measurement),
     Part("epochs", 90, measurement),
-    Part("language_model", 80, measurement),
-    Part("overheads", 75, measurement),
-    Part("examples", 60, examples),
+    Part("language_model", 60, measurement),
+    Part("examples", 70, examples),
+    Part("overheads", 70, measurement),
 ]
 """The tests come first: figures of a library that is wrong are worth nothing."""
 
 WHOLE = 470.0
+_GRACE_S = 8.0  # between the signal that asks a process to end and its end
+_LEAST_S = 20.0  # what is left for a part must be more, or it is not begun
 
 
 # --- What was aimed at ------------------------------------------------------------------------------------------------
@@ -437,7 +445,8 @@ def main() -> int:
                 continue
             began = time.monotonic()
             try:
-                found = part.run(part, setting)
+                left = setting.until - began
+                found = part.run(part, setting) if left > _LEAST_S else {"state": f"not run: {max(0, left):.0f} s left"}
             except Exception as error:  # the other parts are still worth to be run
                 found = {"state": f"failed: {type(error).__name__}: {error}"}
             result["parts"][part.name] = {**found, "seconds": round(time.monotonic() - began, 1)}
@@ -450,7 +459,7 @@ def main() -> int:
         from common import write_between
 
         write_between(ROOT / "docs" / "gpus.md", "gpu", text)
-    return 0 if all(part["state"] == "passed" for part in result["parts"].values()) else 1
+    return 0 if all(part["state"].startswith("passed") for part in result["parts"].values()) else 1
 
 
 def write(result: dict[str, Any], folder: Path) -> None:

@@ -91,12 +91,15 @@ def utilisation(tokens_per_second: float, parameters: int, sizes: Sizes, name: s
 
 
 def main() -> None:
-    given, path = options(__doc__, 25.0)
+    given, path = options(__doc__, 15.0)
     lockstep.init(given.device.type)
     sizes = Sizes(layers=2, heads=2, width=32, context=16) if given.quick else Sizes(6, 6, 384, 256)
     batch, steps = (4, 2) if given.quick else (64, 30)
     block, parameters = ours(sizes, batch, steps, given)
-    sides = {"Lockstep": block, "nanoGPT": nanogpt(sizes, batch, steps, given)}
+    sides: dict[str, Callable[[], Side]] = {
+        "Lockstep": lambda: block,
+        "nanoGPT": lambda: nanogpt(sizes, batch, steps, given),
+    }
     found = take_turns(sides, given)
     tokens = batch * steps * sizes.context
     speeds = {name: tokens / seconds for name, seconds in medians(found).items()}

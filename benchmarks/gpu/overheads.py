@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from sides import MODELS, hand_step, made
 from small_steps import batches_on, train_step
-from timing import Options, finish, options, wait_for
+from timing import Options, finish, keep, options, wait_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -129,16 +129,12 @@ def checkpoints(given: Options) -> dict[str, float]:
 
 def main() -> None:
     given, path = options(__doc__, 60.0)
-    watched_found = watchdog(given)  # before this process uses the device
+    found: dict[str, Any] = {"watchdog, microseconds": watchdog(given)}  # before this process uses the device
+    keep(path, found)
     lockstep.init(given.device.type)
-    finish(
-        path,
-        {
-            "watchdog, microseconds": watched_found,
-            "memory, GiB": memory(given),
-            "checkpoint, seconds": checkpoints(given),
-        },
-    )
+    found["memory, GiB"] = memory(given)
+    keep(path, found)
+    finish(path, {**found, "checkpoint, seconds": checkpoints(given)})
 
 
 if __name__ == "__main__":

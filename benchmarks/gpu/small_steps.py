@@ -13,11 +13,12 @@ import importlib
 import importlib.util
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from sides import MODELS, Make, captured_step, hand_step, made
-from timing import Options, Side, finish, medians, options, take_turns
+from timing import Options, Side, finish, keep, medians, options, take_turns
 from torch import Tensor, nn
 
 import lockstep
@@ -40,8 +41,11 @@ def batches_on(device: torch.device, count: int, size: int) -> list[tuple[Tensor
     ]
 
 
-def repeated(step: Callable[[Tensor, Tensor], object], batches: list[tuple[Tensor, Tensor]], steps: int) -> Side:
-    endless = itertools.cycle(batches)
+Step = Callable[[Tensor, Tensor], object]
+
+
+def repeated(make_step: Callable[[], Step], batches: list[tuple[Tensor, Tensor]], steps: int) -> Side:
+    step, endless = make_step(), itertools.cycle(batches)
 
     def block() -> None:
         for _ in range(steps):
@@ -50,7 +54,7 @@ def repeated(step: Callable[[Tensor, Tensor], object], batches: list[tuple[Tenso
     return block
 
 
-def train_step(make: Make, device: torch.device, **given: Any) -> Callable[[Tensor, Tensor], object]:
+def train_step(make: Make, device: torch.device, **given: Any) -> Step:
     model, optimizer = made(make, device)
     step = TrainStep(model, optimizer, nn.CrossEntropyLoss(), **given)
     indices = torch.arange(4096)
@@ -74,7 +78,7 @@ def trainer_steps(make: Make, images: ImageSet, steps: int, **given: Any) -> Sid
     return block
 
 
-def accelerate_step(make: Make, device: torch.device) -> Callable[[Tensor, Tensor], object]:
+def accelerate_step(make: Make, device: torch.device) -> Step:
     from accelerate import Accelerator  # type: ignore[import-untyped]
 
     accelerator = Accelerator(cpu=device.type == "cpu")
@@ -91,7 +95,7 @@ def accelerate_step(make: Make, device: torch.device) -> Callable[[Tensor, Tenso
     return step
 
 
-def fabric_step(make: Make, device: torch.device) -> Callable[[Tensor, Tensor], object]:
+def fabric_step(make: Make, device: torch.device) -> Step:
     name = "lightning.fabric" if is_installed("lightning") else "lightning_fabric"
     fabric = importlib.import_module(name).Fabric(accelerator="cpu" if device.type == "cpu" else "cuda", devices=1)
     model, optimizer = fabric.setup(*made(make, device))
@@ -116,19 +120,20 @@ def measure(name: str, given: Options) -> dict[str, Any]:
     device, make, steps = given.device, MODELS[name], 4 if given.quick else 200
     batches = batches_on(device, 8, BATCH)
     images = lockstep.data.synthetic(train=BATCH * 2 * steps, test=8)[0].to(device)
-    sides: dict[str, Side] = {
-        "by hand": repeated(hand_step(*made(make, device)), batches, steps),
-        "TrainStep": repeated(train_step(make, device), batches, steps),
-        "Trainer": trainer_steps(make, images, steps),
+    steps_of: dict[str, Callable[[], Step]] = {
+        "by hand": lambda: hand_step(*made(make, device)),
+        "TrainStep": lambda: train_step(make, device),
     }
+    sides: dict[str, Callable[[], Side]] = {"Trainer": lambda: trainer_steps(make, images, steps)}
     if device.type == "cuda":
-        sides["by hand, captured"] = repeated(captured_step(make, *batches[0]), batches, steps)
-        sides["TrainStep, CUDA graphs"] = repeated(train_step(make, device, cuda_graphs=True), batches, steps)
-        sides["Trainer, CUDA graphs"] = trainer_steps(make, images, steps, cuda_graphs=True)
+        steps_of["by hand, captured"] = lambda: captured_step(make, *batches[0])
+        steps_of["TrainStep, CUDA graphs"] = lambda: train_step(make, device, cuda_graphs=True)
+        sides["Trainer, CUDA graphs"] = lambda: trainer_steps(make, images, steps, cuda_graphs=True)
     if is_installed("accelerate"):
-        sides["Accelerate"] = repeated(accelerate_step(make, device), batches, steps)
+        steps_of["Accelerate"] = lambda: accelerate_step(make, device)
     if is_installed("lightning", "lightning_fabric"):
-        sides["Fabric"] = repeated(fabric_step(make, device), batches, steps)
+        steps_of["Fabric"] = lambda: fabric_step(make, device)
+    sides |= {side: partial(repeated, make_step, batches, steps) for side, make_step in steps_of.items()}
     found = medians(take_turns(sides, given), 1e6 / steps)
     return {
         "microseconds": found,
@@ -140,19 +145,20 @@ def virtual_workers(given: Options) -> dict[str, Any]:
     """Microseconds of a step of LeNet on 256 images in V passes, each a replay."""
     device, steps, size = given.device, 2 if given.quick else 50, 256
     graphs, batches = device.type == "cuda", batches_on(given.device, 4, 256)
-    sides: dict[str, Side] = {
-        "one pass": repeated(train_step(MODELS["LeNet"], device, cuda_graphs=graphs), batches, steps)
-    }
+    one = partial(train_step, MODELS["LeNet"], device, cuda_graphs=graphs)
+    sides: dict[str, Callable[[], Side]] = {"one pass": partial(repeated, one, batches, steps)}
     for count in VIRTUAL:
-        step = train_step(MODELS["LeNet"], device, cuda_graphs=graphs, virtual_workers=count)
-        sides[f"V = {count}"] = repeated(step, batches, steps)
+        sides[f"V = {count}"] = partial(repeated, partial(one, virtual_workers=count), batches, steps)
     return {"images": size, "microseconds": medians(take_turns(sides, given), 1e6 / steps)}
 
 
 def main() -> None:
     given, path = options(__doc__, 8.0)
     lockstep.init(given.device.type)
-    found = {name: measure(name, given) for name in ("LeNet", "MLP")}
+    found: dict[str, Any] = {}
+    for name in ("LeNet", "MLP"):
+        found[name] = measure(name, given)
+        keep(path, found)
     finish(path, {**found, "virtual workers": virtual_workers(given)})
 
 

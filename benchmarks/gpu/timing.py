@@ -64,16 +64,22 @@ def timed(side: Side, device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def take_turns(sides: Mapping[str, Side], given: Options, warm_up: int = 2) -> dict[str, list[float]]:
+def take_turns(sides: Mapping[str, Callable[[], Side]], given: Options, warm_up: int = 2) -> dict[str, list[float]]:
     """Let the sides take turns until the time is over; returns the seconds of each side's blocks.
 
     Every second round is in the opposite order, so that a clock rate that drifts falls on all alike. A side that
     fails is left out, with its error printed.
+
+    Args:
+        sides: name → what makes the side.
+        given: the options.
+        warm_up: blocks of each side that do not count.
     """
     found: dict[str, list[float]] = {}
     working = {}
-    for name, side in sides.items():
+    for name, make in sides.items():
         try:
+            side = make()
             for _ in range(warm_up):
                 timed(side, given.device)
             working[name], found[name] = side, []
@@ -107,9 +113,13 @@ def best_of(found: Mapping[str, list[float]], names: list[str]) -> str | None:
     return min(known, key=lambda name: statistics.median(found[name]), default=None)
 
 
-def finish(path: Path | None, found: dict[str, Any]) -> None:
-    """Print what was found, and write it."""
-    text = json.dumps(found, indent=1)
-    print(text)
+def keep(path: Path | None, found: dict[str, Any]) -> None:
+    """Write what was found so far: the script may be ended at any time."""
     if path is not None:
-        path.write_text(text + "\n")
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def finish(path: Path | None, found: dict[str, Any]) -> None:
+    """Write what was found, and print it."""
+    keep(path, found)
+    print(json.dumps(found, indent=1))

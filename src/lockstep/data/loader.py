@@ -184,6 +184,10 @@ class Loader:
             ("seed", self.seed, 0),
         ):
             _check_whole(name, value, minimum)
+        where = getattr(self.dataset, "device", None)
+        if num_workers and isinstance(where, torch.device) and where.type != "cpu":
+            hint = "Batches are made on that device."
+            raise ConfigError("num_workers", f"0 for a data set in the memory of {where}", num_workers, hint)
         if self._substreams is not None:
             self._check_stream(self._substreams.parts)
             return

@@ -73,6 +73,11 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         _, channels, height, width = self.images.shape
         return channels, height, width
 
+    @property
+    def device(self) -> torch.device:
+        """Where the images are."""
+        return self.images.device
+
     def to(self, device: str | torch.device) -> ImageSet:
         """Return the same images in the memory of `device`, where batches are then made: for sets that fit there."""
         images, labels = self.images.to(device), self.labels.to(device)

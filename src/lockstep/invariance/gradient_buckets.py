@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigError
 from .tree_sum import Node, TreeSum
 
-__all__ = ["Bucket", "GradientHooks", "Gradients", "make_buckets", "view_like"]
+__all__ = ["Bucket", "GradientHooks", "Gradients", "make_buckets", "separate_gradients", "view_like"]
 
 
 # --- Buckets ----------------------------------------------------------------------------------------------------------
@@ -86,6 +86,25 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
         torch._foreach_add_(left, right)  # type: ignore[arg-type]
         return left
     return [b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)]
+
+
+def separate_gradients(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients of `torch.autograd.grad` as a backward pass leaves them: each in memory of its own.
+
+    Autograd gives the same tensor for two parameters that are added, and one of a single element for a sum. What is
+    added to one of them in place would then be added to others.
+    """
+    seen, separate = set[int](), []
+    for p, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and gradient.layout is torch.strided:
+            memory = gradient.untyped_storage().data_ptr()
+            if memory in seen or gradient.stride() != p.stride():
+                gradient = torch.empty_like(p, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+            seen.add(memory)
+        separate.append(gradient)
+    return tuple(separate)
 
 
 def view_like(parameter: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:

@@ -10,16 +10,20 @@ used, as a model whose Python code decides something anew at each step would be 
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as optimizers
 
 from ..data.nested import map_tensors, tensors_of
+from ..invariance.gradient_buckets import separate_gradients
 from ..invariance.randomness import preserve_generators
 from .precision import Precision
 
@@ -33,11 +37,14 @@ _CHECKED = 2  # replays, in a step each, that are compared with ordinary passes 
 _MOST = 4  # graphs of passes; each keeps the memory of a pass
 _MOST_KINDS = 64
 _TOLERANCE = 1e-2  # between the norms of both gradients: kernels that add in no fixed order differ in rounding
-_MOST_UPDATES = 8  # times that an update is recorded anew because hyperparameters have changed
+_MOST_CHANGES = 50  # of hyperparameters other than the learning rate, after which updates are no longer recorded
 
 
 class Graph(Protocol):
     """Records what a function does on a device, and does it again."""
+
+    def refusing_waits(self) -> AbstractContextManager[object]:
+        """Return a context manager in which waiting for the device is a RuntimeError, as while recording."""
 
     def record(self, body: Callable[[], Any]) -> Any:
         """Record `body`, and return what it returns: tensors in memory that each replay writes."""
@@ -56,13 +63,58 @@ class _CudaGraph:
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
 
+    @contextmanager
+    def refusing_waits(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
     def record(self, body: Callable[[], Any]) -> Any:
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream(self._device)
         # other threads, such as those that copy batches, may go on meanwhile
-        with torch.cuda.device(self._device), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            return body()
+        recording = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
+        try:
+            with torch.cuda.device(self._device), _any_stream(), recording:
+                return body()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # torch stays on that of the recording
+            _end_failed_recording(self._device, self._graph, pool)
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+@contextmanager
+def _any_stream() -> Iterator[None]:
+    """Let parameters be recorded whose gradients have been accumulated before, which was on another stream."""
+    allow = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if allow is None:
+        yield
+        return
+    allow(True)
+    try:
+        yield
+    finally:
+        allow(False)
+
+
+_FAILED: list[torch.cuda.CUDAGraph] = []  # of which torch may still know something; they are few
+
+
+def _end_failed_recording(device: torch.device, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Put torch back into the state outside of a recording: before 2.13 a failed one leaves parts of it open."""
+    _FAILED.append(graph)
+    with suppress(RuntimeError, AttributeError):  # the allocator: fails where it has been ended
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+    again, tensor = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
+    with suppress(RuntimeError), torch.cuda.device(device), torch.cuda.graph(again):  # the random generator
+        tensor.add_(1)
 
 
 class _UnusableError(Exception):
@@ -144,6 +196,7 @@ class EagerPass:
     def backward(self) -> None:
         """See `Pass`."""
         self._precision.backward(self.scaled)
+        del self.scaled  # autograd's nodes belong to this stream: none of them may meet the recording of a later pass
 
 
 def begin_pass(
@@ -193,8 +246,8 @@ class _RecordedPass:
         def body() -> tuple[torch.Tensor, torch.Tensor | int, tuple[torch.Tensor | None, ...]]:
             with precision.autocast():
                 total, count = loss(self._data, size)
-            scaled = precision.scaled(total * scale)
-            return total.detach(), count, torch.autograd.grad(scaled, parameters, allow_unused=True)
+            gradients = torch.autograd.grad(precision.scaled(total * scale), parameters, allow_unused=True)
+            return total.detach(), count, separate_gradients(parameters, gradients)
 
         self.total, self.count, self.gradients = graph.record(body)
         after = dict(model.named_buffers())
@@ -268,6 +321,16 @@ class PassGraphs:
         self._seen: dict[Any, int] = {}
         self._recorded: dict[Any, _RecordedPass] = {}
 
+    def refuse_hooks(self) -> None:
+        """Turn the graphs off if parameters have hooks for accumulated gradients, which a replay would not call."""
+        if not self.is_off and any(p._post_accumulate_grad_hooks for p in self._trained):
+            self._give_up("parameters have hooks of register_post_accumulate_grad_hook()")
+
+    def _give_up(self, reason: str) -> None:
+        self.forget()
+        self.is_off = True
+        self._fall_back("passes", reason)
+
     def begin(self, loss: Any, precision: Precision, data: Any, size: int, scale: float, several: bool = False) -> Pass:
         """Begin the passes of a part of a batch; returns them after the forward pass, or after both from a graph.
 
@@ -280,9 +343,7 @@ class PassGraphs:
             try:
                 recorded = self._recorded_pass(loss, precision, data, size, scale)
             except _UnusableError as error:
-                self.forget()
-                self.is_off = True
-                self._fall_back("passes", str(error))
+                self._give_up(str(error))
         if recorded is None:
             return EagerPass(loss, precision, data, size, scale)
         recorded.replay(data)
@@ -325,12 +386,17 @@ class PassGraphs:
             kinds.append((tensor.shape, tensor.stride(), tensor.dtype))
 
         rest = map_tensors(note, data)
-        return repr(rest), tuple(kinds), size, scale, tuple([layer.training for layer in self._layers])
+        modes = tuple([layer.training for layer in self._layers])
+        addresses = tuple([p.data_ptr() for p in self._trained])
+        return repr(rest), tuple(kinds), size, scale, modes, addresses
 
     def _record(self, loss: Any, precision: Precision, data: Any, size: int, scale: float) -> _RecordedPass:
+        graph = self._make()
         try:
+            with _without_trace(self._model, self._device), graph.refusing_waits():
+                self._gradients_of(loss, precision, data, size, scale)  # a recording that fails is hard to end
             with _without_trace(self._model, self._device):
-                return _RecordedPass(self._make(), loss, precision, data, size, scale, self._trained, self._model)
+                return _RecordedPass(graph, loss, precision, data, size, scale, self._trained, self._model)
         except RuntimeError as error:  # the model waits for the device, or uses what cannot be recorded
             raise _UnusableError(_cause(error)) from None
 
@@ -343,33 +409,44 @@ class PassGraphs:
             _UnusableError: they differ.
         """
         with _without_trace(self._model, self._device):
-            with precision.autocast():
-                total, _ = loss(data, size)
-            expected = torch.autograd.grad(precision.scaled(total * scale), self._trained, allow_unused=True)
+            total, expected = self._gradients_of(loss, precision, data, size, scale)
         with _without_trace(self._model, self._device):
             recorded.replay(data)
-        if not _is_close([total.detach()], [recorded.total]) or not _is_close(expected, recorded.gradients):
+        if not _is_close([total], [recorded.total]) or not _is_close(expected, recorded.gradients):
             raise _UnusableError(
                 "a replay gives another result than the pass itself: the model does something else at each step, such "
                 "as drawing random numbers outside of torch"
             )
+
+    def _gradients_of(
+        self, loss: Any, precision: Precision, data: Any, size: int, scale: float
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """Return the sum of the loss and the gradients of an ordinary pass."""
+        with precision.autocast():
+            total, _ = loss(data, size)
+        scaled = precision.scaled(total * scale)
+        return total.detach(), torch.autograd.grad(scaled, self._trained, allow_unused=True)
 
 
 @contextmanager
 def _without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore the model's buffers and the random generators after a `with` block.
 
-    Their versions do not tell which buffers have changed: batch norm changes its running statistics without one.
+    Batch norm changes its running statistics without a new version of them; other buffers keep theirs if they have not
+    changed, as those that do are sent to other workers.
     """
-    saved = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    saved = [
+        (m, name, b, b._version, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+    ]
     with preserve_generators(device):
         try:
             yield
         finally:
             with torch.no_grad():
-                for module, name, buffer, values in saved:
+                for module, name, buffer, version, values in saved:
                     module._buffers[name] = buffer
-                    buffer.copy_(values)
+                    if buffer._version != version or isinstance(module, _NormBase):
+                        buffer.copy_(values)
 
 
 def _is_close(expected: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> bool:
@@ -402,7 +479,8 @@ class UpdateGraph:
     """Runs the update of the parameters, from a graph where that is possible.
 
     The learning rate is a number in memory of the device that each replay reads; other hyperparameters are part of the
-    graph, which is recorded anew when they change.
+    graph, which is recorded anew when they change. Updates before that run in the same form: a run that resumes, and
+    records later than one that was not interrupted, has the same bits.
 
     Args:
         make: makes a graph.
@@ -416,7 +494,7 @@ class UpdateGraph:
         self._make, self._fall_back = make, fall_back
         self.is_off = False
         self._key: Any = None
-        self._seen = self._times_recorded = 0
+        self._seen = self._changes = 0
         self._graph: Graph | None = None
         self._state: list[torch.Tensor] = []  # what the graph reads and writes
         self._gradients: list[torch.Tensor] = []
@@ -445,45 +523,55 @@ class UpdateGraph:
         Returns:
             What `apply` returns.
         """
-        if not self.is_off:
-            self._consider(optimizer, parameters, precision, correction, apply)
-        if self._graph is None:
+        if not self.is_off and (reason := _why_not(optimizer, precision)):
+            self._give_up(optimizer, reason)
+        if self.is_off:
             return apply(correction)
-        return self._replay(optimizer, parameters, correction)
+        self._set_rates(optimizer, parameters)
+        if self._is_due(optimizer, parameters, correction):
+            try:
+                self._record(optimizer, parameters, correction, apply)
+            except RuntimeError as error:
+                self._give_up(optimizer, _cause(error))
+        if self.is_off:
+            return apply(correction)
+        if self._graph is None:
+            with _recordable(optimizer, self._rates):
+                return apply(correction)
+        return self._replay(parameters, correction)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, optimizer: Optimizer, reason: str) -> None:
         self.is_off, self._graph = True, None
+        for group in optimizer.param_groups:  # steps that are counted on the device would be waited for
+            if not group.get("capturable") and not group.get("fused"):
+                _move_steps(optimizer, group["params"], torch.device("cpu"))
         self._fall_back("updates", reason)
 
-    def _consider(
-        self,
-        optimizer: Optimizer,
-        parameters: Sequence[nn.Parameter],
-        precision: Precision,
-        correction: torch.Tensor | None,
-        apply: Apply,
-    ) -> None:
-        """Record the update, if it has been of one kind for some steps; drop the graph of another kind."""
-        if reason := _why_not(optimizer, precision):
-            self._give_up(reason)
-            return
-        key = _hyperparameters(optimizer), correction is None
+    def _set_rates(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Write the learning rates of this step where an update reads them."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if len(self._rates) != len(rates):
+            self._rates = [torch.zeros((), device=parameters[0].device) for _ in rates]
+            self._last_rates, self._key = [], None
+        if rates != self._last_rates:
+            for tensor, rate in zip(self._rates, rates, strict=True):
+                tensor.fill_(rate)
+            self._last_rates = rates
+
+    def _is_due(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], correction: torch.Tensor | None
+    ) -> bool:
+        """Return whether to record now: updates have been of one kind for some steps. Drops a graph of another kind."""
+        key = _hyperparameters(optimizer), correction is None, [p.data_ptr() for p in parameters]
         state = _state_of(optimizer, parameters)
-        is_same = key == self._key and len(state) == len(self._state)
-        is_same = is_same and all(a is b for a, b in zip(state, self._state, strict=True))
-        self._seen = self._seen + 1 if is_same else 0
-        if not is_same:
-            self._key, self._state, self._graph = key, state, None
-        if self._graph is not None or self._seen < _WARM_UP:
-            return
-        self._times_recorded += 1
-        if self._times_recorded > _MOST_UPDATES:
-            self._give_up("hyperparameters other than the learning rate change often")
-            return
-        try:
-            self._record(optimizer, parameters, correction, apply)
-        except RuntimeError as error:
-            self._give_up(_cause(error))
+        if key == self._key and len(state) == len(self._state) and all(map(operator.is_, state, self._state)):
+            self._seen += 1
+            return self._graph is None and self._seen >= _WARM_UP
+        self._key, self._state, self._graph, self._seen = key, state, None, 0
+        self._changes += 1
+        if self._changes == _MOST_CHANGES:
+            self._give_up(optimizer, "hyperparameters other than the learning rate change often")
+        return False
 
     def _record(
         self,
@@ -495,23 +583,12 @@ class UpdateGraph:
         graph = self._make()
         self._gradients = [p.grad for p in parameters if p.grad is not None]
         self._correction = None if correction is None else correction.clone()
-        device = self._gradients[0].device
-        self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
-        self._last_rates = []
         with _recordable(optimizer, self._rates):
-            self._state = _state_of(optimizer, parameters)  # steps of Adam are on the device now
             self._norm = graph.record(lambda: apply(self._correction))
         self._graph = graph
 
-    def _replay(
-        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], correction: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def _replay(self, parameters: Sequence[nn.Parameter], correction: torch.Tensor | None) -> torch.Tensor | None:
         assert self._graph is not None
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if rates != self._last_rates:
-            for tensor, rate in zip(self._rates, rates, strict=True):
-                tensor.fill_(rate)
-            self._last_rates = rates
         if correction is not None and self._correction is not None:
             self._correction.copy_(correction)
         trained = [p for p in parameters if p.grad is not None]
@@ -532,7 +609,8 @@ def _why_not(optimizer: Optimizer, precision: Precision) -> str:
         return "with fp16 the host decides whether a step is skipped"
     if type(optimizer) not in (SGD, Adam, AdamW):
         return f"{type(optimizer).__name__} is not SGD, Adam or AdamW of torch"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if any((*hooks, optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)):
         return "the optimizer has hooks, which a replay would not call"
     if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
         return "the learning rate is a tensor"
@@ -568,13 +646,19 @@ def _recordable(optimizer: Optimizer, rates: Sequence[torch.Tensor]) -> Iterator
         group["lr"] = rate
         if "capturable" in group:
             group["capturable"] = True
+            _move_steps(optimizer, group["params"], rate.device)
         else:
-            group["fused"] = True  # the only form of SGD that takes a rate in memory of the device
-    for state in optimizer.state.values():
-        if isinstance(step := state.get("step"), torch.Tensor):
-            state["step"] = step.to(rates[0].device)
+            group["fused"], group["foreach"] = True, False  # the only form of SGD that takes a rate on the device
     try:
         yield
     finally:
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)
+
+
+def _move_steps(optimizer: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Move the counts of steps that Adam keeps for each parameter."""
+    for p in parameters:
+        state = optimizer.state.get(p, {})
+        if isinstance(step := state.get("step"), torch.Tensor) and step.device != device:
+            state["step"] = step.to(device)

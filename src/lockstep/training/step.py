@@ -294,6 +294,8 @@ class AccumulatedPasses:
         # The reduction averages over workers; the mean over samples needs the sum.
         scale = strategy.comm.size / batch.global_size
         parts = split(batch.data, batch.size, self._accumulation_steps)
+        if self._graphs is not None:
+            self._graphs.refuse_hooks()
         for number, (data, size) in enumerate(parts):
             last = number == len(parts) - 1
             with strategy.gradient_sync(now=last):

@@ -12,6 +12,7 @@ import torch
 from ..data.loader import Batch
 from ..data.nested import map_tensors, narrow
 from ..errors import ConfigError
+from ..invariance.gradient_buckets import separate_gradients
 from ..invariance.randomness import seed_shard
 from ..invariance.shards import bounds
 from ..strategies.invariant import Invariant
@@ -108,7 +109,8 @@ class ShardPasses:
             numbers = torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)])
             # In this thread, which waits at the barriers; not into .grad, which all shards share.
             with torch.autograd.set_multithreading_enabled(False):
-                return numbers, torch.autograd.grad(begun.scaled, trained, allow_unused=True)
+                gradients = torch.autograd.grad(begun.scaled, trained, allow_unused=True)
+            return numbers, separate_gradients(trained, gradients)
 
         joint_passes = JointPasses(comm, strategy.virtual_workers, shards)
         bodies = [partial(passes, shard) for shard in shards]

@@ -68,6 +68,9 @@ def _or_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., A
 def _and_device_backends(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: dist.ProcessGroup) -> None:
+        if name == "shutdown":
+            for tensors in self.__dict__.get("_gpu_tensors", {}).values():
+                tensors.close()
         method(self)
         for backend in self.__dict__.get("_device_backends", {}).values():
             getattr(backend, name)()

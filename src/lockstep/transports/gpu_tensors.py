@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .. import messages
+from ..errors import LockstepError
 from ..stores import read_message
 from .runtime.c10d import AllgatherOptions
 from .runtime.reduce_ops import ReduceFn, reduce_fn_for
@@ -35,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 AREA = 32 << 20
 """Bytes of each rank's area: two halves, so that a rank may write one while others read the other."""
+
+_GOODBYE_S = 5.0  # for which a rank waits at the end for others that may still read its area
 
 
 # --- Through the host -------------------------------------------------------------------------------------------------
@@ -387,9 +391,10 @@ def _map_areas(group: Any, device: torch.device, meet: Meet) -> MappedCollective
     except RuntimeError as error:  # a system without these handles, or an allocator whose memory has none
         mine = _Shared(gpu, problem=str(error).splitlines()[0])
     rank, size = group.rank(), group.size()
-    group.store.set(f"gpu-area/{rank}", messages.encode(mine))
+    key = f"gpu-area/{device.index}"
+    group.store.set(f"{key}/{rank}", messages.encode(mine))
     shared = [
-        read_message(group.store.get(f"gpu-area/{each}"), _Shared, f"the GPU memory of rank {each}")
+        read_message(group.store.get(f"{key}/{each}"), _Shared, f"the GPU memory of rank {each}")
         for each in range(size)
     ]
     problem = next((each.problem for each in shared if each.problem), "")
@@ -429,6 +434,35 @@ def _opened_events(handles: Sequence[bytes], device: torch.device) -> tuple[Any,
     return tuple(torch.cuda.Event.from_ipc_handle(device, handle) for handle in handles)
 
 
+class _QueuedWork(CPUWork):
+    """The work of a collective that is in a stream of the device when its call returns.
+
+    Args:
+        result: the tensors that it writes.
+        device: their device.
+    """
+
+    def __init__(self, result: list[torch.Tensor], device: torch.device) -> None:
+        super().__init__(result)
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait for the collective, if it is another one."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future with the result, whose callbacks run in streams that wait for it."""
+        if self._stream is None:
+            return super().get_future()
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._device])
+        with torch.cuda.stream(self._stream):
+            future.set_result(self.result())
+        return future
+
+
 # --- c10d's calls -----------------------------------------------------------------------------------------------------
 
 
@@ -456,9 +490,18 @@ class GpuTensors:
             return _through_host(self._group, self._device, name, method, args, kwargs)
         with torch.no_grad():
             result = call(self._mapped, *args, **kwargs)
-        work = CPUWork(list(result), device=self._device)
+        work = _QueuedWork(list(result), self._device)
         self._group.replace_in_batch(None, work)
         return work
+
+    def close(self) -> None:
+        """Drop the areas when all ranks have read them, or do not answer."""
+        if self._mapped is None:
+            return
+        with suppress(LockstepError, RuntimeError):
+            _wait_for(self._device)
+            self._meet([0], _GOODBYE_S)
+        self._mapped, self._may_map = None, False
 
     def _is_mapped(self) -> bool:
         """Return whether the ranks have mapped each other's areas; the first call on each rank tries to."""
@@ -467,10 +510,11 @@ class GpuTensors:
             self._may_map = self._mapped is not None
         return self._mapped is not None
 
-    def _meet(self, numbers: list[int]) -> list[list[int]]:
+    def _meet(self, numbers: list[int], seconds: float = 0.0) -> list[list[int]]:
         everyone = torch.empty(self._group.size(), len(numbers), dtype=torch.int64)
         options = AllgatherOptions()
         options.asyncOp = False
+        options.timeout = timedelta(seconds=seconds)  # 0 is the group's
         self._group.allgather([list(everyone.unbind())], [torch.tensor(numbers)], options).wait()
         met: list[list[int]] = everyone.tolist()
         return met

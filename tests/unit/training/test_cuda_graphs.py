@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,15 +31,24 @@ class FakeGraph:
 
     Args:
         preserved: tensors that the recording must not change, as that of a device changes nothing.
+        optimizer: one whose hyperparameters are those of the recording when it is replayed.
     """
 
-    def __init__(self, preserved: Callable[[], Sequence[torch.Tensor]] = tuple) -> None:
-        self._preserved = preserved
+    def __init__(
+        self,
+        preserved: Callable[[], Sequence[torch.Tensor]] = tuple,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._preserved, self._optimizer = preserved, optimizer
         self.replays = 0
+
+    def refusing_waits(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def record(self, body: Callable[[], Any]) -> Any:
         self._body = body
         saved = [(tensor, tensor.detach().clone()) for tensor in self._preserved()]
+        self._groups = self._hyperparameters()
         self._results = body()
         with torch.no_grad():
             for tensor, values in saved:
@@ -48,8 +58,18 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.replays += 1
+        now = self._hyperparameters()
+        self._set(self._groups)
         for old, new in zip(flat(self._results), flat(self._body()), strict=True):
             old.copy_(new)
+        self._set(now)
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        return [] if self._optimizer is None else [dict(group) for group in self._optimizer.param_groups]
+
+    def _set(self, groups: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._optimizer.param_groups if self._optimizer else [], groups, strict=True):
+            group.update(values)
 
 
 def flat(results: Any) -> list[torch.Tensor]:
@@ -111,12 +131,28 @@ class FrozenGraph(FakeGraph):
 
 
 class RefusingGraph(FakeGraph):
+    """Refuses to wait while it is recorded, and in the pass before that, or in the recording alone."""
+
+    looks_before = True
+
+    @contextmanager
+    def refusing_waits(self) -> Iterator[None]:
+        RECORDING.extend([True] * self.looks_before)
+        try:
+            yield
+        finally:
+            RECORDING.clear()
+
     def record(self, body: Callable[[], Any]) -> Any:
         RECORDING.append(True)
         try:
             return super().record(body)
         finally:
             RECORDING.clear()
+
+
+class FailingGraph(RefusingGraph):
+    looks_before = False
 
 
 def batch_of(inputs: torch.Tensor, labels: torch.Tensor) -> Batch:
@@ -163,7 +199,7 @@ class Run:
         self.optimizer = optimizer(self.model.parameters())
 
         def make() -> FakeGraph:
-            self.made.append(kind(self.preserved))
+            self.made.append(kind(self.preserved, self.optimizer))
             return self.made[-1]
 
         monkeypatch.setattr(step_module, "Graphs", partial(Graphs, make=make))
@@ -251,6 +287,7 @@ def test_another_hyperparameter_or_state_is_recorded_anew(monkeypatch: pytest.Mo
         (DrawsInPython, FrozenGraph, "gives another result than the pass itself"),
         (ReplacesBuffer, FakeGraph, "a forward pass replaces the buffer calls,"),
         (Waits, RefusingGraph, "operation not permitted when stream is capturing"),
+        (Waits, FailingGraph, "operation not permitted when stream is capturing"),
     ],
 )
 def test_a_model_that_cannot_be_replayed_is_trained_as_usual(
@@ -286,6 +323,69 @@ def test_an_update_that_cannot_be_recorded_runs_as_usual(
     assert [record.getMessage() for record in caplog.records] == [f"cuda_graphs: updates run without graphs: {reason}"]
     assert len(found.made) == 1
     assert_same(found, expected)
+
+
+class Added(Net):
+    """Parameters that autograd gives one tensor as their gradients, and one of a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(3)) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) + (self.a + self.b) + self.c.sum()
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.1}, {"virtual_workers": 4, "max_grad_norm": 0.1}], ids=str)
+def test_gradients_do_not_share_memory(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    assert_same(*(Run(monkeypatch, graphs, Added, **options).train(10) for graphs in (True, False)))
+
+
+def test_hooks_of_parameters_are_called_at_each_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, called = Run(monkeypatch, True), []
+    with caplog.at_level(logging.WARNING):
+        run.model.layers[0].weight.register_post_accumulate_grad_hook(lambda p: called.append(1))
+        run.train(9)
+    assert len(called) == 9
+    assert "passes run without graphs: parameters have hooks of" in caplog.text
+
+
+def test_another_memory_of_a_parameter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for graphs in (True, False):
+        run = Run(monkeypatch, graphs).train(8)
+        weight = run.model.layers[0].weight
+        weight.data = weight.data.clone() * 2
+        runs.append(run.train(8, 8))
+    assert len(runs[0].made) == 4
+    assert_same(*runs)
+
+
+def test_a_run_that_records_later_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that resumes: the updates before the recording are those of the graph."""
+    straight = Run(monkeypatch, True).train(20)
+    resumed = Run(monkeypatch, True).train(10)
+    again = Run(monkeypatch, True)
+    again.model.load_state_dict(resumed.model.state_dict())
+    again.optimizer.load_state_dict(resumed.optimizer.state_dict())
+    again.step.load_state_dict(resumed.step.state_dict())
+    again.train(10, 10)
+    assert again.losses == straight.losses[10:]
+    for a, b in zip(again.model.parameters(), straight.model.parameters(), strict=True):
+        assert a.equal(b)
+
+
+def test_hyperparameters_that_always_change_end_the_search(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(monkeypatch, True)
+    with caplog.at_level(logging.WARNING):
+        for batch in batches(60):
+            run.optimizer.param_groups[0]["momentum"] *= 0.99
+            run.step(batch)
+    assert "updates run without graphs: hyperparameters other than the learning rate change often" in caplog.text
 
 
 def test_hooks_of_an_optimizer_are_called_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

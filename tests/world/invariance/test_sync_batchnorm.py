@@ -44,6 +44,17 @@ class Flat(nn.Module):
         return self.out(self.norm(self.line(x.flatten(1))).relu())
 
 
+class Added(Flat):
+    """Parameters that autograd gives one tensor as their gradients, and one of a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(10)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) + (self.a + self.b) + self.c.sum()
+
+
 def synchronised(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: prepare_model(make(), lockstep.init("cpu"), sync_batchnorm=True)
 
@@ -73,14 +84,15 @@ def test_the_bits_are_those_of_one_worker(pool: Pool) -> None:
         assert pool.run(trained, CASES, workers=workers) == [alone] * workers
 
 
-def test_it_is_batch_norm_over_the_whole_batch() -> None:
+@pytest.mark.parametrize("make", [Flat, Added])
+def test_it_is_batch_norm_over_the_whole_batch(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    plain = Flat()
+    plain = make()
     inputs, labels = pictures(12).tensors
     expected = F.cross_entropy(plain(inputs), labels)
     expected.backward()
     torch.manual_seed(0)
-    model = synchronised(Flat)()
+    model = synchronised(make)()
     step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.0), F.cross_entropy, virtual_workers=5)
     torch.testing.assert_close(
         step(next(Loader(pictures(12), 12, virtual_workers=5).epoch(0))).float(), expected.detach()
