@@ -301,6 +301,7 @@ class PassGraphs:
 
     Attributes:
         is_off: whether all passes run as usual.
+        is_paused: whether those of this step do, because it is not known yet what the loss is a mean over.
     """
 
     def __init__(
@@ -311,7 +312,7 @@ class PassGraphs:
         fall_back: Callable[[str, str], None],
     ) -> None:
         self._device, self._model, self._make, self._fall_back = device, model, make, fall_back
-        self.is_off = False
+        self.is_off = self.is_paused = False
         self.forget()
 
     def forget(self) -> None:
@@ -339,7 +340,7 @@ class PassGraphs:
             several: whether the step has further passes, so that gradients are needed after the next replay.
         """
         recorded = None
-        if not self.is_off and size:
+        if size and not self.is_off and not self.is_paused:
             try:
                 recorded = self._recorded_pass(loss, precision, data, size, scale)
             except _UnusableError as error:

@@ -545,6 +545,8 @@ class TrainStep:
     def _run(self, batch: Batch, requests: float) -> StepResult:
         lr = self._begin()
         marks = self._replicas.marks(self.steps_done)
+        if self._graphs is not None:
+            self._graphs.passes.is_paused = not self._loss_checked
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
         if not self._loss_checked:
             raise_not_a_mean(self._loss.check(self.precision.autocast), self.comm)
