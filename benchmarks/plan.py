@@ -4,8 +4,9 @@ For each of 5 models, one worker and two are profiled once. Steps on 6 networks 
 that, and measured on emulated networks in dilated time. Two workers without an emulated network, over shared memory and
 over Gloo, are predicted from one.
 
-A shared host may be a third slower a minute later. So two workers without an emulated network are timed beside each
-measurement (the pace), and the profile's times are multiplied by how much slower than at the profile they are.
+A shared host may be a third slower a minute later, and workers on emulated hosts, which sleep half of the time, disturb
+each other less than two that compute at the same time. So two workers on an emulated network without any delay are
+timed before and after each measurement (the pace), and the profile's times are multiplied by how much slower they are.
 
     python benchmarks/plan.py                       # a quarter of an hour on two idle cores: a part of the whole
     python benchmarks/plan.py --minutes 60          # goes on where the last run has stopped
@@ -16,7 +17,7 @@ measurement (the pace), and the profile's times are multiplied by how much slowe
 
 Every step that was measured is kept at once in results/plan-kept.json, with the profiles, so that a run can be
 interrupted; results/plan.json has the steps alone. Workers come in the order 2, 8, 4, 6, 3, 5, 7, so that a part of the
-whole has all models and networks. --fresh measures all again.
+whole has all models and networks. --fresh measures all again, --profiles the profiles alone.
 """
 
 from __future__ import annotations
@@ -68,11 +69,13 @@ TITLES = {
 NETWORKS = ("1gbe", "1Gbit,1ms", "2.5Gbit,50us", "5Gbit,50us", "10gbe", "10Gbit,500us")
 ORDER = (2, 8, 4, 6, 3, 5, 7)
 
+NO_DELAY = "1000Gbit,0us"
+
 PROFILE_STEPS = 60
 MEASURED_STEPS = 60
 FEWEST_STEPS = 4
-PATIENCE_S = 10.0  # of one measurement; slow steps are fewer
-PACE_S = 4.0
+PATIENCE_S = 8.0  # of one measurement; slow steps are fewer
+PACE_S = 5.0
 TURNS = 3  # of two workers, alone and together
 
 
@@ -90,8 +93,8 @@ class Row:
     low_s: float
     high_s: float
     measured_s: float
-    pace: float = 1.0
-    """How much longer computing took on this host when it was measured than when the model was profiled."""
+    pace_s: float = 0.0
+    """The step of two workers on an emulated network without delay, before and after; 0 without an emulated network."""
 
     @property
     def error(self) -> float:
@@ -117,18 +120,19 @@ def profile(model: str, steps: int) -> dict[int, list[Profile]]:
 
 
 def pace(model: str, profiles: dict[int, list[Profile]]) -> float:
-    """How much longer a step of two workers without an emulated network takes now than at the profile."""
-    profiled_s = statistics.median(each.median_s for each in profiles[2])
-    steps = max(FEWEST_STEPS, int(PACE_S / profiled_s))
-    return statistics.median(
-        each.median_s / profiled_s
-        for each in record_profiles(program(model, steps), 2, durations_only=True, title=f"{model}: pace")
-    )
+    """How long a step of two workers takes now on an emulated network without delay."""
+    return measure(model, NO_DELAY, 2, forecasts(profiles, NO_DELAY)[2].step_s, MEASURED_STEPS, PACE_S)
 
 
-def at_pace(profiles: dict[int, list[Profile]], factor: float) -> dict[int, list[Profile]]:
-    """The profiles as they would be if this host were slower by `factor`."""
-    return {count: [_scaled(each, factor) for each in ranks] for count, ranks in profiles.items()}
+def pace_factor(profiles: dict[int, list[Profile]], pace_s: float) -> float:
+    """How much longer computing takes on emulated hosts than in the profiles."""
+    return pace_s / forecasts(profiles, NO_DELAY)[2].step_s
+
+
+def forecasts_at(profiles: dict[int, list[Profile]], network: str, pace_s: float) -> dict[int, Forecast]:
+    """The forecasts from the profiles as they would be at this pace."""
+    factor = pace_factor(profiles, pace_s)
+    return forecasts({count: [_scaled(each, factor) for each in ranks] for count, ranks in profiles.items()}, network)
 
 
 def _scaled(profile: Profile, factor: float) -> Profile:
@@ -146,11 +150,13 @@ def forecasts(profiles: dict[int, list[Profile]], network: str) -> dict[int, For
     return {each.workers: each for each in predict(job, range(1, 9))}
 
 
-def measure(model: str, network: str, workers: int, expected_s: float, steps: int) -> float:
+def measure(
+    model: str, network: str, workers: int, expected_s: float, steps: int, patience_s: float = PATIENCE_S
+) -> float:
     """The median step on an emulated network, in its own time."""
     emulated = VirtualNetwork(workers, parse_link(network), dilation=AUTO_DILATION)
     emulated = emulated.resolved(workers, environment.usable_cores())
-    fewer = max(FEWEST_STEPS, min(steps, int(PATIENCE_S / (expected_s * emulated.dilation))))
+    fewer = max(FEWEST_STEPS, min(steps, int(patience_s / (expected_s * emulated.dilation))))
     title = f"{model} on {network}, {workers} workers, dilation {emulated.dilation:g}"
     ranks = record_profiles(program(model, fewer), workers, network=emulated, durations_only=True, title=title)
     return statistics.median(each.median_s for each in ranks) / emulated.dilation
@@ -324,6 +330,8 @@ def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
     path = None if args.quick else RESULTS / "plan-kept.json"
     kept, steps = Kept(path, args.fresh), 6 if args.quick else PROFILE_STEPS
     for model in models:
+        if args.profiles:
+            kept.data["profiles"].pop(model, None)
         kept.profiles(model, steps)
     done = {(row.model, row.network) for row in kept.rows("plain")}
     for model, transport in itertools.product(models, ("shm", "gloo")):
@@ -344,12 +352,12 @@ def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
             print(f"{model} on {network}, {workers} workers: {str(error).splitlines()[0]}")
             continue
         after = model, pace(model, profiles)
-        factor = statistics.mean((before[1], after[1]))
-        each, before = forecasts(at_pace(profiles, factor), network)[workers], after
-        row = Row(model, network, workers, each.step_s, each.low_s, each.high_s, measured, factor)
+        pace_s = statistics.mean((before[1], after[1]))
+        each, before = forecasts_at(profiles, network, pace_s)[workers], after
+        row = Row(model, network, workers, each.step_s, each.low_s, each.high_s, measured, pace_s)
         kept.add("emulated", row)
         figures = f"{1e3 * each.step_s:9.1f} ms {1e3 * measured:9.1f} ms {row.predicted_s / measured - 1:+6.1%}"
-        print(f"{model:9} {network:13} {workers} {figures}  pace {factor:.2f}", flush=True)
+        print(f"{model:9} {network:13} {workers} {figures}  pace {pace_factor(profiles, pace_s):.2f}", flush=True)
     return kept
 
 
@@ -357,18 +365,19 @@ def predicted_again(kept: Kept, steps: int) -> list[Row]:
     """The rows, with predictions of the code as it is now: measuring takes long, predicting does not."""
     again = []
     for row in kept.rows("emulated"):
-        profiles = at_pace(kept.profiles(row.model, steps), row.pace)
-        each = forecasts(profiles, row.network)[row.workers]
+        each = forecasts_at(kept.profiles(row.model, steps), row.network, row.pace_s)[row.workers]
         again.append(replace(row, predicted_s=each.step_s, low_s=each.low_s, high_s=each.high_s))
     return again
 
 
 def one_worker(kept: Kept, models: Sequence[str], steps: int) -> dict[str, tuple[float, float]]:
-    """The step of one worker, predicted and measured, by model."""
+    """The step of one worker, predicted and measured, by model; both at the pace of the emulated steps."""
     found = {}
     for model in models:
         profiles = kept.profiles(model, steps)
-        found[model] = forecasts(profiles, NETWORKS[0])[1].step_s, profiles[1][0].median_s
+        paces = [pace_factor(profiles, row.pace_s) for row in kept.rows("emulated") if row.model == model]
+        factor = statistics.median(paces or [1.0])
+        found[model] = factor * forecasts(profiles, NETWORKS[0])[1].step_s, factor * profiles[1][0].median_s
     return found
 
 
@@ -394,6 +403,7 @@ def main() -> None:
     parser.add_argument("--model", help=f"some of {','.join(BATCHES)}")
     parser.add_argument("--minutes", type=float, default=15.0, help="stop after so long (default: 15)")
     parser.add_argument("--fresh", action="store_true", help="measure again what is in the results")
+    parser.add_argument("--profiles", action="store_true", help="profile again, and predict what is kept from that")
     parser.add_argument("--example", action="store_true", help="measure the example of the documentation alone")
     args = BENCHMARK.parse(parser, "model", "example")
     if args.example:

@@ -173,8 +173,8 @@ def doctor(part: Part, setting: Setting) -> dict[str, Any]:
 def tests(part: Part, setting: Setting) -> dict[str, Any]:
     report = setting.folder / "tests.xml"
     chosen = ["-k", "devices or collectives"] if setting.quick else []
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-W", "default", f"--junitxml={report}"]
-    ended = run_process([*command, "-p", "no:cacheprovider", *chosen], part.limit, setting)
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-W", "default", "--timeout=45"]
+    ended = run_process([*command, f"--junitxml={report}", "-p", "no:cacheprovider", *chosen], part.limit, setting)
     found: dict[str, Any] = {"state": ended.state, **read_tests(report)}
     if "tests" not in found or ended.code != 0:
         found["output"] = ended.tail
