@@ -225,6 +225,34 @@ def test_batches_arrive_whole_while_the_gpu_is_busy() -> None:
     assert torch.stack(sums).eq(0).all()
 
 
+class Slow(nn.Linear):
+    """Keeps the GPU busy, so that the host queues as many steps as it may."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        busy = torch.ones(4096, 4096, device=inputs.device)
+        for _ in range(20):
+            busy = busy @ busy / 4096
+        return super().forward(inputs) + busy.detach()[0, 0] * 0
+
+
+@only_on_gpu
+@pytest.mark.parametrize("most", [1, 4])
+def test_queued_steps_have_no_more_batches_on_the_gpu_than_the_bound(most: int) -> None:
+    device, (samples, width), batches = init(DEVICE).device, (512, 16384), 16
+    data = torch.utils.data.TensorDataset(torch.randn(batches * samples, width), torch.zeros(batches * samples, 1))
+    model = Slow(width, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = Trainer(model, optimizer, nn.MSELoss(), samples, callbacks=[], max_steps_in_flight=most)
+    trainer.fit(data, max_steps=4)  # what the first steps allocate
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    trainer.fit(data, max_steps=4 + 12)
+    batch, busy = 4 * samples * width, 4 * 4096 * 4096
+    # those of the bound, one that is made and one that is copied, and the matrices of a step
+    assert torch.cuda.max_memory_allocated(device) - before <= (most + 2) * batch + 4 * busy
+
+
 @only_on_gpu
 def test_a_profile_has_the_kernels(tmp_path: Path) -> None:
     init(DEVICE)
