@@ -77,6 +77,8 @@ def init(
         return _default
     world = environment.find_world()
     where = pick_device(device, world)
+    if where.type == "cuda":  # equal bits need it, and torch before 2.10 reads it once, at its first matrix product
+        environment.set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     backend = _pick_backend(transport)
     worker = environment.elastic_worker()
     if worker is not None:
@@ -243,8 +245,6 @@ def pick_device(device: str, world: World) -> torch.device:
                 hint="Start fewer workers, choose the device cpu, or set LOCKSTEP_SHARE_GPUS=1 to try out several "
                 "workers on one GPU.",
             )
-        # cuBLAS before torch 2.10 reads it once, and equal bits need it
-        environment.set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
         chosen = torch.device("cuda", 0 if sees_own_only else world.local_rank % gpus)
         torch.cuda.set_device(chosen.index)
         return chosen
