@@ -92,14 +92,16 @@ class Resident:
             yield pixels, self._labels.index_select(0, index)
 
 
-def hand_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
-    """A step as one writes it by hand, which does not wait."""
+def hand_step(
+    model: Any, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], object] = torch.autograd.backward
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A step as one writes it by hand, which does not wait; other libraries have a `backward` of their own."""
     loss_fn = nn.CrossEntropyLoss()
 
     def step(inputs: Tensor, labels: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         loss: Tensor = loss_fn(model(inputs), labels)
-        torch.autograd.backward(loss)
+        backward(loss)
         optimizer.step()
         return loss.detach()
 

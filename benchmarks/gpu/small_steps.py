@@ -83,32 +83,14 @@ def accelerate_step(make: Make, device: torch.device) -> Step:
 
     accelerator = Accelerator(cpu=device.type == "cpu")
     model, optimizer = accelerator.prepare(*made(make, device))
-    loss_fn = nn.CrossEntropyLoss()
-
-    def step(inputs: Tensor, labels: Tensor) -> object:
-        optimizer.zero_grad()
-        loss = loss_fn(model(inputs), labels)
-        accelerator.backward(loss)
-        optimizer.step()
-        return loss
-
-    return step
+    return hand_step(model, optimizer, accelerator.backward)
 
 
 def fabric_step(make: Make, device: torch.device) -> Step:
     name = "lightning.fabric" if is_installed("lightning") else "lightning_fabric"
     fabric = importlib.import_module(name).Fabric(accelerator="cpu" if device.type == "cpu" else "cuda", devices=1)
     model, optimizer = fabric.setup(*made(make, device))
-    loss_fn = nn.CrossEntropyLoss()
-
-    def step(inputs: Tensor, labels: Tensor) -> object:
-        optimizer.zero_grad()
-        loss = loss_fn(model(inputs), labels)
-        fabric.backward(loss)
-        optimizer.step()
-        return loss
-
-    return step
+    return hand_step(model, optimizer, fabric.backward)
 
 
 def is_installed(*names: str) -> bool:

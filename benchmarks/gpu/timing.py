@@ -16,8 +16,8 @@ import torch
 Side = Callable[[], object]
 """Does a block of work: queues it on the device."""
 
-SYNCHRONISED = 3
-"""Blocks of each side at least."""
+LEAST_ROUNDS = 3
+"""Blocks of each side that count, at least."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def take_turns(sides: Mapping[str, Callable[[], Side]], given: Options, warm_up:
         except Exception as error:  # the others are still worth to be measured
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True)
     until, rounds = time.monotonic() + given.seconds, 0
-    while rounds < SYNCHRONISED or (time.monotonic() < until and rounds < 50):
+    while rounds < LEAST_ROUNDS or (time.monotonic() < until and rounds < 50):
         for name in list(working) if rounds % 2 == 0 else reversed(list(working)):
             found[name].append(timed(working[name], given.device))
         rounds += 1
-        if given.quick and rounds == SYNCHRONISED:
+        if given.quick and rounds == LEAST_ROUNDS:
             break
     return found
 

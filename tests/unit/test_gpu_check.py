@@ -99,6 +99,11 @@ def test_a_measurement_runs_on_the_cpu_with_small_sizes(check: Any, setting: Any
     assert set(found["found"]["tokens per second"]) == {"Lockstep", "nanoGPT"}
 
 
+def test_the_page_has_a_place_in_the_documentation(check: Any) -> None:
+    text = (check.ROOT / "docs" / "gpus.md").read_text()
+    assert text.count("<!-- gpu:begin -->") == text.count("<!-- gpu:end -->") == 1
+
+
 def test_the_parts_fit_into_eight_minutes(check: Any) -> None:
     assert check.WHOLE < 480
     assert {aim.names[0] for aim in check.AIMS} <= {part.name for part in check.PARTS}
