@@ -139,7 +139,8 @@ def emulation_summary(folder: Path, network: VirtualNetwork) -> str:
         text += f' (a larger dilation helps: --network "..., dilation {2 * network.dilation:.3g}")'
     if network.dilation != 1:
         text += f"\nlockstep run: time dilation {network.dilation:.4g}: {real_s:.2f} s here are "
-        text += f"{real_s / network.dilation:.2f} s on the emulated hosts; divide times that the program prints by it"
+        text += f"{real_s / network.dilation:.2f} s on the emulated hosts; divide times that the program prints "
+        text += "by it (a Trainer has done so)"
     return text
 
 

@@ -147,6 +147,7 @@ class StepObserver:
         self._tracked, self._tracked_samples, self._passes = -1, 0, 0
         self._device = torch.device("cpu")
         self._cuts = True  # whether batches can be cut
+        self._group = _Group()  # of the last step: the script may have destroyed it when the profile is written
 
     # --- installation -------------------------------------------------------------------------------------------------
 
@@ -397,8 +398,8 @@ class StepObserver:
         whole, samples = float(torch.stack([_square(each) for each in gradients]).sum()), self._step.samples
         shards = self._virtual_workers
         if shards < 2:
-            self._add_noise(samples * self._workers, whole)
-        elif self._workers == 1 and len(self._step.passes) == shards <= samples:
+            self._add_noise(samples * _Group.current().size, whole)
+        elif _Group.current().size == 1 and len(self._step.passes) == shards <= samples:
             # a pass gives the sum of its samples' gradients, divided by the samples of the global batch
             self._add_noise(samples // shards, shards * self._step.squares)
             self._add_noise(samples, whole)
@@ -433,7 +434,8 @@ class StepObserver:
         step = self._step
         if not step.passes or step.updating is None:
             return None
-        waits = self._workers > 1
+        self._group = _Group.current()
+        waits = self._group.size > 1
         wait = max(0.0, step.ended - step.complete) * waits + step.reduce_wait_s
         update = max(0.0, now - step.complete - wait)
         # the loader has fetched the whole batch, of which this step has a part
@@ -444,10 +446,6 @@ class StepObserver:
         return StepRecord(
             step.samples or self._batch, step.loaded_s * share, tuple(step.passes), wait, update, other, tuple(ready)
         )
-
-    @property
-    def _workers(self) -> int:
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -486,8 +484,7 @@ class StepObserver:
             self._memory.append((self._tracked_samples, tracker.end()))
 
     def _show_progress(self) -> None:
-        rank = dist.get_rank() if self._workers > 1 else 0
-        if rank == 0 and self._done <= self.total:
+        if _Group.current().rank == 0 and self._done <= self.total:
             with suppress(OSError):
                 progress_file(self._folder).write_text(f"step {self._done} of {self.total}")
 
@@ -507,11 +504,10 @@ class StepObserver:
         raise ProfileRecorded(0)
 
     def _write(self) -> None:
-        rank = dist.get_rank() if self._workers > 1 else 0
         profile = Profile(
             1,
-            rank,
-            self._workers,
+            self._group.rank,
+            self._group.size,
             self._batch,
             self._global_batch,
             self._virtual_workers,
@@ -522,9 +518,24 @@ class StepObserver:
             tuple(self._memory),
             tuple(self._noise),
             self._device.type,
-            dist.get_backend() if dist.is_available() and dist.is_initialized() else "",
+            self._group.backend,
         )
-        atomic_files.write_text(profile_file(self._folder, rank), encode(profile))
+        atomic_files.write_text(profile_file(self._folder, self._group.rank), encode(profile))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The default process group, or a worker alone."""
+
+    rank: int = 0
+    size: int = 1
+    backend: str = ""
+
+    @classmethod
+    def current(cls) -> _Group:
+        if not dist.is_available() or not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size(), dist.get_backend())
 
 
 class _PeakOfStep:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -96,6 +97,13 @@ class Job:
         chosen = {count: ranks[:1] if ranks[0].virtual_workers else ranks for count, ranks in self.profiles.items()}
         return {count: ComputeCurve(merge(ranks)) for count, ranks in chosen.items()}
 
+    def loads(self, workers: int) -> dict[int, int]:
+        """Return how many of the workers have how many samples, or passes with virtual workers; the most come first."""
+        virtual = self.first.virtual_workers
+        if not virtual and not self.batch_is_global:
+            return {self.first.batch: workers}
+        return dict(Counter(sizes(virtual or self.global_batch, workers)))
+
     def samples(self, workers: int) -> int:
         """Return the samples of the worker that has most of them."""
         if not self.batch_is_global:
@@ -165,14 +173,34 @@ def measured_slowdown(job: Job) -> float | None:
 # --- A step of a worker -----------------------------------------------------------------------------------------------
 
 
-def computing(job: Job, workers: int) -> ComputeTimes:
-    """Return the times of computing of the worker that has most samples, among `workers`."""
+def computing(job: Job, workers: int, load: int | None = None) -> ComputeTimes:
+    """Return the times of computing of a worker among `workers`.
+
+    Args:
+        job: of the workers.
+        workers: their number.
+        load: the samples or passes of the worker, a key of `job.loads`; None for the most.
+    """
     known = max(count for count in job.profiles if count <= max(workers, min(job.profiles)))
     profile, curve = job.profiles[known][0], job.curves[known]
+    load = max(job.loads(workers)) if load is None else load
     if profile.virtual_workers:
-        passes, of = sizes(profile.virtual_workers, workers)[0], sizes(profile.virtual_workers, known)[0]
-        return curve.times_of_passes(passes, profile.batch, of)
-    return curve.times(job.samples(workers))
+        return curve.times_of_passes(load, profile.batch, sizes(profile.virtual_workers, known)[0])
+    return curve.times(load)
+
+
+def _slowest(job: Job, workers: int, ratios: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return draws of how long the slowest worker computes, relative to the median of one with the most samples.
+
+    Each worker's computing is drawn from the measured steps. The largest of n draws is one draw at the quantile
+    u^(1/n), for u uniform. Workers with fewer samples are seldom the slowest.
+    """
+    most_s = computing(job, workers).seconds
+    draws = [
+        np.quantile(ratios, rng.random(_DRAWS) ** (1 / count)) * computing(job, workers, load).seconds / most_s
+        for load, count in job.loads(workers).items()
+    ]
+    return np.max(draws, axis=0)
 
 
 def _slowdown(job: Job, workers: int) -> float:
@@ -242,10 +270,7 @@ def _subtrees(virtual_workers: int, workers: int) -> int:
 
 
 def predict(job: Job, counts: Sequence[int]) -> list[Forecast]:
-    """Return what is predicted for each number of workers in `counts`.
-
-    Stragglers: a step ends with its slowest worker, so that each worker's computing is drawn from the measured steps
-    and the largest of the draws counts. The largest of n draws is one draw at the quantile u^(1/n), for u uniform.
+    """Return what is predicted for each number of workers in `counts`; a step ends with its slowest worker.
 
     Raises:
         ConfigError: for more workers than samples of a global batch, or than virtual workers.
@@ -263,7 +288,7 @@ def _forecast(job: Job, workers: int, alone: float | None) -> Forecast:
     curve = job.curves[known]
     ratios = np.sort(np.asarray(curve.ratios or [1.0]))
     step = _StepTimes(job, times, workers, _Network(job.fabric))
-    slowest = np.quantile(ratios, rng.random(_DRAWS) ** (1 / workers))
+    slowest = _slowest(job, workers, ratios, rng)
     durations = step.at(slowest)
     median = float(np.median(durations))
     low, high = _interval(job, times, workers, ratios, curve.steps_per_size, rng)
@@ -312,7 +337,7 @@ def _interval(
 ) -> tuple[float, float]:
     """Return the 90 % interval of the median: few measured steps, and what no profile shows."""
     resampled = np.median(rng.choice(ratios, (_DRAWS, max(1, steps))), axis=1)
-    middle = np.median(np.quantile(ratios, rng.random(_DRAWS) ** (1 / workers)))
+    middle = np.median(_slowest(job, workers, ratios, rng))
     factors = middle * resampled * np.exp(rng.normal(0.0, job.uncertainty.compute, _DRAWS))
     spread = job.uncertainty.network
     medians = [

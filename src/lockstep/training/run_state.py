@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .. import emulation
 from ..checkpoint.folder import read_tensors
 from ..checkpoint.serialization import StoredTensor
 from ..data.loader import Loader
@@ -192,7 +192,7 @@ class EpochTotals:
         self._loss_sum = torch.zeros((), device=device, dtype=dtype)
         self._count = torch.zeros((), device=device, dtype=dtype)
         self._samples = 0
-        self._started = time.perf_counter()
+        self._started = emulation.monotonic()
 
     def add(self, loss: torch.Tensor, count: torch.Tensor | int, samples: int) -> None:
         """Add a step.
@@ -213,8 +213,8 @@ class EpochTotals:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock time since the epoch began or was resumed."""
-        return time.perf_counter() - self._started
+        """Time since the epoch began or was resumed; on an emulated network, that of the emulated hosts."""
+        return emulation.monotonic() - self._started
 
     @property
     def samples_per_second(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
@@ -148,6 +149,19 @@ def test_a_script_that_ends_early_has_the_steps_that_there_were(observe: Callabl
             optimizer.step()
 
     assert len(observe(script).steps) == 4  # of 8 steps, after 4 to warm up
+
+
+def test_the_group_is_that_of_the_steps_though_the_script_destroys_it(observe: Callable[..., Profile]) -> None:
+    """Otherwise every rank takes itself for rank 0 at the end, and writes that one's profile."""
+
+    def script() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            own_loop(nn.Linear(4, 1))
+        finally:
+            dist.destroy_process_group()
+
+    assert observe(script).backend == "gloo"
 
 
 def test_no_handler_of_exceptions_stops_the_end(observe: Callable[..., Profile]) -> None:

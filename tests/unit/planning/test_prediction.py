@@ -126,6 +126,14 @@ def test_the_slowest_of_many_workers_is_the_largest_of_as_many_draws() -> None:
         assert each.slow_step_s >= each.step_s
 
 
+def test_workers_with_fewer_passes_are_seldom_the_slowest() -> None:
+    """Of 9 passes, one of eight workers has two; the largest of eight draws is not its own."""
+    steps = tuple(record(256, noise=1.0 + 0.002 * i, passes=9) for i in range(200))
+    (eight,) = predict(job(profile=profile(steps=steps, virtual_workers=9)), [8])
+    one_pass = (1e-3 + 1e-5 * 256 / 9) * 1.2  # at the median of the draws
+    assert eight.step_s == pytest.approx(2 * one_pass + 5e-4, rel=0.02)
+
+
 def test_each_worker_may_have_a_batch_of_its_own() -> None:
     (four,) = predict(job(batch_is_global=False), [4])
     assert four.step_s == pytest.approx(step_s(256)) and four.speedup == pytest.approx(4.0)

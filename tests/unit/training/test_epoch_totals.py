@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from lockstep import environment
 from lockstep.training.trainer import EpochTotals
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 
@@ -32,6 +34,15 @@ def test_speed_is_samples_by_time(clock: list[float]) -> None:
         totals.add(torch.tensor(1.0), 7, samples=20)
     clock[0] = 104.0
     assert (totals.seconds, totals.samples_per_second) == (4.0, 15.0)
+
+
+def test_speed_is_that_of_the_emulated_hosts(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.emulation_variables("4 hosts, 1Gbit, 1ms, dilation 4", Path("clocks")).items():
+        monkeypatch.setenv(name, value)
+    totals = EpochTotals(torch.device("cpu"))
+    totals.add(torch.tensor(1.0), 7, samples=20)
+    clock[0] = 108.0
+    assert (totals.seconds, totals.samples_per_second) == (2.0, 10.0)
 
 
 def test_sums_are_resumed_and_the_clock_is_not(clock: list[float]) -> None:
