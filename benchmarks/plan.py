@@ -166,28 +166,38 @@ def measure(
 
 
 def time_all_reduces(transport: str, sizes: Sequence[int], rounds: int) -> tuple[dict[int, float], float]:
-    """Seconds of an all-reduce by its bytes, as DDP starts it, and bytes copied per second, on one of two workers."""
+    """Seconds that an all-reduce adds to computing, by its bytes, and bytes copied per second, on one of two workers.
+
+    DDP starts it while the cores compute: then each of the threads that move its messages waits for a core.
+    """
     keep_freed_memory()
     comm = lockstep.init("cpu", transport=transport)
+    square = torch.ones(256, 256)
 
-    def median(run: Callable[[], object]) -> float:
-        durations = []
-        for _ in range(rounds):
-            dist.barrier(comm.group)
-            began = time.perf_counter()
-            run()
-            durations.append(time.perf_counter() - began)
-        return statistics.median(durations[rounds // 3 :])
+    def compute() -> None:
+        for _ in range(8):
+            torch.mm(square, square).clamp_(-1, 1)
+
+    def seconds(run: Callable[[], object]) -> float:
+        dist.barrier(comm.group)
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
 
     tensors = {size: torch.zeros(size // 4) for size in sizes}
 
-    def all_reduce(tensor: torch.Tensor) -> None:
+    def beside_computing(tensor: torch.Tensor) -> None:
         work: Any = dist.all_reduce(tensor, group=comm.group, async_op=True)
+        compute()
         work.wait()
 
-    found = {size: median(partial(all_reduce, tensor)) for size, tensor in tensors.items()}
+    added: dict[int, list[float]] = {size: [] for size in sizes}
+    for _, size in itertools.product(range(rounds), sizes):
+        alone_s = seconds(compute)
+        added[size].append(seconds(partial(beside_computing, tensors[size])) - alone_s)
+    found = {size: max(1e-6, statistics.median(each[rounds // 3 :])) for size, each in added.items()}
     source, target = torch.zeros(4 << 20), torch.zeros(4 << 20)
-    return found, source.nbytes / median(lambda: target.copy_(source))
+    return found, source.nbytes / statistics.median(seconds(lambda: target.copy_(source)) for _ in range(rounds))
 
 
 def two_workers(model: str, transport: str, quick: bool, turns: int) -> Row:
