@@ -53,8 +53,9 @@ def test_a_script_is_planned_and_left_as_it_was(folder: Path, here: Here) -> Non
 def test_two_workers_are_compared_with_what_was_predicted_from_one(folder: Path, here: Here) -> None:
     script = write(folder, TRAINER)
     options = ("--steps", 6, "--workers", "1,2", "--no-picture", "--held-out", "--json", "plan.json")
-    ended = here("plan", *options, script, 16)
+    ended = here("plan", *options, script, 16, "--workers", 4)
     assert ended.returncode == 0, ended.stderr
+    assert "--workers after train.py goes to the script; write it before train.py for lockstep plan" in ended.stderr
     rows = json.loads((folder / "plan.json").read_text())["held_out"]
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in rows)
 

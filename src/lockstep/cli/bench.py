@@ -29,7 +29,7 @@ examples:
   lockstep bench
   lockstep bench -np 4 -o network.json
   lockstep bench -H nodeA:4,nodeB:4 -o network.json
-  lockstep plan train.py --workers 1..16 --network network.json
+  lockstep plan --workers 1..16 --network network.json train.py
 
 exit codes:
   0  measured

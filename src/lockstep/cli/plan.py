@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -47,6 +48,7 @@ examples:
 exit codes: 0; 2 for bad input; that of the script if it fails
 """
 
+_OWN_OPTIONS = ("--workers", "--network", "--per-host", "--price", "--held-out", "--json", "--picture", "--no-picture")
 _MOST_WORKERS = 100_000
 _MOST_ROWS = 24
 _LAST_TRANSPORTS = ("gloo", "mpi4py")
@@ -129,6 +131,14 @@ def _check_files(arguments: argparse.Namespace) -> None:
         raise ConfigError("--picture", "a file that ends in .png, .svg or .pdf", arguments.picture)
 
 
+def _note_options_of_the_script(words: Sequence[str]) -> None:
+    """Say so if words after the script look like options of this command, which might be meant."""
+    found = [word for word in words[1:] if word.partition("=")[0] in _OWN_OPTIONS]
+    if found and words[1] != "--":
+        text = f"{', '.join(found)} after {words[0]} goes to the script; write it before {words[0]} for lockstep plan"
+        print(f"lockstep plan: {text}", file=sys.stderr)
+
+
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +157,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         from ..planning.prediction import predict
         from ..planning.profiling import Program
     words = [str(arguments.script), *map(str, arguments.arguments)]
+    _note_options_of_the_script(words)
     if words[1:2] == ["--"]:
         del words[1]
     program = Program(tuple(words), arguments.module, threads, steps)
