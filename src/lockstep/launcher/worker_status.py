@@ -388,6 +388,9 @@ def _error_of_silent_rank(rank: int, results: WorkerResults) -> WorkerError:
     codes, ends = results.codes or {}, results.ends or {}
     if rank in ends and rank not in codes:
         return WorkerError(results.first_rank + rank, "exit", ends[rank])
+    if results.signals and rank not in codes:  # it ended with code 0, or so early that nobody has its code
+        number = results.signals[0]
+        return WorkerError(results.first_rank + rank, "exit", f"ended on {signal_name(number)}", exit_code=128 + number)
     return _error_from_exit_code(results.first_rank + rank, codes.get(rank, 0))
 
 

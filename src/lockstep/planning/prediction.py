@@ -200,7 +200,8 @@ def _slowest(job: Job, workers: int, ratios: np.ndarray, rng: np.random.Generato
         np.quantile(ratios, rng.random(_DRAWS) ** (1 / count)) * computing(job, workers, load).seconds / most_s
         for load, count in job.loads(workers).items()
     ]
-    return np.max(draws, axis=0)
+    slowest: np.ndarray = np.max(draws, axis=0)
+    return slowest
 
 
 def _slowdown(job: Job, workers: int) -> float:

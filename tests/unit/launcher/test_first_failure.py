@@ -97,6 +97,7 @@ STOPPED = WorkerReport(1, 9, "InterruptedRunError", "stopped", signal_number=15,
         (WorkerResults([replace(failed(0, 1), in_collective=True), STOPPED]), InterruptedRunError),
         (WorkerResults([replace(failed(0, 1), in_collective=True)]), WorkerError),
         (WorkerResults(dead_ranks=[0], codes={0: -15}, signals=[15]), InterruptedRunError),
+        (WorkerResults(dead_ranks=[0], signals=[15]), InterruptedRunError),  # nobody has its exit code
         (WorkerResults(dead_ranks=[0], codes={0: -15}), WorkerError),
         (WorkerResults(dead_ranks=[0], codes={0: -9}, signals=[2]), WorkerError),
         (WorkerResults(dead_ranks=[0], codes={0: -9}, signals=[2], killed=True), KeyboardInterrupt),
