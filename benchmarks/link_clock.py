@@ -154,9 +154,7 @@ def in_turns(rounds: int) -> dict[str, dict[int, float]]:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # a thread that is moved to another core is some 200 us late
     connection = connect(rank)
     local = open_connection(rank, "127.0.0.1")
-    sides = {"kernel": (over_kernel, connection), "gloo": (over_gloo, local)}
-    if delayed_groups._emulation is not None:
-        sides["link clock"] = (over_link_clock, local)
+    sides = {"kernel": (over_kernel, connection), "gloo": (over_gloo, local), "link clock": (over_link_clock, local)}
     times: dict[str, dict[int, list[float]]] = {side: {} for side in sides}
     for i in range(rounds + 2):
         for size in (SMALL, *SIZES):

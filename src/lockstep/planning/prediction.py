@@ -104,12 +104,6 @@ class Job:
             return {self.first.batch: workers}
         return dict(Counter(sizes(virtual or self.global_batch, workers)))
 
-    def samples(self, workers: int) -> int:
-        """Return the samples of the worker that has most of them."""
-        if not self.batch_is_global:
-            return self.first.batch
-        return -(-self.global_batch // workers)
-
     def check(self, workers: int) -> None:
         """Check that a step can be divided among `workers`.
 
@@ -394,7 +388,7 @@ def memory_per_worker(job: Job, workers: int) -> int | None:
         return points[-1][1] + buckets
     (few, low), (many, high) = points[0], points[-1]
     slope = max(0.0, (high - low) / (many - few))
-    return round(high + slope * (job.samples(workers) - many)) + buckets
+    return round(high + slope * (max(job.loads(workers)) - many)) + buckets
 
 
 # --- Advice -----------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_more_workers_than_samples_are_refused() -> None:
 def test_copies_of_gradients_into_buckets_take_time_from_computing() -> None:
     alone = replace(job(), copy_bandwidth=None)
     copying = replace(job(), copy_bandwidth=1e6)
-    size = sum(gradient.size for gradient in alone.curves[1].times(alone.samples(2)).gradients)
+    size = sum(gradient.size for gradient in alone.curves[1].times(max(alone.loads(2))).gradients)
     (without,), (with_copies,) = predict(alone, [2]), predict(copying, [2])
     assert with_copies.step_s > without.step_s
     assert with_copies.step_s <= without.step_s + size / 1e6 + 1e-9
