@@ -76,6 +76,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # thousands of tests and what they import, which each collection after a test would go through
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Note how the run ended: `.ci/run` runs failed tests again only if the run itself was complete."""
+    cache = getattr(session.config, "cache", None)  # none with -p no:cacheprovider
+    if cache is not None and not hasattr(session.config, "workerinput"):
+        cache.set("lockstep/exit_status", int(exitstatus))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
