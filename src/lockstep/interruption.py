@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shlex
 import signal
 import sys
@@ -16,7 +18,11 @@ from types import FrameType, TracebackType
 from . import environment
 from .errors import InterruptedRunError, LockstepError
 
-__all__ = ["Requests", "collect_signals", "install", "resume_hint"]
+__all__ = ["LAUNCHER_SIGNALS", "Requests", "collect_signals", "install", "leave_closed_terminal", "resume_hint"]
+
+LAUNCHER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""The signals by which users, terminals and schedulers end a launcher. The last two stand for SIGTERM: a terminal that
+is closed, and Ctrl-\\."""
 
 _SAME_REQUEST_S = 5.0  # more than srun takes, and less than people wait before they send another one
 
@@ -68,9 +74,10 @@ def resume_hint(error: LockstepError, command: str = "") -> str:
 
 
 class Requests:
-    """Tells a signal that asks for something new from a SIGTERM that repeats the one before.
+    """Tells a signal that asks for something new from one that repeats a request to end.
 
     Slurm sends SIGTERM to every process of a step, and srun to its tasks as well: they get it twice, at one request.
+    Of a closed terminal a program may hear from the kernel, and from its shell.
     """
 
     def __init__(self) -> None:
@@ -78,7 +85,7 @@ class Requests:
 
     def is_new(self, number: int) -> bool:
         """Return whether a signal that has come now is more than a repetition."""
-        if number != signal.SIGTERM:
+        if number == signal.SIGINT:
             return True
         now = time.monotonic()
         if now - self._terminated_at < _SAME_REQUEST_S:
@@ -87,23 +94,40 @@ class Requests:
         return True
 
 
+def leave_closed_terminal() -> None:
+    """Let standard streams lead nowhere if their terminal was closed, after SIGHUP.
+
+    Every write to it would fail, and so end the program before it has saved.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.tcgetpgrp(descriptor)
+        except OSError as error:
+            if error.errno == errno.EIO:  # other errors: it is open, or never was a terminal
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+
+
 @contextmanager
 def collect_signals(received: list[int]) -> Iterator[None]:
     """Append SIGINT and SIGTERM to `received` during the body; the previous handlers are restored after it.
 
-    A repeated SIGTERM counts once, see `Requests`. Ignored signals stay ignored. Outside the main thread, where Python
-    handles no signals, the list stays empty.
+    SIGHUP and SIGQUIT are appended as SIGTERM. A repeated one counts once, see `Requests`. Ignored signals stay ignored
+    (SIGHUP under nohup). Outside the main thread, where Python handles no signals, the list stays empty.
     """
     requests = Requests()
 
     def collect(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         if requests.is_new(number):
-            received.append(number)
+            received.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     before = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in LAUNCHER_SIGNALS:
                 if signal.getsignal(number) not in (None, signal.SIG_IGN):
                     before[number] = signal.signal(number, collect)
         yield

@@ -17,6 +17,7 @@ import pytest
 from lockstep.cli import main, top
 from lockstep.cli.top import _Display
 from lockstep.flight_recorder import CallSignature, FlightRecorder, layout
+from lockstep.system.job_folders import JobFolderLock
 from lockstep.watchdog import jobs
 from lockstep.watchdog.jobs import JobDescription
 
@@ -265,6 +266,10 @@ def test_what_the_dead_have_left_is_removed(base: Path) -> None:
     orphan = make_job(base, "orphan", JobDescription("x", 2**22 + 1, 1))
     make_rank(orphan, 1)  # of this process, which lives
     make_rank(dead, 1, pid=2**22 + 1)
+    locks = [JobFolderLock(living.parent), JobFolderLock(orphan.parent)]
+    JobFolderLock(dead.parent).close()
     jobs.remove_dead()
+    for lock in locks:
+        lock.close()
     assert living.exists() and orphan.exists() and not dead.parent.exists()
     assert set(jobs.find_jobs()) == {living, orphan}

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from ..interruption import LAUNCHER_SIGNALS
+
 __all__ = ["main"]
 
 
@@ -17,8 +19,9 @@ def main(words: Sequence[str]) -> int:
     except OSError as error:
         print(f"{words[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: child.send_signal(received))
+    for number in LAUNCHER_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda received, _: child.send_signal(received))
     code = child.wait()
     return code if code >= 0 else 128 - code
 

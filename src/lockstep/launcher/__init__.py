@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TypeVar, cast
 
 from .. import environment, interruption
 from ..activity import in_notebook
 from ..errors import ConfigError, DesyncError, InterruptedRunError, LockstepError, RankLostError, StallError
 from ..planning.network import VirtualNetwork, parse_network
+from ..system.job_folders import temporary_job_folder
 from .run_config import SAVE_GRACE, WorkerOptions, check_network
 
 __all__ = ["attach_report", "check_process", "check_settings", "is_count", "launch"]
@@ -85,17 +84,17 @@ def launch(
     cores = environment.usable_cores()
     emulated = None if emulated is None else emulated.resolved(workers, cores)
     options = WorkerOptions(workers, threads or max(1, cores // workers), grace, exit_grace=grace, network=emulated)
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, ExitStack() as stack:
-        path = Path(folder, "call")
+    with temporary_job_folder() as folder, ExitStack() as stack:
+        path = folder / "call"
         path.write_bytes(worker_status.pickle_call(fn, args, kwargs))
         if in_notebook():
             shown = log_multiplexer.NotebookOutput()
             stack.enter_context(environment.with_variables({"LOCKSTEP_DISPLAY": "notebook"}))
-            pipes = log_multiplexer.pipe_output(Path(folder), range(workers), shown.write)
+            pipes = log_multiplexer.pipe_output(folder, range(workers), shown.write)
             output: log_multiplexer.OutputTarget = stack.enter_context(pipes)
         else:
             output = stack.enter_context(log_multiplexer.inherit_output())
-        job = local.HostJob(Path(folder), options, rendezvous.single_host_rendezvous(), output)
+        job = local.HostJob(folder, options, rendezvous.single_host_rendezvous(), output)
         try:
             values = local.run_workers(functools.partial(worker_status.run_call, path), job)
         except LockstepError as error:

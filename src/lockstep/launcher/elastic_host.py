@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from ..elastic.mesh import ASKS, NOBODY_LEADS, HostEntry, Knock, Mesh, Refused, 
 from ..elastic.succession import Accept, HostMessage, HostView, Key, Link, Succession
 from ..errors import InterruptedRunError, LockstepError, TransportError, WorkerError
 from ..interruption import collect_signals
+from ..system.job_folders import temporary_job_folder
 from .elastic_job import (
     Ask,
     CutOff,
@@ -167,7 +167,7 @@ class ElasticHost:
     ) -> Iterator[ElasticHost]:
         """A host with its own folder, selector and mesh; all are closed at the end."""
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="lockstep-")))
+            folder = stack.enter_context(temporary_job_folder())
             selector = stack.enter_context(selectors.DefaultSelector())
             mesh = None if open_mesh is None else open_mesh(selector)
             if mesh is not None:

@@ -17,6 +17,7 @@ from multiprocessing import forkserver, resource_tracker
 
 from .. import environment
 from ..errors import ConfigError
+from ..interruption import LAUNCHER_SIGNALS
 from .run_config import RunConfig
 
 __all__ = [
@@ -39,8 +40,8 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     with hidden_main():
         resource_tracker.ensure_running()  # before the mask: starting it would unblock both signals
         # The mask is inherited. Without it Ctrl-C would end the server with a traceback while it loads; and SIGTERM,
-        # which Slurm sends to every process of a step, without one.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        # which Slurm sends to every process of a step, or the end of the terminal, without one.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
         try:
             forkserver.ensure_running()
         finally:

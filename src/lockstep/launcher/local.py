@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -23,6 +22,7 @@ from ..emulation.link_clock import emulation_summary
 from ..errors import LockstepError
 from ..interruption import collect_signals
 from ..stores import loopback_variables
+from ..system.job_folders import temporary_job_folder
 from ..system.processes import TERM_GRACE_S, end_orphans
 from . import agent, worker
 from .elastic_job import Limits
@@ -315,11 +315,11 @@ def run_program(script: Script, options: WorkerOptions, output: OutputSettings, 
     """
 
     jobs: list[HostJob] = []
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, ExitStack() as stack:
+    with temporary_job_folder() as folder, ExitStack() as stack:
         first_rank = lambda: jobs[0].first_rank if jobs else 0  # noqa: E731
-        output_target = stack.enter_context(_open_output(output, Path(folder), options, first_rank))
+        output_target = stack.enter_context(_open_output(output, folder, options, first_rank))
         log, program = output.multiplexer.write_message, Path(script.name).name
-        jobs.append(HostJob(Path(folder), options, rendezvous, output_target, log, program, not output.quiet))
+        jobs.append(HostJob(folder, options, rendezvous, output_target, log, program, not output.quiet))
         try:
             run_workers(script.run, jobs[0])
         finally:

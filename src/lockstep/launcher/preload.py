@@ -11,12 +11,15 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import setproctitle
 import torch.distributed.elastic.multiprocessing.api  # noqa: F401
 
 from ..environment import with_variables
+from ..interruption import LAUNCHER_SIGNALS
 from ..watchdog import patches  # noqa: F401
 from . import worker  # noqa: F401
 
@@ -28,19 +31,24 @@ def _detach() -> None:
     # If the fork server died from it, the exit codes of the workers would be lost.
     with suppress(PermissionError):  # it is already the leader of its session
         os.setpgid(0, 0)
-    # The launcher blocks both signals while it starts the server; those that arrived meanwhile are dropped.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The launcher blocks these signals while it starts the server; those that arrived meanwhile are dropped.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in LAUNCHER_SIGNALS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LAUNCHER_SIGNALS)
     # Slurm sends SIGTERM to every process of a step, in whatever group it is. The server ends with its launcher.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    signal.signal(signal.SIGINT, handler)
-    os.register_at_fork(after_in_child=functools.partial(_heed_sigterm, os.getpid()))
+    signal.signal(signal.SIGINT, handlers.pop(signal.SIGINT))
+    os.register_at_fork(after_in_child=functools.partial(_heed_signals, os.getpid(), handlers))
 
 
-def _heed_sigterm(server: int) -> None:
-    """Let SIGTERM have its usual effect in a process that the server has forked; processes of that one are its own."""
+def _heed_signals(server: int, handlers: Mapping[signal.Signals, Any]) -> None:
+    """Let signals have their usual effect in a process that the server has forked; processes of that one are its own.
+
+    Args:
+        server: the process of the server.
+        handlers: as the launcher had them: SIGHUP may be ignored, under nohup.
+    """
     if os.getppid() == server:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _prepare_titles() -> None:

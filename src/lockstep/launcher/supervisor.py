@@ -16,6 +16,7 @@ from pathlib import Path
 from .. import environment
 from ..errors import DataError
 from ..flight_recorder import layout, open_job
+from ..system.job_folders import JobFolderLock
 from ..system.processes import TERM_GRACE_S, is_stopped
 from ..watchdog import jobs
 from ..watchdog import report as reports
@@ -215,6 +216,7 @@ class WatchdogFiles:
     _base: Path | None = field(default=None, repr=False)
     _notes: MessageReader | None = field(default=None, repr=False)
     _has_folder: bool = field(default=True, repr=False)
+    _lock: JobFolderLock | None = field(default=None, repr=False)
 
     @property
     def is_enabled(self) -> bool:
@@ -246,7 +248,7 @@ class WatchdogFiles:
         except OSError as error:
             self.log(f"lockstep: the watchdog is off: {self._base or layout.parent()}: {error.strerror}")
             if self.folder is not None:
-                jobs.remove(self.folder.parent)
+                self._remove(self.folder.parent)
             self.folder, self._has_folder = None, False
         if before is not None:  # the records of the failed attempt are no longer needed
             if self.folder is not None:
@@ -257,6 +259,7 @@ class WatchdogFiles:
     def _create_folder(self, folder: Path, first_rank: int, workers: int) -> None:
         jobs.remove_dead()
         folder.mkdir(mode=0o700, parents=True)
+        self._lock = self._lock or JobFolderLock(folder.parent)
         self._notes = MessageReader(folder)
         words = [program_name(sys.argv), *redact_variables(sys.argv[1:])]
         program, host, now = " ".join(words)[:200], socket.gethostname(), time.time()
@@ -307,7 +310,13 @@ class WatchdogFiles:
         """Print the remaining messages and remove the run's records."""
         self.relay_messages()
         if self.folder is not None:
-            jobs.remove(self.folder.parent)
+            self._remove(self.folder.parent)
+
+    def _remove(self, job: Path) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+        jobs.remove(job)
 
 
 def _report_on_failure(failure: HostFailure, folder: Path) -> reports.Report:

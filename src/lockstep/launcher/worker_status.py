@@ -26,6 +26,7 @@ from msgspec import structs
 
 from .. import environment, messages
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError
+from ..system.job_folders import JobFolderLock
 from ..system.pickling import Pickler, pickled
 from ..system.processes import signal_name
 from ..watchdog.report import Report as WatchdogReport
@@ -183,6 +184,7 @@ class StatusFolder:
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, str(os.getpid()).encode())
         draft.rename(self._presence_file(rank))
+        JobFolderLock(self.path.parent)  # for as long as this process lives
 
     def live_pids(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the process IDs of those of `ranks` that have registered and are alive."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from ..errors import LockstepError
 from ..interruption import collect_signals
 from ..launcher.host_protocol import HostDescription, HostFailure, check_compatible, describe_host
 from ..launcher.run_config import WorkerOptions
+from ..system.job_folders import temporary_job_folder
 from ..topology import World
 from .relay import Item, RelayedLog, Screen, forwarded_variables
 from .resources import Placement, find_nodes, raise_signal, reserve
@@ -154,7 +154,7 @@ class HostActor:
         from ..launcher.rendezvous import HostRendezvous
         from ..launcher.worker_status import StatusFolder, time_request_file
 
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-")))
+        folder = self._stack.enter_context(temporary_job_folder())
         store = self._store or TCPStore(address, port, is_master=False)
         rendezvous = HostRendezvous(store, address, place.node, place.nodes)
         first, log = place.first_rank, self._log

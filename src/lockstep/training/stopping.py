@@ -1,4 +1,4 @@
-"""Stopping all workers after the same step, on Ctrl-C, on SIGTERM, or at a program's request."""
+"""Stopping all workers after the same step, on Ctrl-C, SIGTERM or SIGHUP, or at a program's request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..communicator import Communicator
 from ..data.loader import Batch, Loader
 from ..environment import ask_for_time, under_launcher
 from ..flight_recorder import in_method, named
-from ..interruption import Requests
+from ..interruption import Requests, leave_closed_terminal
 from .in_flight import LAG, HostCopy
 
 __all__ = ["StopRequests", "StopSignals", "StoppableLoader"]
@@ -26,10 +26,10 @@ __all__ = ["StopRequests", "StopSignals", "StoppableLoader"]
 
 
 class StopSignals:
-    """A context manager that records the first SIGINT or SIGTERM instead of letting it end the process.
+    """A context manager that records the first SIGINT, SIGTERM or SIGHUP instead of letting it end the process.
 
-    Without a launcher, a second signal has its usual effect, except a SIGTERM that is repeated at once (`Requests`).
-    Under Lockstep's launcher repeated signals are ignored: a signal to every process of the job reaches a worker twice,
+    Without a launcher, a second signal has its usual effect, except one that is repeated at once (`Requests`). Under
+    Lockstep's launcher repeated signals are ignored: a signal to every process of the job reaches a worker twice,
     and the launcher kills workers that do not stop.
 
     A signal that is ignored stays ignored (as in a job under nohup), and a handler that was not installed from Python,
@@ -38,7 +38,7 @@ class StopSignals:
     around the training.
     """
 
-    HANDLED = (signal.SIGINT, signal.SIGTERM)
+    HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -64,6 +64,8 @@ class StopSignals:
             signal.raise_signal(self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         is_new = self._requests.is_new(number)
         if self.received is not None and is_new and not under_launcher():
             self._restore()

@@ -26,6 +26,7 @@ from ..messages import Integer
 from ..stores import Ranges, exchange_available, from_ranges, read_message, to_ranges
 from ..system import private_folders
 from ..system.heartbeat import Heartbeat, HeartbeatClient, HeartbeatServer, address_towards
+from ..system.job_folders import JobFolderLock, is_abandoned
 from ..system.terminal_text import plain
 from .call_sites import current_folder
 
@@ -106,13 +107,6 @@ def _parse_message(line: bytes) -> str:
 _NAME = "job.json"
 
 
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - not a path
-    except OSError:  # not Linux
-        return ""
-
-
 EVENTS = "events"
 """The file in the folder of a job's records with what has happened in an elastic job, a line each."""
 
@@ -129,7 +123,6 @@ class JobDescription(msgspec.Struct, frozen=True):
         host: name of this host.
         cwd: the folder in which it was started.
         folder: its run directory, "" for none.
-        pid_namespace: of its process ids: containers may share the folder of all jobs.
         control: the path of the socket by which `lockstep resize` reaches the launcher of an elastic job; else "".
     """
 
@@ -141,7 +134,6 @@ class JobDescription(msgspec.Struct, frozen=True):
     host: str = ""
     cwd: str = ""
     folder: str = ""
-    pid_namespace: str = msgspec.field(default_factory=_pid_namespace)
     control: str = ""
 
 
@@ -200,15 +192,18 @@ def find_jobs() -> dict[Path, JobDescription]:
 
 def remove_dead() -> None:
     """Remove the folders of jobs that were killed before they could do so themselves."""
-    for folder in _folders():
-        job = _read(folder / _NAME)
-        if job is not None and job.pid_namespace == _pid_namespace() and not _is_running(folder, job):
-            remove(folder.parent)
+    for job in _jobs():
+        if is_abandoned(job):
+            remove(job)
+
+
+def _jobs() -> list[Path]:
+    bases = private_folders.find_folders(layout.parent(), environment.runtime_dir())
+    return [job for base in bases for job in _inside(base)]
 
 
 def _folders() -> list[Path]:
-    bases = private_folders.find_folders(layout.parent(), environment.runtime_dir())
-    return [folder for base in bases for job in _inside(base) for folder in _inside(job)]
+    return [folder for job in _jobs() for folder in _inside(job)]
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -281,10 +276,12 @@ class Rendezvous:
         store: through which hosts exchange their states.
         hosts: the ranks of each host.
         heartbeat: of the ranks on other hosts; None if there are none.
+        lock: keeps the folder from being removed as that of a dead job.
     """
 
     folder: Path
     owns_folder: bool
+    lock: JobFolderLock
     recorder: FlightRecorder
     peers: dict[int, RecorderReader]
     store: Any
@@ -361,6 +358,7 @@ def rendezvous(store: Any, rank: int, world_size: int, host_key: str, limit_s: f
         raise TransportError(f"the ranks of each host: expected rank {rank} among them, got {hosts}")
     local = hosts[here]
     folder, owns_folder = _make_folder(found[here].token, found[here].base, local, rank)
+    lock = JobFolderLock(folder.parent)
     recorder = _make_recorder(folder, rank, world_size)
     hub = HeartbeatServer(limit_s) if len(hosts) > 1 and rank == hosts[0][0] else None
     own_hub = None if hub is None else _HubAddresses(hub.token, _open_hub(hub, found[1:]))
@@ -373,6 +371,7 @@ def rendezvous(store: Any, rank: int, world_size: int, host_key: str, limit_s: f
             hub.close()
         if recorder is not None:
             recorder.close()
+        lock.close()
         _remove_recorder(folder, rank, owns_folder)
         raise NoSpaceError(without, folder)
     peers = {}
@@ -381,7 +380,7 @@ def rendezvous(store: Any, rank: int, world_size: int, host_key: str, limit_s: f
             with suppress(OSError, ValueError):  # of another version, or removed already
                 peers[each] = RecorderReader(layout.rank_file(folder, each))
     heartbeat = hub or _spoke(readiness.hub, rank, own_address, hosts, limit_s)
-    return Rendezvous(folder, owns_folder, recorder, peers, PrefixStore(turn, store), hosts, heartbeat)
+    return Rendezvous(folder, owns_folder, lock, recorder, peers, PrefixStore(turn, store), hosts, heartbeat)
 
 
 def _make_recorder(folder: Path, rank: int, world_size: int) -> FlightRecorder | None:

@@ -82,6 +82,7 @@ class Session:
         for reader in state.readers.values():
             reader.close()
         state.recorder.close()
+        state.rendezvous.lock.close()
         if state.rendezvous.owns_folder:
             self._remove_files()
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from msgspec.structs import replace
 
 from lockstep import environment
 from lockstep.errors import LockstepError
@@ -19,6 +18,7 @@ from lockstep.flight_recorder import layout
 from lockstep.launcher.run_config import WatchdogOptions
 from lockstep.launcher.supervisor import WatchdogFiles
 from lockstep.system import private_folders
+from lockstep.system.job_folders import JobFolderLock
 from lockstep.watchdog import jobs
 from support.openings import SQUATS, squat
 
@@ -68,6 +68,7 @@ def test_two_launchers_on_one_host_do_not_look_for_ranks_in_the_folder_of_the_ot
     assert [each.peers for each in found] == [{}, {}]
     for each in found:
         each.recorder.close()
+        each.lock.close()
         if each.heartbeat is not None:
             each.heartbeat.close()
 
@@ -110,6 +111,7 @@ def test_nobody_can_keep_ranks_from_recording(
     assert base.parent == (own if runtime else tmp_path) and private_folders.is_private(base)
     for each in met:
         each.recorder.close()
+        each.lock.close()
         for peer in each.peers.values():
             peer.close()
     jobs.remove(met[0].folder.parent)
@@ -138,14 +140,18 @@ def test_a_rank_does_not_record_in_any_folder_that_the_store_names(
 
 
 def test_jobs_of_other_containers_are_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their process ids say nothing here: a lock says whether a process of the job lives."""
     base = base_in(tmp_path, monkeypatch)
-    for name, space in (("ours", None), ("theirs", "pid:[1]")):
+    locks = {}
+    for name in ("dead", "living"):
         folder = base / name / "attempt-0"
         folder.mkdir(parents=True)
-        about = jobs.JobDescription("program", 0, 1)
-        jobs.write_description(folder, about if space is None else replace(about, pid_namespace=space))
+        jobs.write_description(folder, jobs.JobDescription("program", 0, 1))
+        locks[name] = JobFolderLock(folder.parent)
+    locks["dead"].close()
     jobs.remove_dead()
-    assert [path.name for path in base.iterdir()] == ["theirs"]
+    locks["living"].close()
+    assert [path.name for path in base.iterdir()] == ["living"]
 
 
 def test_a_job_that_ends_while_others_look_for_jobs_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
