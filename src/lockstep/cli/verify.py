@@ -15,6 +15,7 @@ from ..training.options import GROUPS, TrainOptions
 from .parser import Help, whole_number
 from .train import add_option
 from .train_options import resolve
+from .verify_script import verify_script
 
 if TYPE_CHECKING:
     from ..invariance.verify import Record
@@ -22,22 +23,31 @@ if TYPE_CHECKING:
 __all__ = ["add_to", "run_command"]
 
 _DESCRIPTION = """\
-Run the first steps of the same training at each number of workers, and compare
-all parameters, buffers and optimizer states bit by bit after every step. If
-they diverge, report the step, the first tensor and the likely cause.
+Run the first steps of the same training at each number of workers, and report
+the first step and tensor that differ, and the likely cause.
+
+With a script: your own program, unmodified, with any optimizer of torch. The
+hyperparameters, gradients and buffers of each step are compared, the bits or, of
+scripts without virtual workers, up to rounding. It ends after these steps; a
+Trainer's run directory is a temporary one, other files that it writes are written.
+
+Without a script: a training with the options of `lockstep train`, of which all
+parameters, buffers and optimizer states are compared bit by bit.
 """
 
 _EXAMPLES = """
 examples:
+  lockstep verify train.py
+  lockstep verify --workers 1,2,4 --steps 10 train.py --lr 0.1
   lockstep verify
   lockstep verify --model resnet18 --data cifar10 --workers 1,2,4 --steps 10
   lockstep verify --model mynet:Net --data mydata:load --optimizer adamw
   lockstep verify --compare-ddp      also run plain DDP, for comparison
 
 exit codes:
-  0  the same bits at every number of workers
+  0  the same at every number of workers
   1  not the same
-  2  bad input
+  2  bad input; of a script that fails, its own exit code
 """
 
 _EXCLUDED = (
@@ -58,19 +68,22 @@ def add_to(commands: Any, name: str) -> None:
     """Add this command to the subparsers `commands`."""
     parser = commands.add_parser(
         name,
-        help="check that a training gives the same bits at any number of workers",
-        usage="%(prog)s [options]",
+        help="check that a training is the same at any number of workers",
+        usage="%(prog)s [options] [script [arguments]]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=Help,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    parser.add_argument("script", nargs="?", default=None, help="a Python file; with -m, a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument("-m", "--module", action="store_true", default=False, help="the script is a module's name")
     comparison = parser.add_argument_group("what to compare")
     comparison.add_argument(
         "--workers", dest="counts", metavar="K,K", default="1,2,3", help="numbers of workers (default: 1,2,3)"
     )
-    comparison.add_argument("--steps", metavar="N", default="20", help="number of steps (default: 20)")
+    comparison.add_argument("--steps", metavar="N", help="number of steps (default: 20; of a script 5)")
     comparison.add_argument(
         "--compare-ddp", action="store_true", default=False, help="run training without virtual workers as well"
     )
@@ -85,8 +98,14 @@ def add_to(commands: Any, name: str) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the command with the parsed `arguments`, and return 1 if the bits differ."""
+    counts, steps = _counts(arguments.counts), getattr(arguments, "steps", None)
+    if arguments.script is not None:
+        _refuse_training_options(arguments)
+        return verify_script(arguments, counts, whole_number("--steps", steps or "5"))
+    if arguments.module:
+        raise ConfigError("-m", "the name of a module after it", found="none")
     import_path_here()
-    counts, steps = _counts(arguments.counts), whole_number("--steps", arguments.steps)
+    steps = whole_number("--steps", steps or "20")
     options = resolve(arguments)
     options = replace(
         options,
@@ -103,6 +122,20 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.compare_ddp:
         _verify("plain DDP, no virtual workers", replace(options, virtual_workers=None, threads=None), counts, steps)
     return 0 if same else 1
+
+
+def _refuse_training_options(arguments: argparse.Namespace) -> None:
+    """Check that no option of `lockstep train` is given with a script, which would have no effect.
+
+    Raises:
+        ConfigError: naming the first one.
+    """
+    names = [option.name for option in fields(TrainOptions) if option.name not in _EXCLUDED]
+    for name in (*names, "config", "compare_ddp"):
+        if getattr(arguments, name, False) is not False:
+            flag = f"--{name.replace('_', '-')}"
+            hint = f"Give it to the script, after {arguments.script}, if that has such an option."
+            raise ConfigError(flag, "none with a script, which sets up its own training", found=flag, hint=hint)
 
 
 def _verify(title: str, options: TrainOptions, counts: Sequence[int], steps: int) -> bool:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import environment
 from ..activity import Activity
-from ..errors import DataError, LockstepError, WorkerError
-from ..launcher.log_multiplexer import LogMultiplexer
-from ..launcher.run_config import EXIT_GRACE, WorkerOptions
+from ..errors import DataError, LockstepError
 from ..launcher.script import Script
 from ..messages import decode
 from .network import VirtualNetwork
@@ -121,28 +117,18 @@ def record_profiles(
         DataError: if the script ends without having run enough steps.
         KeyboardInterrupt: after Ctrl-C.
     """
-    from ..launcher import fork_server, local, rendezvous
+    from ..launcher.quiet_run import run_quietly
 
     script = Script(program.words[0], program.words[1:], program.is_module)
     script.check()
     threads = program.threads or environment.threads() or max(1, environment.usable_cores() // workers)
-    fork_server.check_memory(workers)
-    with environment.with_variables({"OMP_NUM_THREADS": str(threads)}):  # a later profile has more workers
-        fork_server.start_fork_server()
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as name:
         folder = Path(name)
         settings = (name, program.steps, smallest_share, alone, durations_only)
         observed = _ObservedScript(script.name, script.arguments, script.is_module, "", *settings)
-        options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE, network=network)
-        (folder / "output").mkdir()
-        output = local.OutputSettings(LogMultiplexer((1, 2), colours=False), folder / "output", quiet=True)
-        failure: LockstepError | None = None
         with _progress(title, folder, alone):
-            try:
-                local.run_program(observed, options, output, rendezvous.single_host_rendezvous())
-            except LockstepError as error:
-                failure = error
-        return _read(program, folder, workers, alone, failure)
+            failure = run_quietly(observed, workers, threads, folder, network)
+        return _read(script, program.steps, folder, workers, alone, failure)
 
 
 @contextmanager
@@ -167,47 +153,28 @@ def _progress(title: str, folder: Path, alone: bool) -> Iterator[None]:
             thread.join()
 
 
-def _read(program: Program, folder: Path, workers: int, alone: bool, failure: LockstepError | None) -> list[Profile]:
+def _read(
+    script: Script, steps: int, folder: Path, workers: int, alone: bool, failure: LockstepError | None
+) -> list[Profile]:
+    from ..launcher.quiet_run import in_one_line, last_line
     from .observer import profile_file
 
     ranks = range(workers)
     paths = [profile_file(folder / f"copy-{rank}", 0) if alone else profile_file(folder, rank) for rank in ranks]
     if not all(path.exists() for path in paths):
         if failure is not None:
-            raise _in_one_line(program, failure)
+            raise in_one_line(script, failure)
         raise DataError(
-            f"{program.words[0]} ended without a step: expected a script that trains, with an optimizer of torch whose "
-            f"step() is called, got {_last_line(folder)}"
+            f"{script.name} ended without a step: expected a script that trains, with an optimizer of torch whose "
+            f"step() is called, got {last_line(folder)}"
         )
     profiles = [decode(path.read_bytes(), Profile) for path in paths]
     fewest = min(len(profile.steps) for profile in profiles)
-    if fewest < min(_FEWEST_STEPS, program.steps):
+    if fewest < min(_FEWEST_STEPS, steps):
         if failure is not None:
-            raise _in_one_line(program, failure)
+            raise in_one_line(script, failure)
         raise DataError(
-            f"{program.words[0]} ended after {fewest} steps that could be measured; expected at least "
+            f"{script.name} ended after {fewest} steps that could be measured; expected at least "
             f"{_FEWEST_STEPS} after those to warm up. Let it train longer: more epochs, or more data"
         )
     return profiles
-
-
-def _in_one_line(program: Program, failure: LockstepError) -> LockstepError:
-    """Return the error for a script that has failed; one of Lockstep's own is returned as it is."""
-    if not isinstance(failure, WorkerError):
-        return failure
-    name = program.words[0]
-    lines = re.findall(rf'File "[^"]*{re.escape(Path(name).name)}", line (\d+)', failure.worker_traceback)
-    place = f":{lines[-1]}" if lines else ""
-    reason = " ".join(failure.reason.split())
-    command = shlex.join(["lockstep", "run", "-np", "1", *["-m"] * program.is_module, *program.words])
-    error = LockstepError(f"{name}{place} failed: {failure.kind}: {reason}. `{command}` shows the traceback.")
-    error.exit_code = failure.exit_code
-    error.__cause__ = failure
-    return error
-
-
-def _last_line(folder: Path) -> str:
-    lines: Sequence[str] = ()
-    for path in sorted((folder / "output").glob("*.log")):
-        lines = path.read_text(errors="replace").strip().splitlines() or lines
-    return f"one whose last line of output is {lines[-1][:200]!r}" if lines else "one without output"

@@ -1,0 +1,191 @@
+"""Records the first steps of all optimizers in a process, with hooks of torch that every optimizer calls."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .. import environment
+from ..system.patching import Replaced
+from .comparison import RunRecord, StepRecord, TensorRecord
+
+__all__ = ["StepRecorder", "StepsRecorded", "record_file"]
+
+_SAMPLE = 512  # elements of a tensor that are kept; their number decides how small a part that differs is still found
+_MOST_IGNORED = 3  # times that a script may catch the exception that ends it
+
+
+class StepsRecorded(SystemExit):
+    """All steps are recorded: the script ends, as by `sys.exit`, on every rank before the same step."""
+
+
+def record_file(folder: Path, rank: int) -> Path:
+    """Return the path of the record of a rank."""
+    return folder / f"steps-{rank}"
+
+
+class StepRecorder:
+    """Records what each optimizer of this process is about to do, and ends the program after some steps.
+
+    Args:
+        folder: for the record.
+        steps: recorded steps of each optimizer.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._folder, self._most = folder, steps
+        self._counts: dict[int, int] = {}
+        self._optimizers: list[Optimizer] = []  # keeps their ids unique
+        self._records: list[StepRecord] = []
+        self._layers: tuple[str, ...] = ()
+        self._low_precision = False
+        self._ignored = 0
+        self._undo: list[Callable[[], Any]] = []
+
+    def install(self) -> None:
+        """Begin to record, until `finish`. Trainers make their run directories in the folder."""
+        from ..training.trainer import Trainer
+
+        hook = register_optimizer_step_pre_hook(self._before_update)
+        autocast = Replaced(torch.amp.autocast, "__enter__", self._note_autocast)
+        trainer = Replaced(Trainer, "__init__", self._move_run)
+        self._undo = [hook.remove, autocast.undo, trainer.undo]
+
+    def finish(self) -> None:
+        """Stop recording, and write the record; a program that took no step gives an empty one."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        world = environment.find_world()
+        record = RunRecord(world.rank, world.world_size, tuple(self._records), self._layers, self._low_precision)
+        record_file(self._folder, world.rank).write_bytes(msgspec.msgpack.encode(record))
+
+    def _note_autocast(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(context: Any) -> Any:
+            self._low_precision = self._low_precision or bool(context._enabled)
+            return original(context)
+
+        return enter
+
+    def _move_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("run_dir") is not None:  # the user's stays as it is
+                kwargs["run_dir"] = self._folder / "runs" / Path(kwargs["run_dir"]).name
+            original(trainer, *args, **kwargs)
+
+        return make
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        if id(optimizer) not in self._counts:
+            self._counts[id(optimizer)] = 0
+            self._optimizers.append(optimizer)
+        step = self._counts[id(optimizer)]
+        if step == self._most:
+            self._end()
+        self._counts[id(optimizer)] = step + 1
+        self._records.append(self._record(optimizer, step))
+
+    def _end(self) -> None:
+        self._ignored += 1
+        if self._ignored > _MOST_IGNORED:  # the script catches every exception
+            raise RuntimeError("lockstep verify: all steps are recorded, but the script goes on")
+        raise StepsRecorded(0)
+
+    def _record(self, optimizer: Optimizer, step: int) -> StepRecord:
+        models = list(_models())
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        names = _names(models, parameters)
+        self._layers = tuple(sorted({type(layer).__name__ for model in models for layer in model.modules()}))
+        gradients = {names[id(p)]: p.grad for p in parameters if p.grad is not None}
+        self._low_precision = self._low_precision or any(each.dtype.itemsize < 4 for each in gradients.values())
+        own = {id(p) for p in parameters}
+        others = [p for model in models for p in model.parameters() if id(p) not in own]
+        buffers = {name: buffer for model in models for name, buffer in _named(models, model.named_buffers(), model)}
+        buffers |= {names[id(p)]: p for p in others if id(p) in names}
+        return StepRecord(
+            self._optimizers.index(optimizer),
+            step,
+            tuple(_hyperparameters(group) for group in optimizer.param_groups),
+            {names[id(p)]: _summary(p) for p in parameters},
+            {name: _summary(gradient) for name, gradient in gradients.items()},
+            {name: _summary(buffer) for name, buffer in buffers.items()},
+        )
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, str]:
+    kinds = (bool, int, float, str, tuple, list, type(None))
+    values = {name: value.item() if _is_scalar(value) else value for name, value in group.items()}
+    left_out = ("params", "param_names")
+    return {name: str(value) for name, value in values.items() if name not in left_out and isinstance(value, kinds)}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _summary(tensor: torch.Tensor) -> TensorRecord:
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):  # each rank has a part: all of them call this
+        whole = whole.full_tensor()
+    if whole.is_sparse:
+        whole = whole.to_dense()
+    flat = whole.cpu().contiguous().reshape(-1)
+    digest = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]
+    numbers = flat.abs().double() if flat.is_complex() else flat.double()
+    stride = max(1, math.ceil(flat.numel() / _SAMPLE))
+    return TensorRecord(digest, flat.numel(), float(numbers.norm()), tuple(numbers[::stride].tolist()))
+
+
+# --- Names of parameters ----------------------------------------------------------------------------------------------
+
+_WRAPPERS = ("lockstep.", "torch.nn.parallel.", "torch._dynamo.", "accelerate.", "lightning")
+
+
+def _models() -> Iterator[nn.Module]:
+    """Yield the modules of this process that are in no other one, except those of libraries that wrap models."""
+    found = [each for each in gc.get_objects() if _is_users_module(each)]
+    inner = {id(child) for module in found for child in module.modules() if child is not module}
+    seen: set[int] = set()
+    for module in found:
+        own = {id(p) for p in module.parameters()} | {id(buffer) for buffer in module.buffers()}
+        if id(module) not in inner and own and not own <= seen:  # an average or a copy has tensors of its own
+            seen |= own
+            yield module
+
+
+def _is_users_module(value: object) -> bool:
+    try:
+        return isinstance(value, nn.Module) and not type(value).__module__.startswith(_WRAPPERS)
+    except ReferenceError:  # a weak proxy whose object is gone
+        return False
+
+
+def _named(
+    models: Sequence[nn.Module], tensors: Iterable[tuple[str, torch.Tensor]], model: nn.Module
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of one of the models; the names begin with its class where there are several models."""
+    prefix = f"{type(model).__name__}: " if len(models) > 1 else ""
+    for name, tensor in tensors:
+        yield prefix + name, tensor
+
+
+def _names(models: Sequence[nn.Module], parameters: Iterable[torch.Tensor]) -> dict[int, str]:
+    """Return the parameters' names by id; those that are in no module are numbered."""
+    names: dict[int, str] = {}
+    for model in models:
+        for name, parameter in _named(models, model.named_parameters(), model):
+            names.setdefault(id(parameter), name)
+    for number, parameter in enumerate(parameters):
+        names.setdefault(id(parameter), f"parameter {number}")
+    return names
