@@ -102,7 +102,7 @@ def test_a_script_that_fails_or_does_not_train(tmp_path: Path, here: Here) -> No
     assert code == 1
     assert f"train.py:{BEGINNING.count(chr(10)) + 1} failed: ZeroDivisionError: division by zero." in said
     code, said = verify(tmp_path, here, "print('nothing to do')\n")
-    assert code == 1
+    assert code == 2
     assert "ended without a step" in said and "'nothing to do'" in said
 
 
