@@ -25,7 +25,7 @@ from .in_flight import InFlightLimit, check_in_flight
 from .losses import Computation, Forward, LossFn, LossSum, classification_loss, default_forward
 from .modes import evaluating
 from .out_of_memory import explaining_out_of_memory
-from .own_loss import NotCounted, with_own_loss
+from .own_loss import NotCounted, returning_pair, with_own_loss
 from .precision import Precision, full_precision
 from .sample_sums import NotAMean, SampleSum, raise_not_a_mean
 
@@ -318,7 +318,8 @@ class Evaluation(Computation):
         super().__init__(model)
         check_metrics(metrics)
         loss_fn, forward = with_own_loss(loss_fn, forward)
-        self._loss, self._forward = LossSum(loss_fn, device), forward or default_forward
+        self._loss = LossSum(loss_fn, device)
+        self._forward = default_forward if forward is None else returning_pair(forward)
         self._stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if _is_stateful(metric)}
         of_samples = {name: metric for name, metric in metrics.items() if name not in self._stateful}
         self._metrics = {name: SampleSum("metrics", metric, name) for name, metric in of_samples.items()}

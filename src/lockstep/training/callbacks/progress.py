@@ -18,6 +18,7 @@ import torch
 
 from ... import environment
 from ...activity import NOTEBOOK_MARK, display_in_notebook, in_notebook
+from ...argument_checks import check_number
 from .base import Callback, Row, TrainingContext
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Progress(Callback):
     """
 
     def __init__(self, tokens: int | None = None) -> None:
+        if tokens is not None:
+            check_number("tokens", tokens, "a number above 0", lambda number: number > 0)
         self._unit, self._per_sample = ("samples", 1) if tokens is None else ("tokens", tokens)
         self._display: _Display | None = None
         self._status = _Status()
