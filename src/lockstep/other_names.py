@@ -56,7 +56,7 @@ _SEED = "the seed is {step}(..., seed=), that of the order of samples and of dro
 _MODEL = "the model is the first argument, of a Trainer or TrainStep"
 _LIMIT = "take a part of the data: torch.utils.data.Subset(dataset, range(n)); or fit(..., max_steps=)"
 _CALLBACK = "what a run does besides training is written as a callback, a lockstep.callbacks.Callback in callbacks="
-_FORWARD = "how model and batch give output and target is {step}(..., forward=)"
+_FORWARD = "how model and batch give output and target is Trainer(..., forward=)"
 _ASYNC = "checkpoints are written in the background with Trainer(..., async_save=True)"
 _NOT_NEEDED = "it is not needed: the batches are divided among the workers by themselves, and every sample is used once"
 _TIMEOUT = "how long a collective waits is lockstep.init(timeout=), or lockstep run --stall-timeout"
@@ -180,6 +180,10 @@ _PREPARE: dict[str, str] = {
             "dataloader train_loader train_dataloader optimizers models dataset lr_scheduler"),
     **_rows("the loss stays in your loop", "loss_fn loss criterion"),
     **_rows("a loop of your own writes its files; a lockstep.Trainer has run_dir= and callbacks=", "run_dir callbacks"),
+    **_rows("it belongs to a lockstep.Trainer", "keep_checkpoints async_save save_frozen allow_different_hardware"),
+    **_rows("it belongs to a lockstep.Trainer", "max_steps_in_flight validate_every cuda_graphs schedule devices"),
+    **_rows("it belongs to a lockstep.Trainer", "scheduler_interval scheduler_metric replica_check"),
+    "forward": "the forward pass stays in your loop",
     "metrics": "lockstep.evaluate(model, loader, loss_fn, metrics) evaluates",
     "num_workers": "the loader processes are those of the DataLoader that is prepared",
     "shuffle": "it belongs to the DataLoader that is prepared",

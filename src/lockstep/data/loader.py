@@ -166,7 +166,12 @@ class Loader:
         self._substreams = substreams_of(dataset)
         # Of an iterable data set their number is known when it ends.
         self.dataset, self.samples = dataset, 0 if self._substreams is not None else _length(dataset)
-        self.global_batch_size, self.seed, self.shuffle, self.drop_last = global_batch_size, seed, shuffle, drop_last
+        self.global_batch_size, self.seed, self.shuffle, self.drop_last = (
+            global_batch_size,
+            seed,
+            bool(shuffle),
+            bool(drop_last),
+        )
         self._batch_sampler = batch_sampler
         self._in_blocks = batch_sampler is None and hasattr(dataset, "epoch_order")
         self._check(num_workers)
@@ -873,7 +878,7 @@ def _check_kinds(shuffle: Any, drop_last: Any, comm: Any, collate_fn: Any) -> No
     if comm is not None:
         check_instance("comm", comm, communicator.Communicator, "the communicator that lockstep.init() returns")
     if collate_fn is not None:
-        check_callable("collate_fn", collate_fn, "a function that makes a batch of a list of samples")
+        check_callable("collate_fn", collate_fn, "a function that makes a batch of a list of samples", arguments=1)
 
 
 def _check_prefetch(prefetch: int | None, num_workers: int) -> int:

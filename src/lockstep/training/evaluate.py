@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ..argument_checks import check_callable, check_instance
 from ..communicator import Communicator, init
 from ..data.loader import Batch, Loader, dataloader_settings
 from ..data.nested import map_tensors, narrow, tensors_of
@@ -197,6 +198,9 @@ def predict(
     Raises:
         ConfigError: for a loader that shuffles.
     """
+    _check_arguments(model, precision)
+    if forward is not None:
+        check_callable("forward", forward, "a function (model, data) -> output", arguments=2)
     with in_method("lockstep.predict"), _opened(loader) as opened:
         return Prediction(model, forward or _output_of).run(opened, precision)
 
@@ -233,10 +237,23 @@ def evaluate(
             loss or metric that is not a mean over samples.
         DataError: if the loss or a metric counts nothing in the whole data set.
     """
+    _check_arguments(model, precision)
+    if forward is not None:
+        check_callable("forward", forward, "a function (model, data) -> (output, target)", arguments=2)
+    if strategy is not None:
+        check_instance("strategy", strategy, Strategy, "the strategy of a TrainStep or Trainer: trainer.step.strategy")
     metrics = default_metrics(loss_fn) if metrics is None else metrics
     with in_method("lockstep.evaluate"), _opened(loader) as opened:
         measures = Evaluation(model, loss_fn, metrics, opened.comm.device, forward)
         return measures.run(opened, precision, strategy, max_steps_in_flight)
+
+
+def _check_arguments(model: Any, precision: Any) -> None:
+    check_instance("model", model, nn.Module, "a torch.nn.Module")
+    if precision is not None:
+        expected = "a Precision, such as trainer.step.precision"
+        hint = "lockstep.training.precision.Precision(name, device) makes one." if isinstance(precision, str) else ""
+        check_instance("precision", precision, Precision, expected, hint)
 
 
 @contextmanager

@@ -249,9 +249,31 @@ def _mean(values: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor
 
 
 def _call(model: nn.Module, data: Any) -> Any:
-    if isinstance(data, Mapping):
-        return model(**_without_cache(model, data))
-    return model(*data) if isinstance(data, (tuple, list)) else model(data)
+    try:
+        if isinstance(data, Mapping):
+            return model(**_without_cache(model, data))
+        return model(*data) if isinstance(data, (tuple, list)) else model(data)
+    except TypeError as error:
+        _check_takes(model, data, error)
+        raise
+
+
+def _check_takes(model: nn.Module, data: Any, error: TypeError) -> None:
+    """Check, after an error, that the model takes the elements of a batch.
+
+    Raises:
+        ConfigError: if it does not, as a model that leaves the loss to a loss_fn.
+    """
+    forward = signature(model.forward, follow_wrapped=False)
+    try:
+        if isinstance(data, Mapping):
+            forward.bind(**data)
+        else:
+            forward.bind(*(data if isinstance(data, (tuple, list)) else (data,)))
+    except TypeError:
+        expected = "a function (output, target) -> loss, or a model that computes its loss from the batch"
+        found = f"no loss_fn, and a model that does not take the batch: {error}"
+        raise ConfigError("loss_fn", expected, found=found) from None
 
 
 def _without_cache(model: nn.Module, data: Mapping[str, Any]) -> Mapping[str, Any]:

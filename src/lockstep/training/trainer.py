@@ -143,7 +143,7 @@ class Trainer:
         self.step = TrainStep(model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step)
         self._forward = step.get("forward")
         self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, self._forward)
-        save_frozen = not hasattr(model, "peft_config") if save_frozen is None else save_frozen
+        save_frozen = not hasattr(model, "peft_config") if save_frozen is None else bool(save_frozen)
         self.state = RunState(self.step, global_batch_size, allow_different_hardware, save_frozen)
         if callbacks is None:
             callbacks = defaults(self.run_dir is not None, hasattr(model, "save_pretrained"))
@@ -464,13 +464,18 @@ class Trainer:
             self._dataloaders_warned_of.add((argument, dataset.batch_size))
             given = dataloader_settings(dataset, argument, self.global_batch_size, warns)
             settings = given | {"num_workers": given["num_workers"] or self._num_workers}
-        return Loader(
-            **settings,
-            global_batch_size=self.global_batch_size,
-            seed=self.seed,
-            comm=self.comm,
-            virtual_workers=self.step.strategy.virtual_workers,
-        )
+        try:
+            return Loader(
+                **settings,
+                global_batch_size=self.global_batch_size,
+                seed=self.seed,
+                comm=self.comm,
+                virtual_workers=self.step.strategy.virtual_workers,
+            )
+        except ConfigError as error:
+            if (error.argument, argument) != ("dataset", "validate"):
+                raise
+            raise ConfigError(argument, error.expected, error.got, error.hint, found=error.found) from None
 
     def stop(self, reason: str) -> None:
         """Request that the running `fit` ends after this epoch or validation; any worker may call it."""
