@@ -22,7 +22,7 @@ from torch.utils.data import (
 from typing_extensions import Never, Self
 
 from .. import communicator
-from ..argument_checks import check_callable, check_flag, check_instance, keyword_names
+from ..argument_checks import check_callable, check_flag, keyword_names
 from ..errors import CheckpointError, ConfigError, DataError, MismatchError, unexpected_argument
 from ..flight_recorder import named, note_batch
 from ..invariance.randomness import preserve_generators
@@ -875,8 +875,8 @@ def _check_kinds(shuffle: Any, drop_last: Any, comm: Any, collate_fn: Any) -> No
     """Check the types of arguments of `Loader`."""
     check_flag("shuffle", shuffle)
     check_flag("drop_last", drop_last)
-    if comm is not None:
-        check_instance("comm", comm, communicator.Communicator, "the communicator that lockstep.init() returns")
+    if comm is not None and (isinstance(comm, type) or not all(hasattr(comm, name) for name in ("rank", "size"))):
+        raise ConfigError("comm", "the communicator that lockstep.init() returns", comm)
     if collate_fn is not None:
         check_callable("collate_fn", collate_fn, "a function that makes a batch of a list of samples", arguments=1)
 
