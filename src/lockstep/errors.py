@@ -24,6 +24,7 @@ __all__ = [
     "StallError",
     "TransportError",
     "WorkerError",
+    "counted",
     "unexpected_argument",
     "unknown_name",
 ]
@@ -220,6 +221,11 @@ class WorkerError(LockstepError):
         head += f"\n({self.others})" if self.others else ""
         more = self.worker_traceback.rstrip() or self.report_text
         return f"{head}\n\n{more}" if more else head
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one: "1 step", "1,437 samples"."""
+    return f"{number:,} {noun}{'s'[: number != 1]}"
 
 
 def unknown_name(

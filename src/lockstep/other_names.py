@@ -297,7 +297,7 @@ _SSH = "hosts are -H a:4,b:4 or --hostfile FILE"
 
 RUN_FLAGS: dict[str, str] = {
     **_rows(_NP, "--nproc-per-node --num-processes --num-gpus --gpus --workers --num-workers --world-size --devices"),
-    **_rows(_NP, "-ppn --ppn --ntasks --nprocs -c"),
+    **_rows(_NP, "--ppn --ntasks --nprocs -c"),
     **_rows("not needed: without --nnodes and -H the job has one host", "--standalone --multi-gpu --same-network"),
     **_rows("the number of hosts is --nnodes N", "--num-nodes --num-machines -N"),
     **_rows("the number of this host is --node-rank I", "--machine-rank --host-rank"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .. import environment
 from ..activity import Activity
-from ..errors import DataError, LockstepError, WorkerError
+from ..errors import DataError, LockstepError, WorkerError, counted
 from ..launcher.log_multiplexer import LogMultiplexer
 from ..launcher.run_config import EXIT_GRACE, WorkerOptions
 from ..launcher.script import Script
@@ -185,7 +185,7 @@ def _read(program: Program, folder: Path, workers: int, alone: bool, failure: Lo
         if failure is not None:
             raise _in_one_line(program, failure)
         raise DataError(
-            f"{program.words[0]} ended after {fewest} steps that could be measured; expected at least "
+            f"{program.words[0]} ended after {counted(fewest, 'step')} that could be measured; expected at least "
             f"{_FEWEST_STEPS} after those to warm up. Let it train longer: more epochs, or more data"
         )
     return profiles

@@ -16,7 +16,7 @@ from ..argument_checks import check_callable, check_instance
 from ..communicator import Communicator, init
 from ..data.loader import Batch, Loader, dataloader_settings
 from ..data.nested import map_tensors, narrow, tensors_of
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, counted
 from ..flight_recorder import in_method, named
 from ..invariance.shards import bounds
 from ..strategies.base import Strategy, accumulation_dtype
@@ -365,7 +365,7 @@ class Evaluation(Computation):
         shape = (loader.virtual_workers or 1, 1 + len(self._metrics), 2)
         totals = torch.zeros(shape, device=device, dtype=accumulation_dtype(device))
         limit, not_a_mean = InFlightLimit(device, check_in_flight(max_steps_in_flight)), None
-        what = f"an evaluation in batches of {loader.global_batch_size:,} samples"
+        what = f"an evaluation in batches of {counted(loader.global_batch_size, 'sample')}"
         advice = "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
         with evaluating(self.model), explaining_out_of_memory(comm, what, advice):
             for batch in loader.epoch(0):

@@ -19,7 +19,7 @@ from ..argument_checks import check_callable, check_flag, check_instance, check_
 from ..communicator import Communicator, init
 from ..data.loader import Batch
 from ..data.nested import split
-from ..errors import ConfigError, DataError, DivergedError, unexpected_argument, unknown_name
+from ..errors import ConfigError, DataError, DivergedError, counted, unexpected_argument, unknown_name
 from ..flight_recorder import named, note_samples
 from ..invariance.randomness import seed_torch
 from ..invariance.shards import mix
@@ -553,7 +553,8 @@ class TrainStep:
 
     def run_once(self, batch: Batch, stop: bool = False, regroup: bool = False) -> StepResult:
         """See `run`; in an elastic job, an attempt that the loss of a worker may end."""
-        what = f"step {self.steps_done}, with {batch.size:,} of the {batch.global_size:,} samples of the global batch"
+        samples = counted(batch.global_size, "sample")
+        what = f"step {self.steps_done}, with {batch.size:,} of the {samples} of the global batch"
         with self.strategy.deterministic(), explaining_out_of_memory(self.comm, what, self._less_memory()):
             return self._run(batch, STOP * stop + REGROUP * regroup)
 
