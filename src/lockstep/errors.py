@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "StallError",
     "TransportError",
     "WorkerError",
+    "counted",
     "unexpected_argument",
     "unknown_name",
 ]
@@ -221,7 +223,19 @@ class WorkerError(LockstepError):
         return f"{head}\n\n{more}" if more else head
 
 
-def unknown_name(argument: str, name: object, known: Iterable[str], also: str = "", expected: str = "") -> ConfigError:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one: "1 step", "1,437 samples"."""
+    return f"{number:,} {noun}{'s'[: number != 1]}"
+
+
+def unknown_name(
+    argument: str,
+    name: object,
+    known: Iterable[str],
+    also: str = "",
+    expected: str = "",
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> ConfigError:
     """Return the error for a name that is not among `known`; it suggests similar names.
 
     Args:
@@ -230,20 +244,26 @@ def unknown_name(argument: str, name: object, known: Iterable[str], also: str = 
         known: all valid names.
         also: another accepted form, e.g. ``"package.module:factory"``.
         expected: replaces the list of all names if that is long.
+        elsewhere: what has the unknown name elsewhere, such as in another library → its name here.
     """
     names = sorted(known)
     expected = expected or "one of " + ", ".join(names) + (f", or {also}" if also else "")
     near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)
-    return ConfigError(argument, expected, name, f"Did you mean {' or '.join(near)}?" if near else "")
+    hint = f"Did you mean {' or '.join(near)}?" if near else ""
+    if str(name) in elsewhere:
+        hint = f"Its name here is {elsewhere[str(name)]!r}."
+    return ConfigError(argument, expected, name, hint)
 
 
-def unexpected_argument(function: str, name: str, elsewhere: Mapping[str, str]) -> TypeError:
+def unexpected_argument(function: str, name: str, instead: str | None, known: Iterable[str]) -> TypeError:
     """Return the error for a keyword argument that a function does not have, in Python's words.
 
     Args:
         function: the name of the function.
         name: the name of the argument.
-        elsewhere: what to do instead, a clause, by the name of the argument.
+        instead: what to do instead, a clause; when None, a similar name is suggested, if there is one.
+        known: the names of its arguments.
     """
-    hint = f": {elsewhere[name]}" if name in elsewhere else ""
+    near = [] if instead else difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    hint = f": {instead}" if instead else f": did you mean {' or '.join(near)}?" if near else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")

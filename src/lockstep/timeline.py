@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import flight_recorder
-from .errors import DataError
+from .errors import DataError, counted
 from .flight_recorder import Record
 
 __all__ = ["RankTime", "write_trace"]
@@ -107,7 +107,7 @@ def write_trace(folder: Path, path: Path) -> list[RankTime]:
     try:
         arrivals = _find_arrivals(sources)
         if arrivals.last < arrivals.first:
-            raise DataError(f"{folder} contains the files of {len(sources)} ranks, without any collective")
+            raise DataError(f"{folder} contains the files of {counted(len(sources), 'rank')}, without any collective")
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with _open(draft, path.suffix == ".gz") as file:

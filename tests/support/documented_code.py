@@ -470,6 +470,7 @@ class _Checker(ast.NodeVisitor):
             )
         except (TypeError, ValueError):  # written in C
             return
+        signature = _without_never(signature)
         positional: list[Any] = [None] * (len(node.args) + isinstance(function, _Method))
         keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg is not None}
         partial = any(isinstance(argument, ast.Starred) or _is_ellipsis(argument) for argument in node.args)
@@ -513,6 +514,12 @@ def _is_ellipsis(node: ast.expr) -> bool:
 def _without_never(signature: inspect.Signature) -> inspect.Signature:
     """Return the signature without ``**name: Never``, which only words the error for an unknown argument."""
     return signature.replace(parameters=[p for p in signature.parameters.values() if p.annotation != "Never"])
+
+
+def _without_never(signature: inspect.Signature) -> inspect.Signature:
+    """Return the signature without ``**unknown: Never``, with which a function refuses other keywords by itself."""
+    kept = [each for each in signature.parameters.values() if str(each.annotation) != "Never"]
+    return signature.replace(parameters=kept)
 
 
 def _unpacked_options(signature: inspect.Signature, function: Any) -> set[str]:

@@ -54,7 +54,8 @@ def add_to(commands: Any, name: str) -> None:
     parser.add_argument("-np", "--nproc", metavar="N", help="number of ranks (default: 2, or one per slot of -H)")
     parser.add_argument("-H", "--hosts", metavar="A:4,B:4", help="hosts, reached by ssh as `lockstep run -H` does")
     parser.add_argument("-o", "--output", metavar="FILE", default="network.json", help="(default: network.json)")
-    parser.add_argument("--seconds", metavar="S", default="30", help="that the measurement may take (default: 30)")
+    parser.add_argument("--seconds", metavar="S", default="30", help="of sending messages; starting the ranks comes on "
+                        "top, a few seconds for each of one or two jobs (default: 30)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the measurement as JSON instead of the table")
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
@@ -77,12 +78,15 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     start = ["-np", str(workers)] + (["-H", arguments.hosts] if hosts else [])
     with _Progress() as progress:
+        began = time.monotonic()
         found = network_bench.bench(start, workers, not hosts, seconds, progress.show)
+        took = time.monotonic() - began
     picture = network_bench.write(found, path)
     if arguments.json:
         print(path.read_text(), end="")
     else:
         _print(found)
+        print(f"took {took:.0f} s: {seconds} s for messages, the rest to start the ranks and to copy in memory")
         print(f"\nWritten: {path}, {picture}")
     if not found.is_result:
         print(f"lockstep bench: {network_bench.verdict(found)}", file=sys.stderr)

@@ -169,7 +169,9 @@ def add_to(commands: Any, name: str) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the command with the parsed `arguments`, and return the exit code."""
-    given = {name: value for name, value in vars(arguments).items() if name not in ("run", "known", "sources")}
+    given = {
+        name: value for name, value in vars(arguments).items() if name not in ("run", "known", "elsewhere", "sources")
+    }
     if "show_version" in given or "check_build" in given:
         print(_version() if "show_version" in given else _build_information())
         return 0

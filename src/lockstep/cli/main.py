@@ -16,7 +16,7 @@ from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerErro
 from ..interruption import resume_hint
 from . import bench, doctor, explain, horovodrun, join, plan, resize, run, submit, timeline, top, train, verify
 from .explain import failure_text
-from .parser import Parser
+from .parser import Parser, UsageError
 from .train_options import as_typed
 
 __all__ = ["main", "run_as_horovodrun"]
@@ -89,6 +89,10 @@ def _parse(words: list[str], command: str, options: argparse.Namespace) -> None:
     _, unknown = parser.parse_known_args(words, options)
     if unknown:
         flag = unknown[0].partition("=")[0]
+        name = flag.lstrip("-")
+        instead = options.elsewhere.get(flag.removesuffix(name) + name.replace("_", "-"))
+        if instead is not None:
+            raise UsageError(f"{flag}: `{command}` has no such option: {instead}. `{command} --help` explains it.")
         raise unknown_name("option", flag, options.known, expected=f"one that `{command} --help` lists")
 
 

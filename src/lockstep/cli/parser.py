@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from ..errors import ConfigError, LockstepError
@@ -31,14 +31,29 @@ class Parser(argparse.ArgumentParser):
         """Raise UsageError for argparse's `message`."""
         message = message.removeprefix("argument ")
         flag, _, problem = message.partition(": ")
+        required = "the following arguments are required: "
+        if message.startswith(required):
+            missing = message.removeprefix(required).split(", ")
+            given = ", ".join(missing[:1] if missing[0] == "script" else missing)
+            what = "a Python file or, with -m, a module" if given == "script" else "a value"
+            message = f"{given}: expected {what}, got none"
         if problem == "expected one argument":
-            message = f"{flag}: expected a value, got none (one that begins with a dash is written {flag}=VALUE)"
+            first, *_, last = flag.split("/") * 2
+            message = f"{first}: expected a value, got none (one that begins with a dash is written {last}=VALUE)"
         raise UsageError(f"{message}. `{self.prog} --help` explains it.")
 
-    def set_command(self, run: Callable[[argparse.Namespace], int], **defaults: Any) -> None:
-        """Set the function that runs this subcommand, and further values of the namespace."""
+    def set_command(
+        self, run: Callable[[argparse.Namespace], int], elsewhere: Mapping[str, str] | None = None, **defaults: Any
+    ) -> None:
+        """Set the function that runs this subcommand, and further values of the namespace.
+
+        Args:
+            run: the function.
+            elsewhere: options of other commands → what they are here, a clause; names have dashes, no underscores.
+            defaults: the further values.
+        """
         known = [flag for action in self._actions for flag in action.option_strings]  # suggested for unknown options
-        self.set_defaults(run=run, known=known, **defaults)
+        self.set_defaults(run=run, known=known, elsewhere=elsewhere or {}, **defaults)
 
     def first_flags(self) -> dict[str, str]:
         """Return the first flag of each option, by the option's name in the namespace."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..activity import Activity
-from ..errors import ConfigError
+from ..errors import ConfigError, unknown_name
 from .parser import Help, whole_number
 
 if TYPE_CHECKING:
@@ -131,6 +131,18 @@ def _check_files(arguments: argparse.Namespace) -> None:
         raise ConfigError("--picture", "a file that ends in .png, .svg or .pdf", arguments.picture)
 
 
+def _check_transport(network: Any, transport: str | None) -> None:
+    """Check before the measurement that the network has the transport that is given."""
+    from ..planning.network import Link
+
+    if transport is None:
+        return
+    if isinstance(network, Link):
+        raise ConfigError("--transport", "none without a FILE of `lockstep bench`", transport)
+    if transport not in network.transports:
+        raise unknown_name("--transport", transport, network.transports)
+
+
 def _note_options_of_the_script(words: Sequence[str]) -> None:
     """Say so if words after the script look like options of this command, which might be meant."""
     found = [word for word in words[1:] if word.partition("=")[0] in _OWN_OPTIONS]
@@ -153,6 +165,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from ..planning.measurement import find_network
 
     network = find_network(arguments.network, "--network")
+    _check_transport(network, arguments.transport)
     with Activity("lockstep plan: loading PyTorch"):
         from ..planning.prediction import predict
         from ..planning.profiling import Program
@@ -204,8 +217,6 @@ def _fabric(network: Any, transport: str | None, profiles: Mapping[int, Sequence
 
     used = profiles[max(profiles)][0].backend
     if isinstance(network, Link):
-        if transport is not None:
-            raise ConfigError("--transport", "none without a FILE of `lockstep bench`", transport)
         return Fabric(network, per_host, checks_calls=used != "gloo")
     return Fabric.of_measurement(network, _transport(network, transport, profiles), per_host)
 

@@ -54,7 +54,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     words = list(arguments.words)
     workers = words.pop() if words and arguments.remove is None else ""
     if len(words) > 1 or (arguments.remove is None and (not workers.isdecimal() or int(workers) < 1)):
-        raise ConfigError("WORKERS", "a number of at least 1, after at most one job", " ".join(arguments.words))
+        got = " ".join(arguments.words)
+        expected = "the number of workers, 1 or more, after at most one job"
+        hint = "--remove HOST takes no number of workers." if arguments.remove is not None else ""
+        raise ConfigError("WORKERS", expected, got, hint, found="" if got else "none")
     job = elastic_job(words[0] if words else None)
     if arguments.remove is None:
         done = request(job.control, "resize", int(workers))
@@ -76,6 +79,11 @@ def elastic_job(given: str | None) -> JobDescription:
     elastic = [job for job in found.values() if job.control]
     if len(elastic) != 1:
         running = ", ".join(f"{job.pid} ({job.program})" for job in elastic)
-        expected = f"the PID of one of: {running}" if running else "a running job that was started with --elastic"
-        raise ConfigError("job", expected, given or "no PID")
+        if given is None and running:
+            raise ConfigError("job", f"the PID of one of: {running}", found="none, and several run here")
+        if elastic or (given is not None and running):
+            raise ConfigError("job", f"the PID of one of: {running}", given)
+        hint = "Start it with `lockstep run --elastic MIN:MAX`; `lockstep top` lists the jobs that run here."
+        got = f"{given}, which is none" if given is not None else "no elastic job on this host"
+        raise ConfigError("job", "a running job that was started with --elastic", found=got, hint=hint)
     return elastic[0]

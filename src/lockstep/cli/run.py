@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import other_names
 from ..errors import LockstepError
 from ..hosts import Host
 from ..launcher.run_config import OPTIONS, RunConfig, RunOption
@@ -48,7 +50,10 @@ exit codes: that of the rank that failed first; 0 for success, 2 for invalid
 options, 130 and 143 after Ctrl-C and SIGTERM
 """
 
-_SET_BY_PARSER = ("run", "known", "full_tracebacks", "sources")
+# Options that programs hardly have themselves: after the script they might be meant for this command.
+_BEFORE_THE_SCRIPT = ("-np", "--nproc", "--num-proc", "--nproc-per-node", "--nproc_per_node", "--elastic", "--hostfile")
+
+_SET_BY_PARSER = ("run", "known", "elsewhere", "full_tracebacks", "sources")
 
 
 def add_to(commands: Any, name: str) -> None:
@@ -71,7 +76,7 @@ def add_to(commands: Any, name: str) -> None:
             groups[option.group] = parser.add_argument_group(option.group)
         groups[option.group].add_argument(*option.flags, **argparse_settings(option))
     sources = parser.first_flags()  # the options' names in errors
-    parser.set_command(run_command, full_tracebacks=True, sources=sources)
+    parser.set_command(run_command, other_names.RUN_FLAGS, full_tracebacks=True, sources=sources)
 
 
 def argparse_settings(option: RunOption) -> dict[str, Any]:
@@ -93,8 +98,12 @@ def run_command(arguments: argparse.Namespace, listed: Callable[[], Sequence[Hos
 
     given = {name: value for name, value in vars(arguments).items() if name not in _SET_BY_PARSER}
     program = [str(arguments.script), *map(str, arguments.arguments)]
+    late = [word for word in program[1:] if word.partition("=")[0] in _BEFORE_THE_SCRIPT]
     if program[1:2] == ["--"]:
         del program[1]
+    elif late and "quiet" not in given:
+        text = f"{', '.join(late)} after {program[0]} goes to the program; options of lockstep run come before it"
+        print(f"lockstep run: {text}", file=sys.stderr)
     config = RunConfig.parse({**given, "program": tuple(program)})
     try:
         start.start(config, listed)

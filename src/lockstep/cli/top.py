@@ -48,7 +48,7 @@ class RankStatus:
         call_site: the call site of the collective, with the source line.
         waiting: the fraction of its time in which it was in a collective that another rank of this host had not
             entered, or blocked in a message, 0 to 1; None if it is the only rank of the job on this host.
-        samples_s: samples per second; None if they are not counted.
+        samples_s: samples per second; None if none has been counted.
         memory: resident bytes of its process; 0 if that has ended.
     """
 
@@ -121,10 +121,14 @@ class Live:
         waited, samples = _waited_in_messages(state, now), state.samples
         if len(history) > 1:
             waited -= _waited_in_messages(earlier, since)
-            samples = None if samples is None else samples - (earlier.samples or 0)
         else:
             since = state.started
         elapsed = max(now - since, 1e-6)
+        rate = None
+        if samples:
+            recent = samples - (earlier.samples or 0) if len(history) > 1 else 0
+            # A step may take longer than the time between two looks, or than all of them together.
+            rate = recent / elapsed if recent else samples / max(now - state.started, 1e-6)
         name = _state_name(state, now)
         call, began = state.call, state.since
         if name == "computes" and pending is not None:
@@ -144,7 +148,7 @@ class Live:
             plain(call.name or call.what) if call is not None else "",
             call_site,
             None if is_alone else self._waiting_share(rank, waited / elapsed),
-            None if samples is None else samples / elapsed,
+            rate,
             resident_bytes(state.pid),
         )
 
@@ -435,6 +439,11 @@ def _job(ranks: Sequence[RankStatus], job: JobDescription, events: Sequence[str]
     return Group(head, Text(), _table(ranks), *foot)
 
 
+def _rate(samples: float) -> str:
+    """Return samples per second as text, with two digits at least: few are not none."""
+    return f"{samples:,.0f}" if samples >= 10 else f"{samples:.2g}"
+
+
 def _table(ranks: Sequence[RankStatus]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
@@ -457,7 +466,7 @@ def _table(ranks: Sequence[RankStatus]) -> RenderableType:
             Text(rank.state + (f" {_duration(rank.seconds)}" if rank.seconds >= 1 else ""), style),
             "" if batch is None else str(batch),
             "?" if rank.waiting is None else f"{rank.waiting:.0%}",
-            "" if samples is None else f"{samples:,.0f}",
+            "" if samples is None else _rate(samples),
             _size(rank.memory),
             call,
         )

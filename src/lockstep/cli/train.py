@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from .. import environment
+from .. import environment, other_names
 from ..activity import Activity
 from ..errors import ConfigError, LockstepError
 from ..registry import import_path_here
@@ -83,7 +83,7 @@ def add_to(commands: Any, name: str) -> None:
     text = "YAML or TOML file with options, e.g. a line `epochs: 20`; flags take precedence"
     files.add_argument("--config", metavar="FILE", help=text)
     files.add_argument("--debug", action="store_true", help="print the traceback of an error")
-    parser.set_command(run_command)
+    parser.set_command(run_command, other_names.TRAIN_FLAGS)
 
 
 def add_option(group: Any, option: Any) -> None:

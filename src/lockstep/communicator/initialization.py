@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from typing_extensions import Never
 
-from .. import bootstrap, environment, messages, watchdog
+from .. import bootstrap, environment, messages, other_names, watchdog
+from ..argument_checks import check_instance, keyword_names
 from ..errors import ConfigError, unexpected_argument
 from ..messages import Integer
 from ..stores import read_message
@@ -34,10 +35,6 @@ _default: Communicator | None = None
 
 
 _TRANSPORTS = ("auto", "shm", "gloo", "mpi4py")
-
-_BACKEND_ELSEWHERE = {
-    "backend": 'transport= chooses the backend for tensors on the CPU ("shm", "gloo", "mpi4py"); on GPUs it is NCCL'
-}
 
 
 def init(
@@ -64,7 +61,13 @@ def init(
         TypeError: for an argument of another name, such as `backend`.
     """
     if unknown:
-        raise unexpected_argument("init", next(iter(unknown)), _BACKEND_ELSEWHERE)
+        name = next(iter(unknown))
+        raise unexpected_argument("init", name, other_names.INIT.get(name), keyword_names(init))
+    if timeout is not None:
+        hint = f"timeout=datetime.timedelta(seconds={timeout}) is {timeout} s." if isinstance(timeout, int) else ""
+        check_instance("timeout", timeout, timedelta, "a datetime.timedelta", hint)
+    if transport is not None:
+        _pick_backend(transport)
     global _default
     if _default is not None and _still_valid(_default):
         if device not in ("auto", _default.device.type):
@@ -229,7 +232,9 @@ def pick_device(device: str, world: World) -> torch.device:
         ConfigError: when this host has no such device, or fewer of them than local workers.
     """
     if device not in ("auto", "cpu", "cuda", "mps"):
-        raise ConfigError("device", "auto, cpu, cuda or mps", device)
+        is_numbered = str(device).partition(":")[0] == "cuda"
+        hint = "Each worker takes the GPU of its local rank; CUDA_VISIBLE_DEVICES chooses among them."
+        raise ConfigError("device", "auto, cpu, cuda or mps", device, hint if is_numbered else "")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and not gpus:
         raise ConfigError("device", "cpu or auto, as this host has no GPU that torch can use", device)

@@ -19,13 +19,15 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
 )
-from typing_extensions import Self
+from typing_extensions import Never, Self
 
 from .. import communicator
-from ..errors import CheckpointError, ConfigError, DataError, MismatchError
+from ..argument_checks import check_callable, check_flag, keyword_names
+from ..errors import CheckpointError, ConfigError, DataError, MismatchError, unexpected_argument
 from ..flight_recorder import named, note_batch
 from ..invariance.randomness import preserve_generators
 from ..invariance.shards import bounds, check_virtual_workers, local_range, mix, step_range, steps_per_epoch
+from ..other_names import in_loader
 from .fetching import (
     BatchInParts,
     BlockRequest,
@@ -134,6 +136,7 @@ class Loader:
 
     Raises:
         ConfigError: an argument is invalid, or there are fewer samples or virtual workers than workers.
+        TypeError: for an argument of another name; the error says what it is here.
     """
 
     def __init__(
@@ -150,7 +153,12 @@ class Loader:
         collate_fn: Collate | None = None,
         virtual_workers: int | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            name = next(iter(unknown))
+            raise unexpected_argument("Loader", name, in_loader(name), keyword_names(Loader))
+        _check_kinds(shuffle, drop_last, comm, collate_fn)
         self.comm = comm or communicator.init()
         self.virtual_workers = (
             None if virtual_workers is None else check_virtual_workers(virtual_workers, self.comm.size)
@@ -158,7 +166,12 @@ class Loader:
         self._substreams = substreams_of(dataset)
         # Of an iterable data set their number is known when it ends.
         self.dataset, self.samples = dataset, 0 if self._substreams is not None else _length(dataset)
-        self.global_batch_size, self.seed, self.shuffle, self.drop_last = global_batch_size, seed, shuffle, drop_last
+        self.global_batch_size, self.seed, self.shuffle, self.drop_last = (
+            global_batch_size,
+            seed,
+            bool(shuffle),
+            bool(drop_last),
+        )
         self._batch_sampler = batch_sampler
         self._in_blocks = batch_sampler is None and hasattr(dataset, "epoch_order")
         self._check(num_workers)
@@ -856,6 +869,16 @@ def _length(dataset: Any) -> int:
 def _check_whole(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(name, f"a whole number of at least {minimum}", value)
+
+
+def _check_kinds(shuffle: Any, drop_last: Any, comm: Any, collate_fn: Any) -> None:
+    """Check the types of arguments of `Loader`."""
+    check_flag("shuffle", shuffle)
+    check_flag("drop_last", drop_last)
+    if comm is not None and (isinstance(comm, type) or not all(hasattr(comm, name) for name in ("rank", "size"))):
+        raise ConfigError("comm", "the communicator that lockstep.init() returns", comm)
+    if collate_fn is not None:
+        check_callable("collate_fn", collate_fn, "a function that makes a batch of a list of samples", arguments=1)
 
 
 def _check_prefetch(prefetch: int | None, num_workers: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 
 __all__ = [
     "DEFAULT_VIRTUAL_WORKERS",
@@ -93,5 +93,7 @@ def check_virtual_workers(virtual_workers: object, workers: int) -> int:
         raise ConfigError("virtual_workers", "a whole number of at least 1", virtual_workers)
     if virtual_workers < workers:
         hint = "Use fewer workers, or more virtual workers, which give other bits."
-        raise ConfigError("virtual_workers", f"at least one for each of {workers} workers", virtual_workers, hint)
+        raise ConfigError(
+            "virtual_workers", f"at least one for each of {counted(workers, 'worker')}", virtual_workers, hint
+        )
     return virtual_workers

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TypeVar, cast
 
-from .. import environment, interruption
+from .. import environment, interruption, other_names
 from ..activity import in_notebook
-from ..errors import ConfigError, DesyncError, InterruptedRunError, LockstepError, RankLostError, StallError
+from ..argument_checks import check_instance
+from ..errors import (
+    ConfigError,
+    DesyncError,
+    InterruptedRunError,
+    LockstepError,
+    RankLostError,
+    StallError,
+    unexpected_argument,
+)
 from ..planning.network import VirtualNetwork, parse_network
 from ..system.job_folders import temporary_job_folder
 from .run_config import SAVE_GRACE, WorkerOptions, check_network
@@ -68,11 +78,16 @@ def launch(
         InterruptedRunError: the workers shut down cleanly after a signal, or this process received SIGTERM.
         KeyboardInterrupt: this process received SIGINT and the workers reported nothing else.
         LockstepError: this process is a worker itself, or workers cannot be started.
+        TypeError: an argument that the function does not have is one of `launch` under another name, as `nprocs` is.
     """
     check_settings(fn, threads, grace)
     if not is_count(workers, MAX_WORKERS):
         raise ConfigError("workers", f"a whole number from 1 to {MAX_WORKERS}", workers)
+    _check_names(fn, kwargs)
     emulated = parse_network(network) if isinstance(network, str) else network
+    if emulated is not None:
+        expected = 'a text such as "4 hosts, 25Gbit, 50us", or a VirtualNetwork'
+        check_instance("network", emulated, VirtualNetwork, expected)
     check_network(emulated, workers)
     check_process()
     from . import fork_server
@@ -126,6 +141,25 @@ def check_settings(fn: object, threads: object, grace: object) -> None:
         raise ConfigError("threads", "a whole number of at least 1, or None", threads)
     if isinstance(grace, bool) or not isinstance(grace, int | float) or not grace >= 0:
         raise ConfigError("grace", "a number of seconds, 0 or more", grace)
+
+
+def _check_names(fn: Callable[..., object], kwargs: Mapping[str, object]) -> None:
+    """Check that no argument that the function does not have is an argument of `launch` under another name.
+
+    Raises:
+        TypeError: for such an argument; the error says what it is here.
+    """
+    try:
+        # A decorator such as functools.wraps shows the signature of what it calls, not what it takes itself.
+        parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return
+    known = {each.name for each in parameters}
+    for name in kwargs:
+        if name not in known and name in other_names.LAUNCH:
+            raise unexpected_argument("launch", name, other_names.LAUNCH[name], ())
 
 
 def is_count(value: object, most: float = math.inf) -> bool:

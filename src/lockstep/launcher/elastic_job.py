@@ -15,7 +15,7 @@ from msgspec import structs
 
 from ..elastic.membership import NO_STATE, Commit, Coordinator, Down, Enter, Events, HostReport, Publish, Up, View
 from ..elastic.mesh import HostEntry
-from ..errors import LockstepError
+from ..errors import LockstepError, counted
 from ..messages import Integer, List, Tagged
 from ..system.processes import signal_name
 from .worker_status import WorkerReport
@@ -602,10 +602,10 @@ class ElasticJob:
             raise LockstepError(f"expected {least} to {most} workers, as the job was started with, got {workers}")
         if workers > coordinator.most:
             why = "each worker needs a virtual worker, or a sample of each global batch"
-            raise LockstepError(f"expected at most {coordinator.most} workers, got {workers}: {why}")
+            raise LockstepError(f"expected at most {counted(coordinator.most, 'worker')}, got {workers}: {why}")
         slots = sum(host.slots for number, host in self.hosts.items() if number not in self.state.leaving)
         if workers > slots:
-            raise LockstepError(f"expected at most {slots} workers, the slots of the hosts, got {workers}")
+            raise LockstepError(f"expected at most {counted(slots, 'worker')}, the slots of the hosts, got {workers}")
         if self.state.is_ending or self.state.stops or coordinator.complete:
             raise LockstepError("the job is ending")
         self._failed_starts = 0
@@ -614,7 +614,7 @@ class ElasticJob:
         staying = [number for number in newest_first if number not in self._dismissed]
         before = len(staying)  # fewer than the job had wanted if a host was lost
         self._let_leave(staying[: max(0, before - workers)])
-        return f"{before} workers before, {workers} after the step in progress"
+        return f"{counted(before, 'worker')} before, {workers} after the step in progress"
 
     def _remove_host(self, which: str | int) -> str:
         """Let all workers of a host leave, and then its launcher."""
@@ -630,7 +630,9 @@ class ElasticJob:
         left = len(self._staying()) - len(there)
         free = sum(self._free_slots(other) for other in others)
         if left + free < self.limits.minimum and isinstance(which, str):
-            raise LockstepError(f"expected at least {self.limits.minimum} workers, without {which} there are {left}")
+            raise LockstepError(
+                f"expected at least {counted(self.limits.minimum, 'worker')}, without {which} there are {left}"
+            )
         if number not in self.state.leaving:
             target = max(self.limits.minimum, min(self.state.target, left + free))
             self._change_state(leaving=(*self.state.leaving, number), target=target)
@@ -652,7 +654,7 @@ class ElasticJob:
             living = len(self._staying())
             free = sum(self._free_slots(each) for each in self.hosts)
             self._change_state(target=max(self.limits.minimum, min(self.state.target, living + free)))
-        return f"{before.name} had {before.slots} slots, and has {slots} now"
+        return f"{before.name} had {counted(before.slots, 'slot')}, and has {slots} now"
 
     def _use_slots(self, more: int) -> None:
         """Let the job have more workers, of which there are as many slots as `more`."""

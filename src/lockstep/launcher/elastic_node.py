@@ -26,7 +26,7 @@ from .. import environment, messages
 from ..activity import Activity
 from ..elastic.connection import Connection
 from ..elastic.mesh import ASKS, NEW, HostEntry, Knock, Mesh, NobodyLeadsError, Refused, Welcome, knock
-from ..errors import ConfigError, LockstepError
+from ..errors import ConfigError, LockstepError, counted
 from ..stores import listen
 from ..system.heartbeat import address_towards
 from .elastic_host import ALONE_S, About, ElasticHost, OutsideError, WireMessage, describe_ended
@@ -319,7 +319,9 @@ class _Porter:
             if self._host.signals:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
-                raise LockstepError(f"of {count + 1} hosts, only {len(self._others) + 1} joined within {seconds:g} s")
+                raise LockstepError(
+                    f"of {counted(count + 1, 'host')}, only {len(self._others) + 1} joined within {seconds:g} s"
+                )
         return list(self._others.values())
 
 

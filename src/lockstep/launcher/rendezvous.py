@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from .. import environment, messages
-from ..errors import ConfigError, LockstepError, TransportError
+from ..errors import ConfigError, LockstepError, TransportError, counted
 from ..messages import Integer
 from ..stores import LOOPBACK, get_available, read_message, serve_store
 from ..system.heartbeat import HeartbeatClient, HeartbeatServer, address_towards
@@ -531,7 +531,9 @@ def _compare_all(rendezvous: HostRendezvous, config: RunConfig) -> str:
     if not rendezvous.wait_for(keys, config.start_timeout):
         available = get_available(rendezvous.store, keys)
         missing = ", ".join(str(node) for node, key in enumerate(keys) if key not in available)
-        return f"of {rendezvous.nodes} nodes, these did not join within {config.start_timeout:g} s: {missing}"
+        return (
+            f"of {counted(rendezvous.nodes, 'node')}, these did not join within {config.start_timeout:g} s: {missing}"
+        )
     try:
         hosts = [
             read_message(text, HostDescription, f"the description of node {node}")

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..hosts import Host, parse_hosts, read_hostfile
 from ..planning.network import VirtualNetwork, parse_network
 
@@ -120,6 +120,10 @@ def _node_count(name: str, text: object) -> int:
 
 
 def _worker_count(name: str, text: object) -> int | None:
+    written = str(text)
+    if written[:1] == "p" and written[1:].isdecimal():  # -np2, of which -n is an option
+        hint = f"It is written -np {written[1:]}, with a space."
+        raise ConfigError(name, "a whole number from 1 to 120000", written, hint)
     return None if text == "auto" else _parse_integer(name, text, 1, 120_000)  # 120 per host, as `launch`
 
 
@@ -483,4 +487,5 @@ def check_debug_rank(config: RunConfig, ranks: int) -> None:
 def check_network(network: VirtualNetwork | None, workers: int, argument: str = "network") -> None:
     """Raise ConfigError if a virtual host would have no worker."""
     if network is not None and network.hosts > workers:
-        raise ConfigError(argument, f"at most {workers} hosts, the number of workers", found=f"{network.hosts} hosts")
+        expected = f"at most {counted(workers, 'host')}, the number of workers"
+        raise ConfigError(argument, expected, found=counted(network.hosts, "host"))

@@ -39,7 +39,12 @@ class Script:
 
     def check(self) -> None:
         """Raise ConfigError if the file does not exist; a module is looked up by the workers."""
-        if not self.is_module and not Path(self.name).exists():
+        path = Path(self.name)
+        if not self.is_module and path.is_dir() and not (path / "__main__.py").exists():
+            near = sorted(each.name for each in path.glob("*.py"))[:5]
+            hint = f"It has {', '.join(near)}." if near else ""
+            raise ConfigError("script", "a Python file, or a folder with a __main__.py", self.name, hint)
+        if not self.is_module and not path.exists():
             near = sorted(path.name for path in Path().glob("*.py"))[:5]
             hint = f"This folder has {', '.join(near)}." if near else "Give its path relative to the current folder."
             raise ConfigError("script", f"an existing Python file (current folder: {Path.cwd()})", self.name, hint)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
+from ..errors import counted
 from .prediction import (
     DDP_LIMIT,
     ORDERED_LIMIT,
@@ -20,6 +20,7 @@ from .prediction import (
 __all__ = ["advise", "assumptions", "recommended"]
 
 _PAYS = 0.25  # what a further worker must add, as a share of the speed of the first one
+_NOTICEABLE = 1.05  # a speed-up that is worth a sentence; predictions are not better than that
 _BUCKETS = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
 _BUCKET_GAIN = 0.02
 _REMEDIES = {
@@ -32,12 +33,14 @@ _REMEDIES = {
 
 
 def recommended(forecasts: Sequence[Forecast]) -> Forecast:
-    """Return the most workers of which each one pays: it adds at least a quarter of the speed of the first one."""
+    """Return the most workers that pay: each more than before adds at least a quarter of the speed of the first one.
+
+    Numbers between may pay less, such as those that do not divide the virtual workers evenly.
+    """
     chosen = forecasts[0]
-    for before, after in pairwise(forecasts):
-        if after.speedup - before.speedup < _PAYS * (after.workers - before.workers):
-            break
-        chosen = after
+    for after in forecasts[1:]:
+        if after.speedup - chosen.speedup >= _PAYS * (after.workers - chosen.workers):
+            chosen = after
     return chosen
 
 
@@ -58,11 +61,23 @@ def advise(job: Job, forecasts: Sequence[Forecast]) -> list[str]:
 
 def _number_of_workers(best: Forecast, forecasts: Sequence[Forecast]) -> Iterable[str]:
     after = next((each for each in forecasts if each.workers > best.workers), None)
+    fastest = max(forecasts, key=lambda each: each.samples_per_s)
     if best.workers == 1 and after is not None:
+        if fastest.workers > 1 and fastest.speedup >= _NOTICEABLE:
+            # The fastest may still save time, though its workers do little: no word that they do not pay at all.
+            yield (
+                f"The fastest are {fastest.workers} workers, {fastest.speedup:.2f} times as fast as one; each more "
+                f"than the first adds less than {_PAYS:.0%} of its speed."
+            )
+            return
         slower = after.speedup < 1
         what = f"{1 / after.speedup:.2f} times as long for the same samples" if slower else "hardly less time"
         yield f"More workers do not pay: {after.workers} workers take {what}."
-    elif best.workers > 1:
+        return
+    if best.workers > 1 and best.speedup < 1:
+        yield f"One worker is faster: {best.workers} workers take {1 / best.speedup:.2f} times as long for its samples."
+        return
+    if best.workers > 1:
         yield f"Use {best.workers} workers: {best.speedup:.2f} times as fast as one, {best.efficiency:.0%} efficiency."
     if after is not None and best.workers > 1:
         name = _ordinal(after.workers)
@@ -71,7 +86,6 @@ def _number_of_workers(best: Forecast, forecasts: Sequence[Forecast]) -> Iterabl
         who = f"The {name} worker" if more == 1 else f"From {best.workers} to {after.workers} workers, the {more} more"
         one = "s" * (more == 1)
         yield f"{who} gain{one} {gain:.0%}." if gain >= 0 else f"{who} make{one} it {-gain:.0%} slower."
-    fastest = max(forecasts, key=lambda each: each.samples_per_s)
     if fastest.workers not in (best.workers, 1):
         yield f"The fastest of all are {fastest.workers} workers, {fastest.speedup:.2f} times as fast as one."
     if best.workers > 1 and best.high_s > 1.3 * best.low_s:
@@ -96,7 +110,10 @@ def _limits(best: Forecast, forecasts: Sequence[Forecast]) -> Iterable[str]:
     share = about.shares[about.limit] / about.step_s
     who = f"{about.workers} worker{'s'[: about.workers != 1]}"
     what = {"loader": "the loader"}.get(about.limit, about.limit)
-    yield f"What limits {who} is {what}, {share:.0%} of a step: {_REMEDIES[about.limit]}."
+    remedy = _REMEDIES[about.limit]
+    if about.limit == "compute" and best is not forecasts[-1]:  # of which more do not pay
+        remedy = "a faster device or lower precision is what helps"
+    yield f"What limits {who} is {what}, {share:.0%} of a step: {remedy}."
 
 
 def _bucket_size(job: Job, workers: int) -> Iterable[str]:
@@ -159,9 +176,9 @@ def assumptions(job: Job) -> list[str]:
         "Validation, checkpoints and the start are not part of a step.",
     ]
     if job.batch_is_global:
-        lines.append(f"The global batch of {job.global_batch} samples is divided among the workers.")
+        lines.append(f"The global batch of {counted(job.global_batch, 'sample')} is divided among the workers.")
     else:
-        lines.append(f"Each worker has a batch of {first.batch} samples, so that the global batch grows.")
+        lines.append(f"Each worker has a batch of {counted(first.batch, 'sample')}, so that the global batch grows.")
     measured = {step.samples for ranks in job.profiles.values() for step in ranks[0].steps}
     if job.batch_is_global and not first.virtual_workers and len(measured) == 1:
         lines.append("Batches could not be cut: computing is assumed to be proportional to the samples.")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import environment
 from ..activity import Activity
-from ..errors import DataError, LockstepError
+from ..errors import DataError, LockstepError, counted
 from ..launcher.script import Script
 from ..messages import decode
 from .network import VirtualNetwork
@@ -174,7 +174,7 @@ def _read(
         if failure is not None:
             raise in_one_line(script, failure)
         raise DataError(
-            f"{script.name} ended after {fewest} steps that could be measured; expected at least "
+            f"{script.name} ended after {counted(fewest, 'step')} that could be measured; expected at least "
             f"{_FEWEST_STEPS} after those to warm up. Let it train longer: more epochs, or more data"
         )
     return profiles

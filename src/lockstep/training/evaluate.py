@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ..argument_checks import check_callable, check_instance
 from ..communicator import Communicator, init
 from ..data.loader import Batch, Loader, dataloader_settings
 from ..data.nested import map_tensors, narrow, tensors_of
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, counted
 from ..flight_recorder import in_method, named
 from ..invariance.shards import bounds
 from ..strategies.base import Strategy, accumulation_dtype
@@ -25,7 +26,7 @@ from .in_flight import InFlightLimit, check_in_flight
 from .losses import Computation, Forward, LossFn, LossSum, classification_loss, default_forward
 from .modes import evaluating
 from .out_of_memory import explaining_out_of_memory
-from .own_loss import NotCounted, with_own_loss
+from .own_loss import NotCounted, returning_pair, with_own_loss
 from .precision import Precision, full_precision
 from .sample_sums import NotAMean, SampleSum, raise_not_a_mean
 
@@ -197,6 +198,9 @@ def predict(
     Raises:
         ConfigError: for a loader that shuffles.
     """
+    _check_arguments(model, precision)
+    if forward is not None:
+        check_callable("forward", forward, "a function (model, data) -> output", arguments=2)
     with in_method("lockstep.predict"), _opened(loader) as opened:
         return Prediction(model, forward or _output_of).run(opened, precision)
 
@@ -233,10 +237,23 @@ def evaluate(
             loss or metric that is not a mean over samples.
         DataError: if the loss or a metric counts nothing in the whole data set.
     """
+    _check_arguments(model, precision)
+    if forward is not None:
+        check_callable("forward", forward, "a function (model, data) -> (output, target)", arguments=2)
+    if strategy is not None:
+        check_instance("strategy", strategy, Strategy, "the strategy of a TrainStep or Trainer: trainer.step.strategy")
     metrics = default_metrics(loss_fn) if metrics is None else metrics
     with in_method("lockstep.evaluate"), _opened(loader) as opened:
         measures = Evaluation(model, loss_fn, metrics, opened.comm.device, forward)
         return measures.run(opened, precision, strategy, max_steps_in_flight)
+
+
+def _check_arguments(model: Any, precision: Any) -> None:
+    check_instance("model", model, nn.Module, "a torch.nn.Module")
+    if precision is not None:
+        expected = "a Precision, such as trainer.step.precision"
+        hint = "lockstep.training.precision.Precision(name, device) makes one." if isinstance(precision, str) else ""
+        check_instance("precision", precision, Precision, expected, hint)
 
 
 @contextmanager
@@ -318,7 +335,8 @@ class Evaluation(Computation):
         super().__init__(model)
         check_metrics(metrics)
         loss_fn, forward = with_own_loss(loss_fn, forward)
-        self._loss, self._forward = LossSum(loss_fn, device), forward or default_forward
+        self._loss = LossSum(loss_fn, device)
+        self._forward = default_forward if forward is None else returning_pair(forward)
         self._stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if _is_stateful(metric)}
         of_samples = {name: metric for name, metric in metrics.items() if name not in self._stateful}
         self._metrics = {name: SampleSum("metrics", metric, name) for name, metric in of_samples.items()}
@@ -347,7 +365,7 @@ class Evaluation(Computation):
         shape = (loader.virtual_workers or 1, 1 + len(self._metrics), 2)
         totals = torch.zeros(shape, device=device, dtype=accumulation_dtype(device))
         limit, not_a_mean = InFlightLimit(device, check_in_flight(max_steps_in_flight)), None
-        what = f"an evaluation in batches of {loader.global_batch_size:,} samples"
+        what = f"an evaluation in batches of {counted(loader.global_batch_size, 'sample')}"
         advice = "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
         with evaluating(self.model), explaining_out_of_memory(comm, what, advice):
             for batch in loader.epoch(0):

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..strategies.sync_batchnorm import SyncBatchNorm, placeholder_batch
 from ..strategies.unused_parameters import connect_parameters
 from .modes import evaluating, preserving_buffers
-from .own_loss import NotCounted, OwnLoss
+from .own_loss import NotCounted, OwnLoss, returning_pair
 from .sample_sums import (
     Call,
     Difference,
@@ -226,7 +226,7 @@ class LossModule(Computation):
     ) -> None:
         super().__init__(model)
         self._loss = loss
-        self._forward = forward or default_forward
+        self._forward = default_forward if forward is None else returning_pair(forward)
         self._first: tuple[nn.Module, Any, int] | None = None  # the arguments of `on`, for `check`
         # Layers that communicate must run on every worker, even on one without samples.
         self._communicates = collective_forward or any(
@@ -250,7 +250,10 @@ class LossModule(Computation):
             if "more than 1 value per channel" in str(error):
                 raise _too_few(error, size) from None
             raise
-        return self._loss(output, target, size)
+        loss, count = self._loss(output, target, size)
+        if torch.is_grad_enabled() and not getattr(loss, "requires_grad", False):
+            raise _no_gradient(model, loss)
+        return loss, count
 
     def check(self, passes: Passes) -> NotAMean | NotCounted | None:
         """Check after the first step's passes that the loss is a mean over samples, see `SampleSum.check`.
@@ -297,6 +300,18 @@ class LossModule(Computation):
         return connect_parameters(torch.stack(parts).sum(), parameters)
 
 
+def _no_gradient(model: nn.Module, loss: Any) -> ConfigError:
+    """Return the error of a loss from which no gradient reaches the model."""
+    parameters = list(model.parameters())
+    if parameters and not any(p.requires_grad for p in parameters):
+        found = f"none of {len(parameters)}: all are frozen (requires_grad=False)"
+        return ConfigError("model", "at least one parameter that is trained", found=found)
+    expected = "a loss that torch has computed from the model's output, with its gradient"
+    found = "one without a gradient" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    hint = "A loss loses its gradient by .item(), .detach(), torch.no_grad(), NumPy, or argmax."
+    return ConfigError("loss_fn", expected, found=found, hint=hint)
+
+
 def _too_few(error: ValueError, size: int) -> ConfigError:
     """Return the error of a batch norm in training with a single value per channel."""
     return ConfigError(
@@ -318,17 +333,30 @@ def check_fit(loss_fn: LossFn, output: Any, target: Any) -> None:
         return
     _check_types(output, target)
     if target.is_floating_point():
+        _check_probabilities(loss_fn, output, target)
         return
     shapes = f"output {list(output.shape)} and labels {list(target.shape)}"
     if output.dim() < 2 or target.shape != (output.shape[0], *output.shape[2:]):
         raise ConfigError("model", "an output of shape (samples, classes, …) for labels (samples, …)", found=shapes)
     labels = target[target != getattr(loss_fn, "ignore_index", -100)]
+    if labels.numel() and int(labels.min()) < 0:
+        expected = f"class labels from 0 to {output.shape[1] - 1}, for {output.shape[1]} outputs"
+        raise ConfigError("data", expected, found=f"labels from {int(labels.min())} to {int(labels.max())}")
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < output.shape[1]:
         raise ConfigError(
             "model",
             f"at least as many outputs as the labels need ({int(labels.max()) + 1})",
             found=f"{output.shape[1]} outputs, and labels from {int(labels.min())} to {int(labels.max())}",
         )
+
+
+def _check_probabilities(loss_fn: nn.Module, output: torch.Tensor, target: torch.Tensor) -> None:
+    if isinstance(loss_fn, nn.CrossEntropyLoss) and target.shape == output.shape:
+        return
+    also = f", or probabilities of the output's shape {list(output.shape)}"
+    expected = "class labels of dtype torch.int64" + (also if isinstance(loss_fn, nn.CrossEntropyLoss) else "")
+    found = f"{target.dtype} of shape {list(target.shape)}"
+    raise ConfigError("data", expected, found=found, hint="Convert labels with labels.long().")
 
 
 def _check_types(output: Any, target: Any) -> None:

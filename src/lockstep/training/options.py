@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ..data import DATA
-from ..errors import ConfigError, unknown_name
+from ..errors import ConfigError, counted, unknown_name
 from ..invariance.shards import check_virtual_workers
 from ..models import MODELS
 from ..registry import Registry
@@ -231,11 +231,13 @@ class TrainOptions:
         if self.gradient_accumulation_steps > self.global_batch_size:
             raise ConfigError(
                 "gradient_accumulation_steps",
-                f"at most the {self.global_batch_size} samples of a step",
+                f"at most the {counted(self.global_batch_size, 'sample')} of a step",
                 self.gradient_accumulation_steps,
             )
         if self.warmup_epochs >= self.epochs:
-            raise ConfigError("warmup_epochs", f"less than the {self.epochs} epochs of the run", self.warmup_epochs)
+            raise ConfigError(
+                "warmup_epochs", f"less than the {counted(self.epochs, 'epoch')} of the run", self.warmup_epochs
+            )
         check_together(self)
         self._check_names()
         self._check_interval()

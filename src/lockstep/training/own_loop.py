@@ -15,18 +15,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from typing_extensions import Self
+from typing_extensions import Never, Self
 
+from ..argument_checks import keyword_names
 from ..communicator import init
 from ..data.loader import Batch, Loader, dataloader_settings
 from ..data.nested import map_tensors, narrow, sample_count
-from ..errors import ConfigError
+from ..errors import ConfigError, unexpected_argument
 from ..flight_recorder import note_samples
 from ..invariance.determinism import DeterminismSettings
 from ..invariance.gradient_buckets import Bucket, Gradients
 from ..invariance.ordered_reducer import BucketExchange, SubtreeLayout, gather_sum, make_exchanges, set_sums
 from ..invariance.randomness import preserve_generators, seed_shard
 from ..invariance.shards import bounds, check_virtual_workers, mix
+from ..other_names import in_training
 from ..strategies.base import accumulation_dtype
 from ..strategies.buffers import MutatedBuffers
 from ..strategies.invariant import ShardBuffers
@@ -46,6 +48,7 @@ def prepare(
     precision: str = "fp32",
     seed: int = 0,
     threads: int | None = None,
+    **unknown: Never,
 ) -> Any:
     """Prepare models, optimizers, loaders and schedulers, so that a loop written for one device trains on all workers.
 
@@ -102,7 +105,11 @@ def prepare(
     Raises:
         ConfigError: for invalid arguments.
         MismatchError: if the workers' models differ.
+        TypeError: for an argument of another name; the error says what it is here.
     """
+    if unknown:
+        name = next(iter(unknown))
+        raise unexpected_argument("prepare", name, in_training(name, "prepare"), keyword_names(prepare))
     job = _OwnLoop(objects, virtual_workers, max_grad_norm, precision, seed, threads)
     prepared = tuple(job.prepare_one(each) for each in objects)
     return prepared[0] if len(prepared) == 1 else prepared

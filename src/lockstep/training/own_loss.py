@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..invariance.randomness import preserve_generators
 from .modes import evaluating, preserving_buffers
 
-__all__ = ["IGNORED", "Counting", "NotCounted", "OwnLoss", "loss_in", "with_own_loss"]
+__all__ = ["IGNORED", "Counting", "NotCounted", "OwnLoss", "loss_in", "returning_pair", "with_own_loss"]
 
 _Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 
@@ -88,6 +88,22 @@ def with_own_loss(loss_fn: Any, forward: _Forward | None) -> tuple[Any, _Forward
     return loss_fn, loss_fn.forward if isinstance(loss_fn, OwnLoss) else forward
 
 
+def returning_pair(forward: _Forward) -> _Forward:
+    """Return the user's function `forward`, with an error where it returns no pair."""
+    return partial(_output_and_target, forward)
+
+
+def _output_and_target(forward: _Forward, model: nn.Module, data: Any) -> tuple[Any, Any]:
+    returned = forward(model, data)
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        found = _describe_output(returned)
+        if isinstance(returned, (tuple, list)):
+            found = f"{found} of {len(returned)}"
+        raise ConfigError("forward", "a function that returns (output, target)", found=found)
+    output, target = returned
+    return output, target
+
+
 class OwnLoss:
     """The loss that a model computes itself, as (sum, count), so that parts of a batch add up to the whole batch.
 
@@ -108,7 +124,7 @@ class OwnLoss:
     __name__ = "the model's own loss"
 
     def __init__(self, forward: _Forward | None = None) -> None:
-        self._forward = forward
+        self._forward = None if forward is None else returning_pair(forward)
         self.counting: Counting | None = None
         self.problem: NotCounted | None = None
         self._lock = threading.Lock()  # replicas run in threads
@@ -233,9 +249,31 @@ def _mean(values: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor
 
 
 def _call(model: nn.Module, data: Any) -> Any:
-    if isinstance(data, Mapping):
-        return model(**_without_cache(model, data))
-    return model(*data) if isinstance(data, (tuple, list)) else model(data)
+    try:
+        if isinstance(data, Mapping):
+            return model(**_without_cache(model, data))
+        return model(*data) if isinstance(data, (tuple, list)) else model(data)
+    except TypeError as error:
+        _check_takes(model, data, error)
+        raise
+
+
+def _check_takes(model: nn.Module, data: Any, error: TypeError) -> None:
+    """Check, after an error, that the model takes the elements of a batch.
+
+    Raises:
+        ConfigError: if it does not, as a model that leaves the loss to a loss_fn.
+    """
+    forward = signature(model.forward, follow_wrapped=False)
+    try:
+        if isinstance(data, Mapping):
+            forward.bind(**data)
+        else:
+            forward.bind(*(data if isinstance(data, (tuple, list)) else (data,)))
+    except TypeError:
+        expected = "a function (output, target) -> loss, or a model that computes its loss from the batch"
+        found = f"no loss_fn, and a model that does not take the batch: {error}"
+        raise ConfigError("loss_fn", expected, found=found) from None
 
 
 def _without_cache(model: nn.Module, data: Mapping[str, Any]) -> Mapping[str, Any]:

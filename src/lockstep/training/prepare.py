@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..argument_checks import check_flag, check_instance
 from ..communicator import Communicator
 from ..strategies.sync_batchnorm import SyncBatchNorm, convert
 
@@ -38,7 +39,15 @@ def prepare_model(
 
     Returns:
         `model`, or its replacement if it is a batch-norm layer.
+
+    Raises:
+        ConfigError: for an invalid argument.
     """
+    check_instance("model", model, nn.Module, "a torch.nn.Module")
+    check_instance("comm", comm, Communicator, "the communicator that lockstep.init() returns")
+    flags = {"sync_batchnorm": sync_batchnorm, "channels_last": channels_last, "compile_model": compile_model}
+    for name, value in flags.items():
+        check_flag(name, value)
     model = model.to(comm.device)
     if sync_batchnorm:
         model = convert(model, comm)

@@ -72,9 +72,9 @@ def as_sum(value: Any, size: int, argument: str = "loss_fn") -> tuple[Any, Any]:
     if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
         if not tensor.is_floating_point():
             hint = "Return (sum, count), where the mean is sum / count."
-            raise ConfigError(
-                argument, _expected(size), found=f"a whole number ({tensor.dtype}), which is no mean", hint=hint
-            )
+            kind = "complex" if tensor.is_complex() else "whole"
+            name = tensor.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ConfigError(argument, _expected(size), found=f"a {kind} number ({name}), which is no mean", hint=hint)
         return (tensor.float() if tensor.dtype in _HALF else value) * size, size
     if isinstance(tensor, torch.Tensor) and tensor.numel() == size:
         return (tensor.float() if tensor.dtype in _HALF else tensor).sum(), size

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..errors import ConfigError, unknown_name
+from ..argument_checks import check_number
+from ..errors import ConfigError, counted, unknown_name
 
 __all__ = ["SCHEDULES", "Schedule", "make_schedule", "scaled_lr"]
 
@@ -35,10 +36,12 @@ def make_schedule(name: str, total_steps: int, warmup_steps: int = 0, warmup_sta
     """
     if name not in SCHEDULES:
         raise unknown_name("schedule", name, SCHEDULES)
+    check_number("total_steps", total_steps, "a number of steps", lambda number: True)
+    check_number("warmup_steps", warmup_steps, "a number of steps", lambda number: True)
+    check_number("warmup_start", warmup_start, "a factor of the learning rate, 0 or more", lambda number: number >= 0)
     if not 0 <= warmup_steps < max(total_steps, 1):
-        raise ConfigError(
-            "warmup_epochs", f"a warm-up shorter than the run of {total_steps} steps", found=f"{warmup_steps}"
-        )
+        expected = f"a warm-up shorter than the run of {counted(total_steps, 'step')}"
+        raise ConfigError("warmup_epochs", expected, found=f"{warmup_steps}")
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Protocol
@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import TypedDict
+from typing_extensions import Never, TypedDict
 
+from .. import other_names
+from ..argument_checks import check_callable, check_flag, check_instance, check_whole, keyword_names
 from ..communicator import Communicator, init
 from ..data.loader import Batch
 from ..data.nested import split
-from ..errors import ConfigError, DataError, DivergedError
+from ..errors import ConfigError, DataError, DivergedError, counted, unexpected_argument, unknown_name
 from ..flight_recorder import named, note_samples
 from ..invariance.randomness import seed_torch
 from ..invariance.shards import mix
@@ -45,6 +47,7 @@ __all__ = [
     "StepOptions",
     "StepResult",
     "TrainStep",
+    "check_functions",
     "check_max_grad_norm",
     "check_step",
     "check_threads",
@@ -83,21 +86,35 @@ def check_step(model: Any, optimizer: Any, gradient_accumulation_steps: Any, max
     Raises:
         ConfigError: naming the first invalid argument.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError("model", "a torch.nn.Module", found=type(model).__name__)
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError("optimizer", "a torch.optim.Optimizer", found=type(optimizer).__name__)
+    check_instance("model", model, nn.Module, "a torch.nn.Module")
+    several = "Several optimizers need a loop of your own, with lockstep.prepare."
+    hint = several if isinstance(optimizer, (tuple, list)) else ""
+    check_instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", hint)
     refuse_closure(optimizer)
-    if (
-        isinstance(gradient_accumulation_steps, bool)
-        or not isinstance(gradient_accumulation_steps, int)
-        or gradient_accumulation_steps < 1
-    ):
-        raise ConfigError("gradient_accumulation_steps", "a whole number of at least 1", gradient_accumulation_steps)
+    check_whole("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     check_max_grad_norm(max_grad_norm)
-    if schedule is not None and not callable(schedule):
-        hint = "lockstep.training.schedules.make_schedule(name, total_steps) makes one from a name."
-        raise ConfigError("schedule", "a function from the step's number to a learning-rate factor", schedule, hint)
+    if schedule is not None:
+        hint = "lockstep.make_schedule(name, total_steps) makes one from a name."
+        if isinstance(schedule, LRScheduler):
+            hint = "A scheduler of torch.optim.lr_scheduler is given as scheduler=."
+        expected = "a function from the step's number to a learning-rate factor"
+        check_callable("schedule", schedule, expected, hint, arguments=1)
+
+
+def check_functions(loss_fn: Any, forward: Any) -> None:
+    """Check that the functions of `TrainStep` are functions of two arguments.
+
+    Raises:
+        ConfigError: naming the first that is not.
+    """
+    if forward is not None:
+        check_callable("forward", forward, "a function (model, data) -> (output, target)", arguments=2)
+    if loss_fn is not None and not isinstance(loss_fn, type):
+        expected = "a function (output, target) -> loss, or a module"
+        hint = ""
+        if isinstance(loss_fn, str):
+            hint = "Losses are those of torch, such as loss_fn=torch.nn.CrossEntropyLoss()."
+        check_callable("loss_fn", loss_fn, expected, hint, arguments=2)
 
 
 def check_max_grad_norm(max_grad_norm: Any) -> None:
@@ -129,10 +146,16 @@ def make_strategy(
     Raises:
         ConfigError: for an unknown name, or `devices` with a strategy other than "replicas".
     """
+    if devices is not None and (isinstance(devices, (str, int)) or not isinstance(devices, Iterable)):
+        hint = "The number of workers is that of the launcher: lockstep run -np N."
+        raise ConfigError("devices", "a list of devices, with strategy='replicas'", devices, hint)
     if isinstance(strategy, str):
+        if strategy in other_names.STRATEGIES:
+            raise unknown_name("strategy", strategy, STRATEGIES.names(), elsewhere=other_names.STRATEGIES)
         options = (devices, global_batch_size) if strategy == "replicas" else ()
         created: Strategy = STRATEGIES.load(strategy)(comm, *options)
     else:
+        check_instance("strategy", strategy, Strategy, "one of distributed, sharded or replicas, or a Strategy")
         created = strategy
     if devices is not None and strategy != "replicas":
         hint = "Each worker has one device; lockstep.init(device) chooses it."
@@ -149,6 +172,10 @@ def resolve_strategy(
         ConfigError: if they contradict each other.
     """
     check_threads(threads, virtual_workers)
+    if strategy is not None:
+        expected = "a Strategy, such as lockstep.strategies.sharded.Sharded(lockstep.init())"
+        hint = "Trainer(..., strategy=) takes names." if isinstance(strategy, str) else ""
+        check_instance("strategy", strategy, Strategy, expected, hint)
     chosen = Distributed(init()) if strategy is None else strategy
     if virtual_workers is not None:
         chosen = chosen.with_virtual_workers(virtual_workers, threads)
@@ -423,6 +450,7 @@ class TrainStep:
     Raises:
         ConfigError: for invalid arguments.
         MismatchError: if the workers' models differ.
+        TypeError: for an argument of another name; the error says what it is here.
     """
 
     def __init__(
@@ -445,8 +473,17 @@ class TrainStep:
         threads: int | None = None,
         replica_check: int = REPLICA_CHECK,
         cuda_graphs: bool = False,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            name = next(iter(unknown))
+            raise unexpected_argument(
+                "TrainStep", name, other_names.in_training(name, "TrainStep"), keyword_names(TrainStep)
+            )
         check_step(model, optimizer, gradient_accumulation_steps, max_grad_norm, schedule)
+        check_functions(loss_fn, forward)
+        check_instance("seed", seed, int, "a whole number")
+        check_flag("cuda_graphs", cuda_graphs, also="False")
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.scheduler = _make_scheduler(scheduler, optimizer, schedule, scheduler_interval, scheduler_metric)
         self.strategy = resolve_strategy(strategy, virtual_workers, threads, gradient_accumulation_steps)
@@ -516,7 +553,8 @@ class TrainStep:
 
     def run_once(self, batch: Batch, stop: bool = False, regroup: bool = False) -> StepResult:
         """See `run`; in an elastic job, an attempt that the loss of a worker may end."""
-        what = f"step {self.steps_done}, with {batch.size:,} of the {batch.global_size:,} samples of the global batch"
+        samples = counted(batch.global_size, "sample")
+        what = f"step {self.steps_done}, with {batch.size:,} of the {samples} of the global batch"
         with self.strategy.deterministic(), explaining_out_of_memory(self.comm, what, self._less_memory()):
             return self._run(batch, STOP * stop + REGROUP * regroup)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,17 +16,19 @@ from typing_extensions import Never, Unpack
 
 from .. import environment, flight_recorder
 from ..activity import Activity
+from ..argument_checks import check_flag, check_path, check_whole, keyword_names
 from ..checkpoint.folder import Checkpoint, read_tensors
 from ..communicator import init
 from ..communicator.elastic_communicator import ElasticCommunicator
 from ..data.loader import Loader, dataloader_settings
 from ..errors import CheckpointError, ConfigError, unexpected_argument
+from ..other_names import in_training
 from ..replicas import Device
 from ..strategies.base import Strategy
 from . import run_directory
 from .callbacks import defaults
 from .callbacks.base import Callback
-from .callbacks.group import CallbackGroup
+from .callbacks.group import CallbackGroup, check_callbacks
 from .checkpoint_manager import CheckpointManager
 from .elastic_loop import ElasticCallbacks, ElasticLoop
 from .errors_on_all import call_on_all
@@ -47,7 +48,7 @@ from .run_state import (
     check_max_steps,
     check_validate_every,
 )
-from .step import StepOptions, TrainStep, make_strategy
+from .step import StepOptions, TrainStep, check_functions, make_strategy
 from .stopping import StopSignals
 
 __all__ = ["StepOptions", "Trainer"]
@@ -120,21 +121,29 @@ class Trainer:
         save_frozen: bool | None = None,
         **step: Unpack[StepOptions],
     ) -> None:
-        if unknown := step.keys() - StepOptions.__annotations__.keys():
-            raise unexpected_argument("Trainer", min(unknown), _elsewhere())
+        if unknown := [name for name in step if name not in StepOptions.__annotations__]:
+            raise unexpected_argument("Trainer", unknown[0], _instead(unknown[0]), _trainer_arguments())
         self.comm = init()
         if global_batch_size is None:
             raise ConfigError("global_batch_size", "the number of samples in one step, over all workers", found="none")
+        check_whole("global_batch_size", global_batch_size, 1)
+        check_whole("seed", seed, 0)
+        check_whole("num_workers", num_workers, 0)
+        check_in_flight(max_steps_in_flight)
+        check_flag("allow_different_hardware", allow_different_hardware, also="False")
+        check_flag("save_frozen", save_frozen, also="True, unless the model is one of PEFT")
+        check_callbacks(callbacks)
+        check_functions(loss_fn, step.get("forward"))
         loss_fn, step["forward"] = with_own_loss(loss_fn, step.get("forward"))
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.global_batch_size, self.seed, self._num_workers = global_batch_size, seed, num_workers
         self.metrics = default_metrics(loss_fn) if metrics is None else metrics
-        self.run_dir = None if run_dir is None else Path(run_dir)
+        self.run_dir = None if run_dir is None else check_path("run_dir", run_dir, "the path of a folder, or None")
         chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
         self.step = TrainStep(model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step)
         self._forward = step.get("forward")
         self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, self._forward)
-        save_frozen = not hasattr(model, "peft_config") if save_frozen is None else save_frozen
+        save_frozen = not hasattr(model, "peft_config") if save_frozen is None else bool(save_frozen)
         self.state = RunState(self.step, global_batch_size, allow_different_hardware, save_frozen)
         if callbacks is None:
             callbacks = defaults(self.run_dir is not None, hasattr(model, "save_pretrained"))
@@ -147,7 +156,7 @@ class Trainer:
         self._callbacks = (CallbackGroup if self._elastic is None else ElasticCallbacks)(callbacks, self.comm.rank)
         if self.run_dir is not None:
             self._callbacks.warn_of_missing()
-        self.max_steps_in_flight = check_in_flight(max_steps_in_flight)
+        self.max_steps_in_flight = max_steps_in_flight
         self.checkpoint_manager = CheckpointManager(self.state, self.run_dir, keep_checkpoints, async_save)
         self.modes = TrainingModes(model)
         self.steps_in_flight = self._new_steps_in_flight()
@@ -208,9 +217,13 @@ class Trainer:
             TypeError: for an argument of another name; the error says where it belongs.
         """
         if unknown:
-            raise unexpected_argument("fit", next(iter(unknown)), _elsewhere())
+            name = next(iter(unknown))
+            raise unexpected_argument("fit", name, _instead(name), keyword_names(self.fit))
         if resume is None and not self._begun:
             resume = self._requested_resume()
+        elif resume is not None:
+            hint = 'resume="latest" continues the newest run in run_dir, and begins one if there is none.'
+            check_path("resume", resume, '"latest", or the path of a run or a checkpoint', hint)
         with ExitStack() as opened:
             loader = opened.enter_context(self._opened(train, "train"))
             held_out = None if validate is None else opened.enter_context(self._opened(validate, "validate"))
@@ -443,19 +456,26 @@ class Trainer:
     def _loader(self, dataset: Any, argument: str, shuffle: bool) -> Loader:
         if isinstance(dataset, Loader):
             return dataset
+        if isinstance(dataset, (str, bytes, Path)):
+            raise ConfigError(argument, "a data set, a Loader or a DataLoader", dataset)
         settings: dict[str, Any] = {"dataset": dataset, "shuffle": shuffle, "num_workers": self._num_workers}
         if isinstance(dataset, DataLoader):
             warns = self.comm.rank == 0 and (argument, dataset.batch_size) not in self._dataloaders_warned_of
             self._dataloaders_warned_of.add((argument, dataset.batch_size))
             given = dataloader_settings(dataset, argument, self.global_batch_size, warns)
             settings = given | {"num_workers": given["num_workers"] or self._num_workers}
-        return Loader(
-            **settings,
-            global_batch_size=self.global_batch_size,
-            seed=self.seed,
-            comm=self.comm,
-            virtual_workers=self.step.strategy.virtual_workers,
-        )
+        try:
+            return Loader(
+                **settings,
+                global_batch_size=self.global_batch_size,
+                seed=self.seed,
+                comm=self.comm,
+                virtual_workers=self.step.strategy.virtual_workers,
+            )
+        except ConfigError as error:
+            if (error.argument, argument) != ("dataset", "validate"):
+                raise
+            raise ConfigError(argument, error.expected, error.got, error.hint, found=error.found) from None
 
     def stop(self, reason: str) -> None:
         """Request that the running `fit` ends after this epoch or validation; any worker may call it."""
@@ -529,15 +549,18 @@ class Trainer:
         self._callbacks.load_state_dict(state.get("callbacks", {}))
 
 
-def _elsewhere() -> dict[str, str]:
-    """Return where arguments belong that neither a trainer nor its `fit` has, or only the other one."""
+def _trainer_arguments() -> list[str]:
+    return [*keyword_names(Trainer), *StepOptions.__annotations__]
+
+
+def _instead(name: str) -> str | None:
+    """Return what to do instead of an argument that a trainer, or its `fit`, does not have; None if unknown."""
+    if name in _trainer_arguments():
+        return "it belongs to Trainer(...)"
+    if name in ("epochs", "validate", "resume", "max_steps", "validate_every"):
+        return "it belongs to fit()"
     in_loader = "it belongs to a DataLoader or lockstep.Loader(...), which fit() and validate= take as data"
-    homes = dict.fromkeys([*inspect.signature(Loader).parameters, "sampler"], in_loader)
-    homes |= dict.fromkeys(inspect.signature(Trainer.fit).parameters, "it belongs to fit()")
-    homes |= dict.fromkeys(
-        [*inspect.signature(Trainer).parameters, *StepOptions.__annotations__], "it belongs to Trainer(...)"
-    )
-    return homes | {"batch_size": "a step has the samples of Trainer(..., global_batch_size=), over all workers"}
+    return in_training(name, "Trainer") or (in_loader if name in keyword_names(Loader) else None)
 
 
 def _seek(position: Position, loader: Loader, found: Checkpoint | None) -> None:

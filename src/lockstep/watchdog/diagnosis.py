@@ -148,7 +148,7 @@ def lost_finding(rank: int, where: str, host: str = "", detail: str = "") -> Fin
 
 def exit_finding(rank: int, where: str, host: str = "", how: str = "exited", batches: int | None = None) -> Finding:
     """Return the finding for a rank that exited, or destroyed its groups, while others waited for it in `where`."""
-    after = f" after {batches} batches" if batches is not None else ""
+    after = f" after {batches} batch{'es'[: 2 * (batches != 1)]}" if batches is not None else ""
     cause = "It left its loop, or the program, earlier than the others; or only some ranks call this collective."
     advice = "Let all ranks do the same number of steps, and call every collective on every rank of its group."
     if method := method_in(where):

@@ -160,7 +160,7 @@ def test_bad_models(name: str, said: str) -> None:
 
 
 def test_labels_that_are_no_classes() -> None:
-    with pytest.raises(ConfigError, match=r"model: expected an output that cross-entropy takes with .*float32"):
+    with pytest.raises(ConfigError, match=r"data: expected class labels of dtype torch.int64, .*float32"):
         model_for("net", "floats")
 
 

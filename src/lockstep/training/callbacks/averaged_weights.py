@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from ...argument_checks import check_number, check_texts, check_whole
 from ...checkpoint.folder import save_weights
 from ...errors import ConfigError
 from .base import Callback, TrainingContext
@@ -48,11 +49,11 @@ class AveragedWeights(Callback):
         validate: Any = None,
         results: Sequence[str] = ("loss",),
     ) -> None:
-        if decay is not None and not 0 <= decay < 1:
-            raise ConfigError("decay", "a number from 0 to below 1, or None for the mean", decay)
-        for name, value in (("start", start), ("every", every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(name, "a whole number of steps, at least 1", value)
+        if decay is not None:
+            check_number("decay", decay, "a number from 0 to below 1, or None for the mean", lambda x: 0 <= x < 1)
+        check_whole("start", start, 1)
+        check_whole("every", every, 1)
+        check_texts("results", results, 'a list of names of results, such as ("loss", "accuracy")')
         self._average = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._start, self._every, self._data, self._results = start, every, validate, tuple(results)
         self.adds_columns = () if validate is None else tuple(f"val_averaged_{name}" for name in results)

@@ -6,6 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
+from ...argument_checks import check_flag, check_text
 from ...errors import ConfigError
 from .base import Callback, Row, TrainingContext
 from .columns import check_column, is_higher_better
@@ -16,17 +17,23 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints", "parse_interval"]
 
 
-def parse_interval(text: str) -> tuple[int, str]:
+def parse_interval(text: str, argument: str = "checkpoint_every") -> tuple[int, str]:
     """Parse an interval: "2epochs" → (2, "epochs"), "500steps" → (500, "steps"); "3" means epochs, "0" never.
+
+    Args:
+        text: the interval.
+        argument: its name in errors.
 
     Raises:
         ConfigError: for anything else.
     """
-    match = re.fullmatch(r"(\d+)\s*(epochs?|steps?)?", text.strip())
+    match = re.fullmatch(r"(\d+)\s*(epochs?|steps?)?", text.strip()) if isinstance(text, str) else None
     if match is None:
-        raise ConfigError(
-            "checkpoint_every", "a number of epochs or steps, e.g. 1epoch, 500steps, or 0 for never", text
-        )
+        hint = ""
+        if isinstance(text, int) and not isinstance(text, bool):
+            hint = f'A text says what is counted: "{text}epochs" or "{text}steps".'
+        expected = "a number of epochs or steps, e.g. 1epoch, 500steps, or 0 for never"
+        raise ConfigError(argument, expected, text, hint)
     return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
 
 
@@ -49,7 +56,10 @@ class Checkpoints(Callback):
     every_rank = True
 
     def __init__(self, every: str = "1epoch", best: str | None = None, higher_is_better: bool | None = None) -> None:
-        self._count, self._unit = parse_interval(every)
+        self._count, self._unit = parse_interval(every, "every")
+        if best is not None:
+            check_text("best", best, 'the name of a column of the history, such as "val_loss"')
+        check_flag("higher_is_better", higher_is_better, also="what the name of the column says")
         self._best = best
         self._higher = best is not None and is_higher_better(best, higher_is_better)
         self.needs_columns = () if best is None else (best,)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...argument_checks import check_whole
 from ...errors import ConfigError
 from ...invariance.shards import sizes
 from ...strategies.base import accumulation_dtype
@@ -50,8 +51,7 @@ class GradientNoise(Callback):
     adds_columns = ("noise_scale",)
 
     def __init__(self, every: int = 10) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError("every", "a whole number of steps, at least 1", every)
+        check_whole("every", every, 1)
         self._every = every
         self._hooks: list[RemovableHandle] = []
         self._squares = torch.zeros(0)  # of the gradient of each virtual worker, in the step that is measured

@@ -19,7 +19,7 @@ from .csv_log import CSVLog
 from .curve import Curve
 from .progress import Progress
 
-__all__ = ["CallbackGroup"]
+__all__ = ["CallbackGroup", "check_callbacks"]
 
 _log = logging.getLogger(__name__)
 _OWN = f"{__name__.partition('.')[0]}."
@@ -191,6 +191,26 @@ def _check_hooks(kind: type[Callback]) -> None:
     for name in dir(kind):
         if name.startswith("on_") and name not in _HOOKS and callable(getattr(kind, name)):
             raise unknown_name(f"callbacks.{kind.__name__}", name, _HOOKS, "a name that does not begin with on_")
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Check that the argument `callbacks` of a trainer is a list, or None; its elements are checked by `CallbackGroup`.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    if callbacks is None:
+        return
+    if isinstance(callbacks, Callback):
+        name = type(callbacks).__name__
+        hint = (
+            f"Put it into a list: callbacks=[{name}(...)]. A list replaces the default callbacks; add to them with "
+            f"callbacks=[*lockstep.callbacks.defaults(True), {name}(...)]."
+        )
+        raise ConfigError("callbacks", "a list of callbacks", found=f"a single {name}", hint=hint)
+    if isinstance(callbacks, (str, bytes, type)) or not isinstance(callbacks, Iterable):
+        hint = "None is for the default callbacks, and an empty list for none of them."
+        raise ConfigError("callbacks", "a list of callbacks", callbacks, hint)
 
 
 def _checked(callback: Any) -> Callback:

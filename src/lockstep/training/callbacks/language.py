@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ...argument_checks import check_callable, check_flag, check_instance, check_number, check_whole
+from ...errors import ConfigError
 from ...invariance.shards import mix
 from ...models import continue_text
 from ...system import atomic_files
@@ -28,12 +30,16 @@ class TokenColumns(Callback):
 
     Args:
         tokens: the number of tokens in a sample.
+
+    Raises:
+        ConfigError: for anything but a number above 0.
     """
 
     every_rank = True
     adds_columns = ("val_perplexity", "tokens_per_second")
 
     def __init__(self, tokens: int) -> None:
+        check_number("tokens", tokens, "a number above 0", lambda number: number > 0)
         self._tokens = tokens
 
     def on_validation_end(self, trainer: TrainingContext, results: dict[str, float]) -> None:
@@ -62,6 +68,9 @@ class TextSamples(Callback):
         top_k: see there.
         seed: the seed of the draws.
         show: whether to print the texts.
+
+    Raises:
+        ConfigError: for an invalid argument.
     """
 
     # Rank 0 writes; a sharded model can only be used by all workers together.
@@ -79,7 +88,15 @@ class TextSamples(Callback):
         seed: int = 0,
         show: bool = True,
     ) -> None:
-        self._prompts, self._decode, self._context = torch.tensor(prompts), decode, context
+        check_callable("decode", decode, "a function from tokens to their text", arguments=1)
+        check_whole("context", context, 1)
+        check_whole("length", length, 0)
+        check_number("temperature", temperature, "a number of at least 0", lambda number: number >= 0)
+        if top_k is not None:
+            check_whole("top_k", top_k, 1)
+        check_instance("seed", seed, int, "a whole number")
+        check_flag("show", show)
+        self._prompts, self._decode, self._context = _as_tokens(prompts), decode, context
         self._length, self._temperature, self._top_k = length, temperature, top_k
         self._seed, self._show = seed, show
         self._write_guard = WriteGuard()
@@ -128,6 +145,18 @@ class TextSamples(Callback):
                 generator=generator,
             )
         return [self._decode(added) for added in tokens[:, self._prompts.shape[1] :].tolist()]
+
+
+def _as_tokens(prompts: Any) -> torch.Tensor:
+    """Return the tokens of the prompts: int64, shape (prompts, tokens of each)."""
+    try:
+        tokens = torch.as_tensor(prompts)
+    except (TypeError, ValueError, RuntimeError):
+        tokens = torch.zeros(0)
+    if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.dtype != torch.int64:
+        expected = "the tokens of each text, whole numbers in lists of one length"
+        raise ConfigError("prompts", expected, prompts, "A tokenizer's encode() makes them of a text.")
+    return tokens
 
 
 def _line(prompt: str, text: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import ConfigError
+from ...argument_checks import check_flag, check_texts
+from ...errors import ConfigError, counted
 from .base import Callback, Row, TrainingContext
 
 __all__ = ["LearningRates"]
@@ -26,6 +27,8 @@ class LearningRates(Callback):
     every_rank = True
 
     def __init__(self, names: Sequence[str], momentum: bool = False) -> None:
+        check_texts("names", names, "a list of names, one for each group of parameters")
+        check_flag("momentum", momentum)
         self._names, self._momentum = list(names), momentum
         kinds = ["lr", *(["momentum"] if momentum else [])]
         self.adds_columns = tuple(f"{kind}_{name}" for kind in kinds for name in names)
@@ -34,7 +37,7 @@ class LearningRates(Callback):
         """Check that there is a name for each group."""
         groups = trainer.optimizer.param_groups
         if len(groups) != len(self._names) or len(set(self._names)) != len(self._names):
-            raise ConfigError("names", f"{len(groups)} names, one for each group of parameters", self._names)
+            raise ConfigError("names", f"{counted(len(groups), 'name')}, one for each group of parameters", self._names)
         if self._momentum and not all("momentum" in group or "betas" in group for group in groups):
             raise ConfigError("momentum", f"False for {type(trainer.optimizer).__name__}, which has none", True)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from ...argument_checks import check_flag
 from ...errors import ConfigError
 from .base import Callback, TrainingContext
 from .writing import WriteGuard
@@ -43,9 +44,11 @@ class Profile(Callback):
     needs_run_dir = True
 
     def __init__(self, steps: Iterable[int] = range(10, 13), memory: bool = False) -> None:
-        numbers = list(steps)
-        if not numbers or numbers[0] < 1 or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        numbers = list(steps) if isinstance(steps, Iterable) and not isinstance(steps, (str, bytes)) else []
+        first = numbers[0] if numbers else 0
+        if not isinstance(first, int) or first < 1 or numbers != list(range(first, first + len(numbers))):
             raise ConfigError("steps", "steps from 1 that follow one another, such as range(10, 13)", steps)
+        check_flag("memory", memory)
         self._first, self._last, self._memory = numbers[0], numbers[-1], memory
         self._write_guard = WriteGuard()
         self._profiler: Any = None

@@ -18,6 +18,8 @@ import torch
 
 from ... import environment
 from ...activity import NOTEBOOK_MARK, display_in_notebook, in_notebook
+from ...argument_checks import check_number
+from ...errors import counted
 from .base import Callback, Row, TrainingContext
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class Progress(Callback):
     """
 
     def __init__(self, tokens: int | None = None) -> None:
+        if tokens is not None:
+            check_number("tokens", tokens, "a number above 0", lambda number: number > 0)
         self._unit, self._per_sample = ("samples", 1) if tokens is None else ("tokens", tokens)
         self._display: _Display | None = None
         self._status = _Status()
@@ -382,7 +386,7 @@ def as_heading(trainer: TrainingContext) -> str:
     workers, threads = trainer.comm.size, torch.get_num_threads()
     parts = [
         f"global batch {trainer.global_batch_size:,}",
-        *([] if trainer.steps_per_epoch is None else [f"{trainer.steps_per_epoch:,} steps an epoch"]),
+        *([] if trainer.steps_per_epoch is None else [f"{counted(trainer.steps_per_epoch, 'step')} an epoch"]),
         f"{workers} {'worker' if workers == 1 else 'workers'} on {trainer.comm.device.type}",
     ]
     if (devices := len(trainer.step.strategy.devices)) > 1:

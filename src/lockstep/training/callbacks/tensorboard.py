@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...argument_checks import check_whole
 from ...errors import ConfigError
 from .base import Callback, Row, TrainingContext
 from .writing import WriteGuard
@@ -54,8 +55,7 @@ class TensorBoard(Callback):
 
     def __init__(self, every_steps: int = 10) -> None:
         check_installed()
-        if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
-            raise ConfigError("every_steps", "a whole number of at least 1", every_steps)
+        check_whole("every_steps", every_steps, 1)
         self._every = every_steps
         self._write_guard = WriteGuard()
         self._writer: Any = None

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ...argument_checks import check_instance, check_whole
 from ...errors import ConfigError
 from .base import Callback, Row, TrainingContext
 
@@ -39,8 +40,9 @@ class _Tracker(Callback):
         if find_spec(self.package) is None:
             hint = f"pip install {self.package}"
             raise ConfigError(kind, f"the package {self.package}", found="an environment without it", hint=hint)
-        if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
-            raise ConfigError("every_steps", "a whole number of at least 1", every_steps)
+        check_whole("every_steps", every_steps, 1)
+        if config is not None:
+            check_instance("config", config, Mapping, "a dict of values to store with the run")
         self._every, self._config = every_steps, dict(config or {})
         self._run_id, self._has_failed, self._is_open = "", False, False
 
