@@ -112,6 +112,13 @@ class Strategy:
         """
         return self.comm.iallreduce(totals).wait
 
+    def cast_parameters(self, model: nn.Module, precision: str) -> list[int] | None:
+        """Return the numbers of the parameters that a pass converts to a half-precision format.
+
+        None if autocast alone does so: they are then found in the graph of a forward pass.
+        """
+        return None
+
     def wrap_evaluation(self, module: nn.Module) -> nn.Module:
         """Return the module that an evaluation calls instead of `module`: (data, samples) → tensor of sums."""
         return module

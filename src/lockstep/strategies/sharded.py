@@ -273,6 +273,14 @@ class Sharded(Distributed):
             replace_parameters(optimizer, {id(p): new[name] for name, p in self._full_parameters.items()})
             self._full_parameters = {}
 
+    def cast_parameters(self, model: nn.Module, precision: str) -> list[int] | None:
+        """Return the numbers of the parameters that units gather in a half-precision format."""
+        if self.comm.size == 1:
+            return None
+        exact = {id(p) for layer in batch_norm_layers(model) for p in layer.parameters(recurse=False)}
+        half = precision in _FORMATS
+        return [number for number, p in enumerate(model.parameters()) if half and id(p) not in exact]
+
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return `module` unchanged: the hooks of `fully_shard` gather parameters and reduce gradients."""
         return module

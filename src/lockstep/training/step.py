@@ -28,6 +28,7 @@ from ..strategies.distributed import Distributed
 from ..strategies.invariant import Invariant
 from .cuda_graphs import Graphs, PassGraphs, begin_pass
 from .formats import REPLICA_CHECK
+from .loss_scale import agree_on_loss_scale
 from .losses import Forward, LossFn, LossModule, LossSum
 from .out_of_memory import explaining_out_of_memory
 from .own_loss import Counting, OwnLoss, with_own_loss
@@ -234,10 +235,19 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
 class Passes(Protocol):
     """The forward and backward passes of a step."""
 
+    @property
+    def averaged_over(self) -> int:
+        """The number of workers over which gradients are averaged; 1 if they are summed."""
+
+    def parts(self, batch: Batch) -> list[tuple[Any, int]]:
+        """Return (data, samples) of each of this worker's passes."""
+
     def run(
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
     ) -> torch.Tensor:
         """Run the passes; gradients are then sums over the global batch, divided by its number of samples.
+
+        With fp16 they are scaled otherwise, see `Precision.correction`.
 
         Args:
             loss: (data, samples) → (sum of the loss, count), as the strategy has wrapped it.
@@ -284,6 +294,15 @@ class AccumulatedPasses:
     def __init__(self, strategy: Strategy, gradient_accumulation_steps: int, graphs: PassGraphs | None = None) -> None:
         self._strategy, self._accumulation_steps, self._graphs = strategy, gradient_accumulation_steps, graphs
 
+    @property
+    def averaged_over(self) -> int:
+        """See `Passes`."""
+        return self._strategy.comm.size
+
+    def parts(self, batch: Batch) -> list[tuple[Any, int]]:
+        """See `Passes`."""
+        return split(batch.data, batch.size, self._accumulation_steps)
+
     def run(
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
     ) -> torch.Tensor:
@@ -292,8 +311,8 @@ class AccumulatedPasses:
         if requests:
             totals[2] = requests
         # The reduction averages over workers; the mean over samples needs the sum.
-        scale = strategy.comm.size / batch.global_size
-        parts = split(batch.data, batch.size, self._accumulation_steps)
+        scale = precision.pass_scale(batch.global_size, self.averaged_over)
+        parts = self.parts(batch)
         if self._graphs is not None:
             self._graphs.refuse_hooks()
         for number, (data, size) in enumerate(parts):
@@ -547,6 +566,9 @@ class TrainStep:
         marks = self._replicas.marks(self.steps_done)
         if self._graphs is not None:
             self._graphs.passes.is_paused = not self._loss_checked
+        if self.precision.is_new:
+            parts = self._passes.parts(batch)
+            agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
         if not self._loss_checked:
             raise_not_a_mean(self._loss.check(self.precision.autocast), self.comm)
@@ -561,14 +583,21 @@ class TrainStep:
         )
         if on_cpu:
             result.check()
-        correction = batch.global_size / count
-        grad_norm = self._update(None if samples is not None or (on_cpu and correction == 1) else correction)
+        grad_norm = self._update(self._correction(batch.global_size, count, samples is not None))
+        self.precision.end_step(count, batch.global_size)
         self.steps_done += 1
         if self.scheduler is not None:
             self._last_rates = _rates(self.optimizer)
             self.scheduler.end_step()
         note_samples(batch.size)
         return result if grad_norm is None else replace(result, grad_norm=grad_norm)
+
+    def _correction(self, samples: int, count: torch.Tensor, counts_samples: bool) -> torch.Tensor | None:
+        """Return the factor that makes the reduced gradients those of the mean; None if they are."""
+        if counts_samples and self.precision.name != "fp16":
+            return None
+        correction = self.precision.correction(samples, count, self._passes.averaged_over)
+        return None if count.device.type == "cpu" and correction == 1 else correction
 
     @property
     def learning_rates(self) -> list[float]:
@@ -625,6 +654,10 @@ class TrainStep:
         return self._graphs.update.run(self.optimizer, self._parameters, self.precision, correction, self._apply)
 
     def _apply(self, correction: torch.Tensor | None) -> torch.Tensor | None:
+        if cast := self.precision.cast:
+            converted = [p.grad for number, p in enumerate(self._all_parameters) if number in cast]
+            present = [gradient for gradient in converted if gradient is not None]
+            self.precision.mark_overflows(present, self._passes.averaged_over)
         self.precision.unscale(self.optimizer)
         if correction is not None:
             scale_gradients([p.grad for p in self._parameters if p.grad is not None], correction)

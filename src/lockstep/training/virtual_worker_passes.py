@@ -55,6 +55,8 @@ class ShardPasses:
     def __init__(self, strategy: Invariant, seed: int, graphs: PassGraphs | None = None) -> None:
         self._strategy, self._seed, self._graphs = strategy, seed, graphs
 
+    averaged_over = 1
+
     def run(
         self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
     ) -> torch.Tensor:
@@ -64,7 +66,7 @@ class ShardPasses:
             ConfigError: for a batch with another number of virtual workers.
         """
         strategy, reducer = self._strategy, self._strategy.reducer
-        current = _Step(loss, precision, self._parts(batch), batch.global_size, step, requests, marks)
+        current = _Step(loss, precision, self.parts(batch), batch.global_size, step, requests, marks)
         strategy.begin()
         if strategy.joint_layers:
             self._run_jointly(current)
@@ -151,11 +153,12 @@ class ShardPasses:
     def _begin_pass(self, step: _Step, part: tuple[Any, int], totals: torch.Tensor) -> Pass:
         """Begin the passes of a shard, with its sum and count in `totals`."""
         several = len(self._strategy.reducer.local_shards) > 1
-        begun = begin_pass(self._graphs, step.loss, step.precision, *part, 1 / step.global_size, several)
+        scale = step.precision.pass_scale(step.global_size)
+        begun = begin_pass(self._graphs, step.loss, step.precision, *part, scale, several)
         totals[0], totals[1] = begun.total, begun.count
         return begun
 
-    def _parts(self, batch: Batch) -> Parts:
+    def parts(self, batch: Batch) -> Parts:
         """Return (data, samples) of each of this worker's shards."""
         reducer, comm = self._strategy.reducer, self._strategy.comm
         if batch.virtual_workers != reducer.virtual_workers and (batch.virtual_workers is not None or comm.size > 1):
