@@ -73,7 +73,7 @@ class Precision:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss`, a scalar, as its gradient is taken: scaled up with fp16."""
-        return loss if self._scaler is None else self._scaler.scale(loss / (_HEADROOM * self._count_per_sample))
+        return loss if self._scaler is None else self._scaler.scale(loss / self._count_per_sample)
 
     def pass_scale(self, samples: int, workers: int = 1) -> float:
         """Return the factor of the sum of the loss in each pass of a step.
@@ -82,7 +82,7 @@ class Precision:
             samples: samples in the global batch.
             workers: number of workers over which the strategy averages gradients, if it does.
         """
-        return (workers if self._scaler is None else 1) / samples
+        return (workers if self._scaler is None else 1 / _HEADROOM) / samples
 
     def correction(self, samples: int, count: torch.Tensor, workers: int) -> torch.Tensor:
         """Return the factor that makes the reduced gradients those of the mean, a 0-dim tensor.
