@@ -301,7 +301,8 @@ class AccumulatedPasses:
 
     def parts(self, batch: Batch) -> list[tuple[Any, int]]:
         """See `Passes`."""
-        return split(batch.data, batch.size, self._accumulation_steps)
+        size = batch.size if batch.collated is None else batch.collated[0]
+        return split(batch.data, size, self._accumulation_steps)
 
     def run(
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
@@ -323,7 +324,8 @@ class AccumulatedPasses:
                 totals[1] += begun.count
                 if last:
                     with named("loss and sample count"):
-                        finish = strategy.reduce_totals(totals, batch.size / batch.global_size)
+                        weight = sum(size for _, size in parts) / batch.global_size
+                        finish = strategy.reduce_totals(totals, weight, add_up=batch.collated is None)
                 with named(strategy.backward_name):
                     begun.backward()
         return finish()
@@ -566,7 +568,8 @@ class TrainStep:
         marks = self._replicas.marks(self.steps_done)
         if self._graphs is not None:
             self._graphs.passes.is_paused = not self._loss_checked
-        if self.precision.is_new:
+        joint = isinstance(self.strategy, Invariant) and self.strategy.joint_layers  # which do not support fp16
+        if self.precision.is_new and not joint:
             parts = self._passes.parts(batch)
             agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
@@ -577,7 +580,8 @@ class TrainStep:
         on_cpu = self.comm.device.type == "cpu"
         # Reading the count is free on the CPU; elsewhere it waits for the device, so a loss that counts samples here is
         # assumed to count them on all workers. `StepResult.check` detects a wrong assumption.
-        samples = batch.global_size if self._loss.counts_samples and not on_cpu else None
+        all_collated = batch.collated is None
+        samples = batch.global_size if self._loss.counts_samples and all_collated and not on_cpu else None
         result = StepResult(
             self.steps_done, loss_sum / count, stops, lr, count, samples, marks=totals[3:], replicas=self._replicas
         )

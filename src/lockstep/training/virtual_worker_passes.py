@@ -76,7 +76,8 @@ class ShardPasses:
         seed_shard(self._seed, step, strategy.virtual_workers, strategy.comm.device)
         assert reducer.sums is not None
         size = 3 + len(marks)
-        strategy.end(reducer.sums[size + 1 :], batch.global_size, reducer.sums[size])
+        samples = batch.global_size if batch.collated is None else reducer.sums[size + 1]
+        strategy.end(reducer.sums[size + 2 :], samples, reducer.sums[size])
         return reducer.sums[:size]
 
     def _run_in_sequence(self, step: _Step) -> None:
@@ -87,7 +88,7 @@ class ShardPasses:
             if shard > reducer.local_shards.start:
                 buffers.restore()
             seed_shard(self._seed, step.number, shard, device)
-            totals = _new_totals(step.marks)
+            totals = _new_totals(step.marks, part[1])
             begun = self._begin_pass(step, part, totals) if part[1] else None
             if shard == reducer.local_shards[-1]:
                 self._set_worker_totals(totals, step)
@@ -104,8 +105,8 @@ class ShardPasses:
 
         def passes(shard: int) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
             seed_shard(self._seed, step.number, shard, comm.device)
-            totals = _new_totals(step.marks)
             part = step.parts[shard - reducer.local_shards.start]
+            totals = _new_totals(step.marks, part[1])
             begun = EagerPass(step.loss, step.precision, *part, 1 / step.global_size)
             totals[0], totals[1] = begun.total, begun.count
             numbers = torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)])
@@ -170,14 +171,21 @@ class ShardPasses:
                 hint=hint,
             )
         cuts = [reducer.part(batch.global_size, shard) for shard in reducer.local_shards]
-        sizes = [cut.stop - cut.start for cut in cuts]
-        data = batch.data if batch.virtual_workers else [narrow(batch.data, cut.start, cut.stop) for cut in cuts]
+        if batch.virtual_workers:
+            data, sizes = batch.data, batch.collated or [cut.stop - cut.start for cut in cuts]
+        else:
+            samples = batch.global_size if batch.collated is None else batch.collated[0]
+            cuts = [reducer.part(samples, shard) for shard in reducer.local_shards]
+            sizes = [cut.stop - cut.start for cut in cuts]
+            data = [narrow(batch.data, cut.start, cut.stop, samples) for cut in cuts]
         return [(map_tensors(_aligned, part), size) for part, size in zip(data, sizes, strict=True)]
 
 
-def _new_totals(marks: torch.Tensor) -> torch.Tensor:
-    """Return zeros for a shard's totals: loss sum, count, stop flag, marks, number of newly changed buffers."""
-    return marks.new_zeros(4 + len(marks))
+def _new_totals(marks: torch.Tensor, samples: int) -> torch.Tensor:
+    """Return a shard's totals: zeros for loss sum, count, stop flag, marks, number of newly changed buffers; samples."""
+    totals = marks.new_zeros(5 + len(marks))
+    totals[-1] = samples
+    return totals
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
