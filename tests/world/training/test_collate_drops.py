@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lockstep
+from support.outcome import RanksFailedError
 from support.pool import Pool
 
 Result = tuple[list[float], list[float], float, list[float]]
@@ -162,3 +163,80 @@ def test_strings_are_split_where_tensors_are(pool: Pool) -> None:
     ):
         for found in pool.run(named, **options, workers=size):
             assert found == pytest.approx(wanted, rel=1e-4)
+
+
+# --- parts that count nothing -----------------------------------------------------------------------------------------
+
+
+def masked_mean(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean over what is not masked, which is no number where all is, times its count."""
+    mask = target[:, 1]
+    mean = ((output[:, 0] - target[:, 0]).square() * mask).sum() / mask.sum()
+    return mean * mask.sum(), mask.sum()
+
+
+def masked(shown: int, **options: Any) -> list[float]:
+    lockstep.init("cpu")
+    torch.manual_seed(0)
+    target = torch.stack([X.sum(1), (torch.arange(32) % 16 < shown).float()], 1)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = lockstep.Trainer(model, optimizer, masked_mean, 16, callbacks=[], **options)
+    loader = lockstep.Loader(
+        list(zip(X, target, strict=True)), 16, shuffle=False, virtual_workers=options.get("virtual_workers")
+    )
+    return [row["train_loss"] for row in trainer.fit(loader, epochs=2)]
+
+
+def test_a_part_that_counts_nothing_contributes_zeros(pool: Pool) -> None:
+    wanted = pool.run(masked, 4, workers=1)[0]
+    for size, options in (
+        (2, {}),
+        (3, {}),
+        (1, {"gradient_accumulation_steps": 4}),
+        (1, {"virtual_workers": 4}),
+        (1, {"strategy": "replicas", "devices": ["cpu", "cpu"]}),
+    ):
+        for found in pool.run(masked, 4, **options, workers=size):
+            assert found == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(RanksFailedError, match="expected a global batch with something that the loss counts"):
+        pool.run(masked, 0, workers=2)
+
+
+# --- loops of one's own -----------------------------------------------------------------------------------------------
+
+
+def own_loop(accumulates: bool = False, **options: Any) -> list[float]:
+    """Return the mean losses and the weights."""
+    lockstep.init("cpu")
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    data = DataLoader(samples(), batch_size=16, collate_fn=without_missing)  # type: ignore[arg-type]
+    model, optimizer, loader = lockstep.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **options)
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        for number, batch in enumerate(loader.batches()):
+            for inputs, targets in optimizer.shards(batch):
+                if not accumulates:
+                    optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                loss.backward()
+                if not accumulates or number == 1:
+                    mean = optimizer.step(loss=loss)
+                    found += [] if mean is None else [float(mean)]
+    return [*found, *model.weight.flatten().tolist()]
+
+
+def test_a_loop_of_ones_own_counts_what_was_collated(pool: Pool) -> None:
+    wanted = pool.run(own_loop, workers=1)[0]
+    assert len(wanted) == 7
+    for size in (2, 3):
+        for found in pool.run(own_loop, workers=size):
+            assert found == pytest.approx(wanted, rel=1e-5)
+    equal = [pool.run(own_loop, virtual_workers=3, workers=size)[0] for size in (1, 2, 3)]
+    assert equal[0] == pytest.approx(wanted, rel=1e-5)
+    assert equal[0] == equal[1] == equal[2]
+    for size in (1, 2):
+        with pytest.raises(RanksFailedError, match="a collate function that keeps all samples of batches whose grad"):
+            pool.run(own_loop, accumulates=True, workers=size)
