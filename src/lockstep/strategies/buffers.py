@@ -48,7 +48,7 @@ class RunningStatistics:
             if buffers and weights is not None and not counts:
                 # a sum of shares that differs from 1 by rounding alone is 1
                 divisor = torch.where((weights - 1).abs() < _ROUNDING, 1.0, weights)
-                slices = torch._foreach_div(slices, divisor)
+                slices = list(torch._foreach_div(slices, divisor))
             if buffers:
                 torch._foreach_copy_(buffers, slices)
 

@@ -148,6 +148,13 @@ def check_model(model: nn.Module) -> None:
         )
     dtypes: dict[torch.dtype, str] = {}
     for name, p in model.named_parameters():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            hint = (
+                "It would see a shard of the gradient, if anything. optimizer.register_step_pre_hook() sees them all."
+            )
+            raise ConfigError(
+                "model", "parameters without hooks, with strategy='sharded'", found=f"one of {name}", hint=hint
+            )
         if p.dim() == 0:
             hint = "Give it one dimension, of size 1."
             raise ConfigError("model", "parameters with a dimension to shard", found=f"{name}, a scalar", hint=hint)

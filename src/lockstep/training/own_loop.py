@@ -32,6 +32,7 @@ from ..strategies.buffers import MutatedBuffers
 from ..strategies.invariant import ShardBuffers
 from ..strategies.module_sync import sync_module
 from ..strategies.unsupported_layers import check_supported
+from .model_changes import ModelChanges
 from .precision import Precision, clip, full_precision, scale_gradients
 from .replica_check import ReplicaCheck
 from .step import check_max_grad_norm, check_threads, parameters_of, refuse_closure
@@ -215,7 +216,7 @@ class _OwnLoop:
         models = [each for each in objects if isinstance(each, nn.Module)]
         self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._prepare_model()
-        self._buffers = _Buffers(self)
+        self._changes, self._buffers = ModelChanges(self.model), _Buffers(self)
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self.optimizers = {id(each): _PreparedOptimizer(each, self) for each in optimizers}
         self.current: _Shard | None = None
@@ -230,6 +231,13 @@ class _OwnLoop:
         sync_module(self.model, self.comm)
         if self._determinism is not None and self.comm.size > 1:
             self._determinism.check_same(self.comm)
+
+    def _sync_changed_model(self) -> None:
+        """Give all workers rank 0's values of a model that has other parameters than before."""
+        if self._changes.found():
+            self._prepare_model()
+            self._changes.note()
+            self._buffers = _Buffers(self)
 
     def prepare_one(self, given: Any) -> Any:
         """Return what `prepare` returns for one of its objects."""
@@ -283,6 +291,7 @@ class _OwnLoop:
                 stack.enter_context(self._determinism.applied())
             stack.enter_context(preserve_generators(self.comm.device))
             stack.callback(self._leave)
+            self._sync_changed_model()
             self._buffers.begin()
             for optimizer in self.optimizers.values():
                 optimizer.begin_batch(empty)

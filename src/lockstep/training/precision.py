@@ -107,6 +107,10 @@ class Precision:
             self.set_count(count, samples)
             self.is_new = False
 
+    def forget_cast(self) -> None:
+        """Find out anew what is computed in float16: the model has other parameters."""
+        self.is_new, self.cast = self._scaler is not None, frozenset[int]()
+
     def mark_overflows(self, gradients: list[torch.Tensor], workers: int) -> None:
         """Make those elements of reduced gradients infinite that float16 could not have held in a single pass.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -26,10 +28,14 @@ from ..strategies import STRATEGIES
 from ..strategies.base import Strategy
 from ..strategies.distributed import Distributed
 from ..strategies.invariant import Invariant
+from ..strategies.replicas import Replicas
+from ..strategies.sync_batchnorm import convert
 from .cuda_graphs import Graphs, PassGraphs, begin_pass
+from .divided_batches import describe_division
 from .formats import REPLICA_CHECK
 from .loss_scale import agree_on_loss_scale
 from .losses import Forward, LossFn, LossModule, LossSum
+from .model_changes import ModelChanges, are_same
 from .out_of_memory import explaining_out_of_memory
 from .own_loss import Counting, OwnLoss, with_own_loss
 from .precision import Precision, clip, scale_gradients
@@ -58,6 +64,8 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger(__name__)
+
 # --- Checks of the arguments ------------------------------------------------------------------------------------------
 
 
@@ -76,6 +84,7 @@ class StepOptions(TypedDict, total=False):
     threads: int | None
     replica_check: int
     cuda_graphs: bool
+    sync_batchnorm: bool
 
 
 def check_step(model: Any, optimizer: Any, gradient_accumulation_steps: Any, max_grad_norm: Any, schedule: Any) -> None:
@@ -224,7 +233,8 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
             "optimizer",
             "parameters of the model that is trained",
             found=f"{foreign} of {len(parameters)} that are not among them",
-            hint="Make the optimizer from model.parameters() of this model.",
+            hint="Make the optimizer from model.parameters() of this model. When a layer has been replaced, give the "
+            "optimizer the parameters of the new one, in place of those of the old one.",
         )
     return parameters
 
@@ -421,7 +431,8 @@ class TrainStep:
         loss_fn: see `lockstep.training.losses.LossFn`.
         strategy: how the model is distributed over the workers; data parallelism over those of `init()` when None.
         precision: "fp32", "bf16" or "fp16".
-        gradient_accumulation_steps: number of passes over a worker's part, to save memory; changes nothing else.
+        gradient_accumulation_steps: number of passes over a worker's part, to save memory. Each draws its own dropout
+            masks, and batch norm has the statistics of each; otherwise it changes nothing but rounding.
         max_grad_norm: maximum 2-norm of the whole gradient; infinity measures it without clipping.
         schedule: learning-rate factor by step; when None, the learning rate is not changed by it.
         scheduler: a scheduler of `torch.optim.lr_scheduler`, of `optimizer`, which is stepped here, once for each step
@@ -440,6 +451,8 @@ class TrainStep:
             `lockstep.training.replica_check`; 0 compares neither weights nor hyperparameters.
         cuda_graphs: record the passes and the update once and replay them, see `lockstep.training.cuda_graphs`. Where
             that is not possible, steps run as usual, and a line in the log says why.
+        sync_batchnorm: batch norm has the statistics of the global batch; its layers are replaced in the model, with
+            the same parameters. With virtual workers on the CPU only, see `lockstep.strategies.sync_batchnorm`.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -466,6 +479,7 @@ class TrainStep:
         threads: int | None = None,
         replica_check: int = REPLICA_CHECK,
         cuda_graphs: bool = False,
+        sync_batchnorm: bool = False,
     ) -> None:
         check_step(model, optimizer, gradient_accumulation_steps, max_grad_norm, schedule)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
@@ -478,17 +492,19 @@ class TrainStep:
         self._last_rates = _rates(optimizer)  # of the last step
         self.replacement: Callable[[Batch], StepResult] | None = None  # of `run`, see `lockstep.elastic.steps`
         self.strategy.check(optimizer, precision)
+        if sync_batchnorm:
+            _synchronise_batch_norm(model, self.strategy)
         self._prepare()
         loss_fn, forward = with_own_loss(loss_fn, forward)
         self._own_loss = loss_fn if isinstance(loss_fn, OwnLoss) else None
         loss = LossSum(loss_fn, self.comm.device)
         self._loss = LossModule(model, loss, forward, collective_forward=self.strategy.collective_forward)
-        self._loss_checked = False
+        self._loss_checked = self._has_described = False
         self._module = self.strategy.wrap(self._loss)
         self._graphs = self._make_graphs() if cuda_graphs else None
         self._accumulation_steps = gradient_accumulation_steps
         self._passes = self._make_passes()
-        self._trained = [p.requires_grad for p in self._all_parameters]
+        self._trained = [p.requires_grad for p in self._changes.parameters]
         self._parameters: list[nn.Parameter] = []
         self._refresh_param_groups()
         self._replicas = ReplicaCheck(
@@ -510,7 +526,7 @@ class TrainStep:
     def _prepare(self) -> None:
         self.strategy.prepare(self.model)
         self.strategy.update_optimizer(self.optimizer)
-        self._all_parameters = list(self.model.parameters())
+        self._changes = ModelChanges(self.model)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Run one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
@@ -544,7 +560,7 @@ class TrainStep:
     def _less_memory(self) -> str:
         """Return what makes a step need less memory."""
         if self.strategy.virtual_workers is None:
-            passes = f"gradient_accumulation_steps={2 * self._accumulation_steps}, which changes no result"
+            passes = f"gradient_accumulation_steps={2 * self._accumulation_steps}, which changes no result but dropout's masks and batch norm's statistics"
         else:
             passes = "more virtual workers, each of which computes its part in a pass of its own"
         lower = "" if self.precision.name != "fp32" else ', precision="bf16"'
@@ -565,6 +581,8 @@ class TrainStep:
 
     def _run(self, batch: Batch, requests: float) -> StepResult:
         lr = self._begin()
+        if not self._has_described:
+            self._describe_division()
         marks = self._replicas.marks(self.steps_done)
         if self._graphs is not None:
             self._graphs.passes.is_paused = not self._loss_checked
@@ -596,6 +614,14 @@ class TrainStep:
         note_samples(batch.size)
         return result if grad_norm is None else replace(result, grad_norm=grad_norm)
 
+    def _describe_division(self) -> None:
+        """Say once what of the model depends on how a global batch is divided; with virtual workers nothing does."""
+        self._has_described = True
+        if self.strategy.virtual_workers is None and self.comm.rank == 0:
+            devices = len(self.strategy.devices)
+            if said := describe_division(self.model, self.comm.size, self._accumulation_steps, devices):
+                _log.warning("%s", said)
+
     def _correction(self, samples: int, count: torch.Tensor, counts_samples: bool) -> torch.Tensor | None:
         """Return the factor that makes the reduced gradients those of the mean; None if they are."""
         if counts_samples and self.precision.name != "fp16":
@@ -614,15 +640,29 @@ class TrainStep:
             self.scheduler.end_epoch(row)
 
     def _refresh_param_groups(self) -> None:
-        """Read the optimizer's parameter groups, again if the user has added parameters."""
+        """Read the optimizer's parameter groups, again if the user has given it, or the model, other parameters."""
         groups = self.optimizer.param_groups
-        if sum(len(group["params"]) for group in groups) == len(self._parameters):
+        given = groups[0]["params"] if len(groups) == 1 else [*itertools.chain(*(group["params"] for group in groups))]
+        if not self._changes.found() and are_same(given, self._parameters):
             return
-        self._parameters = parameters_of(self.model, self.optimizer)
+        parameters = parameters_of(self.model, self.optimizer)
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
-        if len(list(self.model.parameters())) != len(self._all_parameters):  # the model has a new layer
-            self._prepare()
+        _forget_others(self.optimizer, parameters)
+        self.sync_model()
+        self._parameters = parameters_of(self.model, self.optimizer)  # which a strategy may have replaced
+
+    def sync_model(self) -> None:
+        """Give all workers rank 0's values, if the model has other parameters than before; called by all workers.
+
+        The next step does so itself.
+        """
+        if not self._changes.found(looks=True):
+            return
+        self._prepare()
+        self._parameters = []  # whether the optimizer has them is checked before the next step
+        self._trained = []  # a wrapper such as DistributedDataParallel is made anew
+        self.precision.forget_cast()
 
     def check_replicas(self) -> None:
         """Compare all hyperparameters and all weights of the workers, bit by bit; called by all of them.
@@ -634,7 +674,7 @@ class TrainStep:
 
     def _begin(self) -> float | torch.Tensor:
         self._refresh_param_groups()
-        if (trained := [p.requires_grad for p in self._all_parameters]) != self._trained:
+        if (trained := [p.requires_grad for p in self._changes.parameters]) != self._trained:
             # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
             if self._graphs is not None:
@@ -659,7 +699,7 @@ class TrainStep:
 
     def _apply(self, correction: torch.Tensor | None) -> torch.Tensor | None:
         if cast := self.precision.cast:
-            converted = [p.grad for number, p in enumerate(self._all_parameters) if number in cast]
+            converted = [p.grad for number, p in enumerate(self._changes.parameters) if number in cast]
             present = [gradient for gradient in converted if gradient is not None]
             self.precision.mark_overflows(present, self._passes.averaged_over)
         self.precision.unscale(self.optimizer)
@@ -692,6 +732,19 @@ class TrainStep:
             self._own_loss.counting = Counting[state["loss_counts"]]
 
 
+def _synchronise_batch_norm(model: nn.Module, strategy: Strategy) -> None:
+    """Replace the batch-norm layers of a model by those of the global batch.
+
+    Raises:
+        ConfigError: if the model is such a layer itself, or the strategy does not support them.
+    """
+    if isinstance(strategy, Replicas):
+        hint = "Threads of replicas have no common order of collectives; use strategy='distributed'."
+        raise ConfigError("sync_batchnorm", "False with strategy='replicas'", True, hint)
+    if convert(model, strategy.comm) is not model:
+        raise ConfigError("model", "a module that has batch norm in it", found=type(model).__name__)
+
+
 def _rates(optimizer: Optimizer) -> list[float | torch.Tensor]:
     """Return the learning rates of the groups, without waiting for a device that has them."""
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -707,3 +760,10 @@ def _fill_missing_gradients(parameters: list[nn.Parameter]) -> None:
     for p in parameters:
         if p.grad is None and p.requires_grad:
             p.grad = torch.zeros_like(p)
+
+
+def _forget_others(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Drop the state of parameters that the optimizer has no longer; it could not be saved."""
+    known = {id(p) for p in parameters}
+    for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in known]:
+        del optimizer.state[key]
