@@ -28,7 +28,11 @@ def describe_division(model: nn.Module, workers: int, passes: int, devices: int)
     """
     divided = [
         f"{number} {name}"
-        for number, name in ((workers, "workers"), (passes, "passes of each"), (devices, "devices of each"))
+        for number, name in (
+            (workers, "workers"),
+            (passes, "passes of each worker"),
+            (devices, "devices of each worker"),
+        )
         if number > 1
     ]
     if not divided:

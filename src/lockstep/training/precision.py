@@ -161,13 +161,40 @@ def clip(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
 
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", ICML 2013.
     """
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+        return _clip_sparse(parameters, max_norm)
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded parameters
     return whole
 
 
+def _clip_sparse(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Clip as `clip` where some gradients are sparse, which torch's function does not support.
+
+    The values of a row that is there several times are added up first, as the norm is that of their sum.
+    """
+    values: list[torch.Tensor] = []
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
+            values.append(p.grad._values())
+        elif p.grad is not None:
+            values.append(p.grad)
+    norm = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(each).to(values[0].device) for each in values])
+    )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for each in values:
+        each.mul_(factor.to(each.device))
+    return norm
+
+
 def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply `gradients` in place by `factor`, a 0-dim tensor; does not wait for an accelerator."""
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient._values().mul_(factor)
+    gradients = [gradient for gradient in gradients if not gradient.is_sparse]
     if not gradients:
         return
     if factor.device.type == "cpu":

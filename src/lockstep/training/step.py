@@ -560,7 +560,9 @@ class TrainStep:
     def _less_memory(self) -> str:
         """Return what makes a step need less memory."""
         if self.strategy.virtual_workers is None:
-            passes = f"gradient_accumulation_steps={2 * self._accumulation_steps}, which changes no result but dropout's masks and batch norm's statistics"
+            number = 2 * self._accumulation_steps
+            same = "" if describe_division(self.model, 1, number, 1) else ", which changes no result"
+            passes = f"gradient_accumulation_steps={number}{same}"
         else:
             passes = "more virtual workers, each of which computes its part in a pass of its own"
         lower = "" if self.precision.name != "fp32" else ', precision="bf16"'
@@ -700,7 +702,7 @@ class TrainStep:
     def _apply(self, correction: torch.Tensor | None) -> torch.Tensor | None:
         if cast := self.precision.cast:
             converted = [p.grad for number, p in enumerate(self._changes.parameters) if number in cast]
-            present = [gradient for gradient in converted if gradient is not None]
+            present = [gradient for gradient in converted if gradient is not None and not gradient.is_sparse]
             self.precision.mark_overflows(present, self._passes.averaged_over)
         self.precision.unscale(self.optimizer)
         if correction is not None:

@@ -182,7 +182,10 @@ class ShardPasses:
 
 
 def _new_totals(marks: torch.Tensor, samples: int) -> torch.Tensor:
-    """Return a shard's totals: zeros for loss sum, count, stop flag, marks, number of newly changed buffers; samples."""
+    """Return a shard's totals: loss sum, count, stop flag, marks, number of newly changed buffers, samples.
+
+    All but the samples are zero.
+    """
     totals = marks.new_zeros(5 + len(marks))
     totals[-1] = samples
     return totals

@@ -206,7 +206,7 @@ def test_structures_of_as_many_tensors_as_samples_are_no_lists_of_samples() -> N
 def test_lists_of_which_nothing_tells_what_a_sample_is_are_refused_where_they_are_split() -> None:
     ambiguous = [["a", "b"], ["c", "d"]]
     assert split(ambiguous, 2, 1)[0][0] is ambiguous
-    with pytest.raises(ConfigError, match="batch: expected lists .* 2 samples, got 2 lists of 2 items each"):
+    with pytest.raises(ConfigError, match=r"batch: expected lists .* 2 samples, got 2 lists of 2 items each"):
         split(ambiguous, 2, 2)
 
 
