@@ -15,7 +15,9 @@ __all__ = ["describe_division"]
 _MOST_NAMES = 3
 
 
-def describe_division(model: nn.Module, workers: int, passes: int, devices: int) -> str:
+def describe_division(
+    model: nn.Module, workers: int, passes: int = 1, devices: int = 1, own_hooks: bool = False
+) -> str:
     """Return in one line what of the model depends on the division of global batches; "" if nothing does.
 
     Functions that a forward pass calls, such as `torch.nn.functional.dropout`, are not seen.
@@ -25,6 +27,7 @@ def describe_division(model: nn.Module, workers: int, passes: int, devices: int)
         workers: number of workers.
         passes: passes of each worker.
         devices: devices of each worker.
+        own_hooks: whether the training itself has hooks on accumulated gradients, which are not the user's then.
     """
     divided = [
         f"{number} {name}"
@@ -40,7 +43,7 @@ def describe_division(model: nn.Module, workers: int, passes: int, devices: int)
     found = [
         *_of_layers("dropout draws other masks", model, _draws),
         *_of_layers("batch norm has the statistics of a part", model, lambda layer: _is_batch_norm(layer, passes)),
-        *_of_hooks(model),
+        *_of_hooks(model, own_hooks),
     ]
     if not found:
         return ""
@@ -54,8 +57,12 @@ def _of_layers(what: str, model: nn.Module, matches: Callable[[nn.Module], bool]
     return _listed(what, [name for name, layer in model.named_modules() if layer.training and matches(layer)])
 
 
-def _of_hooks(model: nn.Module) -> list[str]:
-    hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+def _of_hooks(model: nn.Module, own_hooks: bool) -> list[str]:
+    hooked = [
+        name
+        for name, p in model.named_parameters()
+        if p._backward_hooks or (p._post_accumulate_grad_hooks and not own_hooks)
+    ]
     return _listed("a hook of a parameter sees the gradient of a part", hooked)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -32,12 +33,15 @@ from ..strategies.buffers import MutatedBuffers
 from ..strategies.invariant import ShardBuffers
 from ..strategies.module_sync import sync_module
 from ..strategies.unsupported_layers import check_supported
+from .divided_batches import describe_division
 from .model_changes import ModelChanges
 from .precision import Precision, clip, full_precision, scale_gradients
 from .replica_check import ReplicaCheck
 from .step import check_max_grad_norm, check_threads, parameters_of, refuse_closure
 
 __all__ = ["PreparedLoader", "prepare"]
+
+_log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -217,6 +221,7 @@ class _OwnLoop:
         self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._prepare_model()
         self._changes, self._buffers = ModelChanges(self.model), _Buffers(self)
+        self._has_described = self.exact or self.comm.rank != 0
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self.optimizers = {id(each): _PreparedOptimizer(each, self) for each in optimizers}
         self.current: _Shard | None = None
@@ -232,8 +237,12 @@ class _OwnLoop:
         if self._determinism is not None and self.comm.size > 1:
             self._determinism.check_same(self.comm)
 
-    def _sync_changed_model(self) -> None:
-        """Give all workers rank 0's values of a model that has other parameters than before."""
+    def _look_at_model(self) -> None:
+        """Say once what depends on the number of workers, and give all workers rank 0's values of new parameters."""
+        if not self._has_described:  # at the first batch, when the loop has set modes and hooks
+            self._has_described = True
+            if said := describe_division(self.model, self.comm.size, own_hooks=True):
+                _log.warning("%s", said)
         if self._changes.found():
             self._prepare_model()
             self._changes.note()
@@ -291,7 +300,7 @@ class _OwnLoop:
                 stack.enter_context(self._determinism.applied())
             stack.enter_context(preserve_generators(self.comm.device))
             stack.callback(self._leave)
-            self._sync_changed_model()
+            self._look_at_model()
             self._buffers.begin()
             for optimizer in self.optimizers.values():
                 optimizer.begin_batch(empty)

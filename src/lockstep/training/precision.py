@@ -180,9 +180,8 @@ def _clip_sparse(parameters: list[nn.Parameter], max_norm: float) -> torch.Tenso
             values.append(p.grad._values())
         elif p.grad is not None:
             values.append(p.grad)
-    norm = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(each).to(values[0].device) for each in values])
-    )
+    norms = [torch.linalg.vector_norm(each).to(values[0].device) for each in values]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for each in values:
         each.mul_(factor.to(each.device))

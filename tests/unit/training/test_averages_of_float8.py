@@ -45,5 +45,5 @@ def test_buffers_are_those_of_the_newest_model(decay: float | None) -> None:
 def test_parameters_are_named_before_the_first_step() -> None:
     model = nn.Sequential(nn.Linear(4, 1))
     model.coarse = nn.Parameter(torch.zeros(2).to(torch.float8_e5m2), requires_grad=False)
-    with pytest.raises(ConfigError, match="AveragedWeights.* of parameters of 16 bits or more, got coarse"):
+    with pytest.raises(ConfigError, match=r"AveragedWeights.* of parameters of 16 bits or more, got coarse"):
         fit(model, AveragedWeights())
