@@ -335,6 +335,8 @@ class _Batches(Dataset[Any]):
             what = f"a batch of samples {shown} of {type(self.dataset).__name__}: {describe_exception(error)}"
             if self.collate is default_collate:
                 what += ". Samples of different sizes need a collate_fn that pads them, of a Loader or a DataLoader"
+            elif any(sample is None for sample in samples):
+                what += ". A collate_fn that leaves samples out is to return None for a part of which none are left"
             raise DataError(what) from error if environment.debugging() else None
 
 

@@ -41,7 +41,7 @@ from .fetching import (
     to_device,
 )
 from .iterable import BatchSettings, EpochOfStream, PartOfBatch, StreamPosition, is_iterable, substreams_of
-from .nested import narrow
+from .nested import collated_size, narrow
 
 __all__ = ["Batch", "LengthBatchSampler", "Loader", "TokenBatchSampler", "dataloader_settings"]
 
@@ -72,6 +72,8 @@ class Batch:
         step: the batch's number in the epoch, from 0.
         virtual_workers: the number of shards of the global batch, see `Loader`; `data` is then a list of the collated
             shards of this worker, with None for one without samples.
+        collated: with a collate function of the user's, the number of samples that it has made of this part, or of each
+            shard: it may leave some out. None if all samples are in the batch.
     """
 
     data: Any
@@ -81,6 +83,7 @@ class Batch:
     epoch: int
     step: int
     virtual_workers: int | None = None
+    collated: tuple[int, ...] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the elements of `data`: ``inputs, targets = batch``.
@@ -381,10 +384,11 @@ class Loader:
                 raise superseded_error(epoch)
             # Before the yield, so that a state saved while the batch is used is the position after it.
             self._epoch, self._step = epoch, step + 1
-            part = data if len(indices) or self.virtual_workers else narrow(data, 0, 0)
+            part = data if len(indices) or self.virtual_workers else narrow(data, 0, 0, 1)
+            collated = self._collated_sizes(part, len(indices), global_size)
             note_batch(epoch * len(self) + step, loop=loop)
             try:
-                yield Batch(part, indices, len(indices), global_size, epoch, step, self.virtual_workers)
+                yield Batch(part, indices, len(indices), global_size, epoch, step, self.virtual_workers, collated)
             except GeneratorExit:  # the loop was left before its end
                 note_batch(-1)
                 raise
@@ -411,8 +415,9 @@ class Loader:
             step, size = part.position.step - 1, part.high - part.low
             indices = torch.arange(part.low, part.high) + step * self.global_batch_size
             note_batch(step, loop=loop)
+            collated = self._collated_sizes(data, size, part.global_size)
             try:
-                yield Batch(data, indices, size, part.global_size, epoch, step, self.virtual_workers)
+                yield Batch(data, indices, size, part.global_size, epoch, step, self.virtual_workers, collated)
             except GeneratorExit:  # the loop was left before its end
                 note_batch(-1)
                 raise
@@ -436,7 +441,7 @@ class Loader:
         if part.low < part.high:
             return collated(part.low, part.high)
         sample = part.samples[0] if part.samples else self._any_sample()
-        return narrow(self._fetcher.collated(key, [sample], [first]), 0, 0)
+        return narrow(self._fetcher.collated(key, [sample], [first]), 0, 0, 1)
 
     def _any_sample(self) -> Any:
         """Return a sample of an iterable data set, for the shapes.
@@ -512,6 +517,15 @@ class Loader:
         assert self.virtual_workers is not None
         shards = range(*bounds(self.virtual_workers, self.comm.size, self.comm.rank))
         return [bounds(global_size, self.virtual_workers, shard) for shard in shards]
+
+    def _collated_sizes(self, data: Any, size: int, global_size: int) -> tuple[int, ...] | None:
+        """Return `Batch.collated` for the data of a part with `size` samples."""
+        if self._collate_fn is None:
+            return None
+        if not self.virtual_workers:
+            return (collated_size(data, size) if size else 0,)
+        ranges = zip(data, self._shard_ranges(global_size), strict=True)
+        return tuple([collated_size(shard, high - low) for shard, (low, high) in ranges])
 
     def _by_shard(self, indices: torch.Tensor, global_size: int) -> tuple[list[int], ...]:
         """Split this worker's `indices` of a global batch by shard; () without virtual workers."""

@@ -281,8 +281,8 @@ class StepObserver:
         start, stop = bounds(total, workers, rank)
         size = min(stop - start, batch.size)
         self._note_samples(batch.size, size)
-        data, indices = narrow(batch.data, 0, size), batch.indices[:size]
-        return dataclasses.replace(batch, data=data, indices=indices, size=size, global_size=total)
+        data, indices = narrow(batch.data, 0, size, batch.size), batch.indices[:size]
+        return dataclasses.replace(batch, data=data, indices=indices, size=size, global_size=total, collated=None)
 
     def _cut(self, data: Any) -> Any:
         """Return the samples of a `DataLoader`'s batch that this step has."""
@@ -295,7 +295,7 @@ class StepObserver:
             return data
         size = max(1, round(samples * self._share))
         self._note_samples(samples, size)
-        return data if size >= samples else narrow(data, 0, size)
+        return data if size >= samples else narrow(data, 0, size, samples)
 
     def _note_samples(self, loaded: int, samples: int) -> None:
         self._track_memory()

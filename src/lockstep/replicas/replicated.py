@@ -15,7 +15,7 @@ from .copies import ReplicaCopies
 from .joined_graph import Column, ForwardPass, Inputs, Join
 from .random_draws import Seed, SeparateDraws
 from .replica_threads import Threads, parallel_apply, shapes_of
-from .scatter import Device, as_device, as_devices, check_can_be_cut, cut, join, leaves
+from .scatter import Device, as_device, as_devices, check_can_be_cut, cut, join, leaves, with_lists_cut
 
 __all__ = ["Engine"]
 
@@ -112,7 +112,7 @@ class Engine:
                 next(parts_of_inputs).append(part.requires_grad_())
             return part
 
-        moved: Part = map_tensors(move, batch)
+        moved: Part = map_tensors(move, with_lists_cut(batch, number, len(self.devices), self.dim))
         return moved
 
     def _sizes(self, parts: Sequence[Part]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ..data.nested import map_tensors
+from ..data.nested import cut_lists, map_tensors, per_sample
 from ..errors import ConfigError
 from ..invariance.shards import bounds
 
@@ -24,6 +24,7 @@ __all__ = [
     "join",
     "leaves",
     "scatter",
+    "with_lists_cut",
 ]
 
 
@@ -100,7 +101,8 @@ def scatter(batch: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
     Tensors may be nested in tuples (including named tuples), lists, mappings and dataclasses, whose types are kept.
     Each tensor is split along `dim` separately: parts are contiguous, in order, and differ by at most one sample, the
     first parts being larger: 17 samples on two devices are 9 + 8. With fewer samples than devices the last parts are
-    empty. A 0-dim tensor is copied to every device, and values other than tensors are passed on unchanged.
+    empty. A 0-dim tensor is copied to every device. Lists and arrays that have an item for each sample, see
+    `lockstep.data.nested.per_sample`, are split as tensors are; other values are passed on unchanged.
 
     Parts on the batch's own device are views of it.
 
@@ -114,7 +116,15 @@ def scatter(batch: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
 
 
 def _part(batch: Any, number: int, parts: int, device: torch.device, dim: int) -> Any:
+    batch = with_lists_cut(batch, number, parts, dim)
     return map_tensors(lambda t: cut(t, number, parts, dim).to(device, non_blocking=True), batch)
+
+
+def with_lists_cut(batch: Any, number: int, parts: int, dim: int) -> Any:
+    """Return a batch with part `number` of `parts` of the lists and arrays that have an item for each sample."""
+    sizes = {tensor.shape[dim] for _, tensor in leaves(batch) if -tensor.dim() <= dim < tensor.dim()}
+    samples = sizes.pop() if len(sizes) == 1 else None
+    return cut_lists(batch, samples, *bounds(samples or 0, parts, number))
 
 
 def check_can_be_cut(batch: Any) -> None:
@@ -198,8 +208,13 @@ def _list_paths(named: Mapping[str, torch.Tensor]) -> str:
     return ", ".join(path or "a tensor" for path in named) or "no tensor"
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a tree with its path, such as ``[0]['mask']``, in the order of `map_tensors`."""
+def leaves(tree: Any, path: str = "", samples: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a tree with its path, such as ``[0]['mask']``, in the order of `map_tensors`.
+
+    With `samples`, tensors in lists of an item for each sample are left out.
+    """
+    if samples is not None and per_sample(tree, samples):
+        return
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, PackedSequence):
@@ -210,10 +225,10 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         )
     elif isinstance(tree, (tuple, list)):
         for number, item in enumerate(tree):
-            yield from leaves(item, f"{path}[{number}]")
+            yield from leaves(item, f"{path}[{number}]", samples)
     elif isinstance(tree, Mapping):
         for key, item in tree.items():
-            yield from leaves(item, f"{path}[{key!r}]")
+            yield from leaves(item, f"{path}[{key!r}]", samples)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from leaves(getattr(tree, field.name), f"{path}.{field.name}")
+            yield from leaves(getattr(tree, field.name), f"{path}.{field.name}", samples)

@@ -101,7 +101,7 @@ class Strategy:
         """
         return nullcontext()
 
-    def reduce_totals(self, totals: torch.Tensor, weight: float) -> Callable[[], torch.Tensor]:
+    def reduce_totals(self, totals: torch.Tensor, weight: float, add_up: bool = True) -> Callable[[], torch.Tensor]:
         """Start to sum a step's `totals` over the workers; returns a function that waits for the sums.
 
         Called between the last forward pass and its backward pass, so that the reduction overlaps with the latter.
@@ -109,8 +109,16 @@ class Strategy:
         Args:
             totals: 1-d floating tensor.
             weight: this worker's share of the step's samples, 0 to 1.
+            add_up: whether the workers' weights add up to 1; otherwise they are divided by their sum.
         """
         return self.comm.iallreduce(totals).wait
+
+    def cast_parameters(self, model: nn.Module, precision: str) -> list[int] | None:
+        """Return the numbers of the parameters that a pass converts to a half-precision format.
+
+        None if autocast alone does so: they are then found in the graph of a forward pass.
+        """
+        return None
 
     def wrap_evaluation(self, module: nn.Module) -> nn.Module:
         """Return the module that an evaluation calls instead of `module`: (data, samples) → tensor of sums."""

@@ -12,6 +12,8 @@ from .module_sync import broadcast_tensors
 __all__ = ["MutatedBuffers", "RunningStatistics"]
 
 
+_ROUNDING = 1e-6
+
 # --- Running statistics of normalisation layers -----------------------------------------------------------------------
 
 
@@ -40,9 +42,13 @@ class RunningStatistics:
                 torch._foreach_copy_(slices, buffers)
                 torch._foreach_mul_(slices, factor)
 
-    def unpack(self, summed: torch.Tensor) -> None:
-        """Set the statistics from the sum of all workers' vectors."""
-        for buffers, slices in self._slices(summed):
+    def unpack(self, summed: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Set the statistics from the sum of all workers' vectors, and of their `weights` where it is not 1."""
+        for (buffers, slices), counts in zip(self._slices(summed), (False, True), strict=True):
+            if buffers and weights is not None and not counts:
+                # a sum of shares that differs from 1 by rounding alone is 1
+                divisor = torch.where((weights - 1).abs() < _ROUNDING, 1.0, weights)
+                slices = list(torch._foreach_div(slices, divisor))
             if buffers:
                 torch._foreach_copy_(buffers, slices)
 

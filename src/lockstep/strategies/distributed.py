@@ -86,7 +86,7 @@ class Distributed(Strategy):
             self._buffers.snapshot()
         return self._ddp.no_sync() if self._ddp is not None and not now else nullcontext()
 
-    def reduce_totals(self, totals: torch.Tensor, weight: float) -> Callable[[], torch.Tensor]:
+    def reduce_totals(self, totals: torch.Tensor, weight: float, add_up: bool = True) -> Callable[[], torch.Tensor]:
         """Start to sum a step's `totals` over the workers, together with the running statistics.
 
         See `Strategy.reduce_totals`. The returned function also sets the averaged running statistics and broadcasts
@@ -96,15 +96,15 @@ class Distributed(Strategy):
         if statistics is None or buffers is None or not (statistics or buffers):
             return self.comm.iallreduce(totals).wait
         changed, size = buffers.changed(), len(totals)
-        vector = totals.new_empty(size + 1 + len(statistics))
+        vector = totals.new_empty(size + 2 + len(statistics))
         vector[:size] = totals
-        vector[size] = buffers.count_new(changed)
-        statistics.pack(weight, vector[size + 1 :])
+        vector[size], vector[size + 1] = buffers.count_new(changed), weight
+        statistics.pack(weight, vector[size + 2 :])
         wait = self.comm.iallreduce(vector).wait
 
         def finish() -> torch.Tensor:
             summed = wait()
-            statistics.unpack(summed[size + 1 :])
+            statistics.unpack(summed[size + 2 :], None if add_up else summed[size + 1])
             buffers.sync(changed, summed[size])
             return summed[:size]
 

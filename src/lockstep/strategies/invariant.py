@@ -84,7 +84,7 @@ class ShardBuffers:
         counters = self._counters.flat()
         return torch.cat([self._averaged.flat().mul_(samples), counters if first else counters.zero_()])
 
-    def set_statistics(self, sums: torch.Tensor, samples: int) -> None:
+    def set_statistics(self, sums: torch.Tensor, samples: int | torch.Tensor) -> None:
         """Set the buffers at the end of a step.
 
         Args:
@@ -296,7 +296,7 @@ class Invariant(Strategy):
         self._changed_buffers = mutated.changed()
         return mutated.count_new(self._changed_buffers)
 
-    def end(self, sums: torch.Tensor, samples: int, count_new: torch.Tensor) -> None:
+    def end(self, sums: torch.Tensor, samples: int | torch.Tensor, count_new: torch.Tensor) -> None:
         """Set the buffers that the passes have changed, equally on every worker.
 
         Args:

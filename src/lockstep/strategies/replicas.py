@@ -133,7 +133,7 @@ def _split(data: Any, size: int, devices: int) -> list[tuple[Any, int]]:
     if parts == 1:
         return [(data, size)]
     check_can_be_cut(data)
-    for path, tensor in leaves(data):
+    for path, tensor in leaves(data, samples=size):
         if tensor.dim() and tensor.shape[0] != size:
             expected = f"batches whose tensors all have their {size} samples in the first dimension"
             hint = "Collate them that way and transpose them in the model; a value for all samples can be 0-dim."
@@ -141,7 +141,7 @@ def _split(data: Any, size: int, devices: int) -> list[tuple[Any, int]]:
                 "batch", expected, found=f"shape {list(tensor.shape)} at {path or 'the batch'}", hint=hint
             )
     ranges = [bounds(size, parts, number) for number in range(parts)]
-    return [(narrow(data, start, stop), stop - start) for start, stop in ranges]
+    return [(narrow(data, start, stop, size), stop - start) for start, stop in ranges]
 
 
 def _check_devices(devices: Sequence[Device], comm: Communicator) -> list[torch.device]:

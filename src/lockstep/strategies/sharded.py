@@ -148,6 +148,13 @@ def check_model(model: nn.Module) -> None:
         )
     dtypes: dict[torch.dtype, str] = {}
     for name, p in model.named_parameters():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            hint = (
+                "It would see a shard of the gradient, if anything. optimizer.register_step_pre_hook() sees them all."
+            )
+            raise ConfigError(
+                "model", "parameters without hooks, with strategy='sharded'", found=f"one of {name}", hint=hint
+            )
         if p.dim() == 0:
             hint = "Give it one dimension, of size 1."
             raise ConfigError("model", "parameters with a dimension to shard", found=f"{name}, a scalar", hint=hint)
@@ -272,6 +279,14 @@ class Sharded(Distributed):
             new = dict(self._model.named_parameters(remove_duplicate=False))
             replace_parameters(optimizer, {id(p): new[name] for name, p in self._full_parameters.items()})
             self._full_parameters = {}
+
+    def cast_parameters(self, model: nn.Module, precision: str) -> list[int] | None:
+        """Return the numbers of the parameters that units gather in a half-precision format."""
+        if self.comm.size == 1:
+            return None
+        exact = {id(p) for layer in batch_norm_layers(model) for p in layer.parameters(recurse=False)}
+        half = precision in _FORMATS
+        return [number for number, p in enumerate(model.parameters()) if half and id(p) not in exact]
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return `module` unchanged: the hooks of `fully_shard` gather parameters and reduce gradients."""

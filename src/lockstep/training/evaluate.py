@@ -448,12 +448,12 @@ class Evaluation(Computation):
 def _parts_of(loader: Loader, batch: Batch) -> Iterator[tuple[int, Any, int]]:
     """Yield (shard, data, samples) of this worker's shards; without virtual workers, its part of a batch is shard 0."""
     if not loader.virtual_workers:
-        yield 0, batch.data, batch.size
+        yield 0, batch.data, batch.size if batch.collated is None else batch.collated[0]
         return
     shards = range(*bounds(loader.virtual_workers, loader.comm.size, loader.comm.rank))
-    for shard, data in zip(shards, batch.data, strict=True):
+    for number, (shard, data) in enumerate(zip(shards, batch.data, strict=True)):
         start, stop = bounds(batch.global_size, loader.virtual_workers, shard)
-        yield shard, data, stop - start
+        yield shard, data, stop - start if batch.collated is None else batch.collated[number]
 
 
 def _means(names: list[str], totals: list[list[float]]) -> dict[str, float]:

@@ -250,10 +250,12 @@ class LossModule(Computation):
             if "more than 1 value per channel" in str(error):
                 raise _too_few(error, size) from None
             raise
-        loss, count = self._loss(output, target, size)
-        if torch.is_grad_enabled() and not getattr(loss, "requires_grad", False):
-            raise _no_gradient(model, loss)
-        return loss, count
+        total, count = self._loss(output, target, size)
+        if _is_zero(count):
+            return _zero_of(output, total), count
+        if torch.is_grad_enabled() and not getattr(total, "requires_grad", False):
+            raise _no_gradient(model, total)
+        return total, count
 
     def check(self, passes: Passes) -> NotAMean | NotCounted | None:
         """Check after the first step's passes that the loss is a mean over samples, see `SampleSum.check`.
@@ -293,11 +295,25 @@ class LossModule(Computation):
         if not self._communicates:
             return connect_parameters(zero, parameters)
         # Run the model, so that the backward pass reaches the same layers in the same order as on other workers.
-        parts = [zero]
         with placeholder_batch(model, data) as placeholder:
             output, _ = self._forward(model, placeholder)
-        map_tensors(lambda tensor: parts.append(tensor.reshape(-1)[:0].sum().float()), output)
-        return connect_parameters(torch.stack(parts).sum(), parameters)
+        return connect_parameters(_zero_of(output, zero), parameters)
+
+
+def _is_zero(count: Any) -> bool:
+    """Return whether a count is known to be 0, without waiting for a device."""
+    return not (isinstance(count, torch.Tensor) and count.device.type != "cpu") and not count
+
+
+def _zero_of(output: Any, total: torch.Tensor) -> torch.Tensor:
+    """Return zero in place of `total`, the sum over nothing, whose graph reaches `output` and gives it zero gradients.
+
+    The sum itself may be no number: the mean over nothing, times nothing.
+    """
+    parts = [torch.zeros((), device=total.device)]
+    map_tensors(lambda tensor: parts.append(tensor.reshape(-1)[:0].sum().float().to(total.device)), output)
+    zero = torch.stack(parts).sum()
+    return zero if zero.requires_grad or not total.requires_grad else total
 
 
 def _no_gradient(model: nn.Module, loss: Any) -> ConfigError:

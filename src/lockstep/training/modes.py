@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 __all__ = ["TrainingModes", "evaluating", "preserving_buffers"]
 
@@ -46,7 +47,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserving_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers after a `with` block; unchanged buffers keep their versions."""
+    """Restore the model's buffers after a `with` block; unchanged buffers keep their versions.
+
+    Batch norm in training mode changes its running statistics without a new version of them.
+    """
     saved = [
         (m, name, b, b._version, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
     ]
@@ -55,6 +59,6 @@ def preserving_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, buffer, version, values in saved:
             module._buffers[name] = buffer
-            if buffer._version != version:
+            if buffer._version != version or (isinstance(module, _NormBase) and module.training):
                 with torch.no_grad():
                     buffer.copy_(values)

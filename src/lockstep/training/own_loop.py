@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -34,11 +35,15 @@ from ..strategies.buffers import MutatedBuffers
 from ..strategies.invariant import ShardBuffers
 from ..strategies.module_sync import sync_module
 from ..strategies.unsupported_layers import check_supported
+from .divided_batches import describe_division
+from .model_changes import ModelChanges
 from .precision import Precision, clip, full_precision, scale_gradients
 from .replica_check import ReplicaCheck
 from .step import check_max_grad_norm, check_threads, parameters_of, refuse_closure
 
 __all__ = ["PreparedLoader", "prepare"]
+
+_log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -124,12 +129,17 @@ class _Shard:
         weight: its share of the samples of the global batch; 0 if its data is a sample that stands in for none.
         last: whether it is this worker's last one.
         one_of_several: whether this worker has other shards of the same batch.
+        total: samples of the global batch.
+        left_out: in the last shard, the samples that a collate function has left out of this worker's shards; None if
+            there is no such function.
     """
 
     number: int
     weight: float
     last: bool
     one_of_several: bool
+    total: int = 1
+    left_out: int | None = None
 
 
 class PreparedLoader:
@@ -217,7 +227,8 @@ class _OwnLoop:
         models = [each for each in objects if isinstance(each, nn.Module)]
         self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._prepare_model()
-        self._buffers = _Buffers(self)
+        self._changes, self._buffers = ModelChanges(self.model), _Buffers(self)
+        self._has_described = self.exact or self.comm.rank != 0
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self.optimizers = {id(each): _PreparedOptimizer(each, self) for each in optimizers}
         self.current: _Shard | None = None
@@ -232,6 +243,17 @@ class _OwnLoop:
         sync_module(self.model, self.comm)
         if self._determinism is not None and self.comm.size > 1:
             self._determinism.check_same(self.comm)
+
+    def _look_at_model(self) -> None:
+        """Say once what depends on the number of workers, and give all workers rank 0's values of new parameters."""
+        if not self._has_described:  # at the first batch, when the loop has set modes and hooks
+            self._has_described = True
+            if said := describe_division(self.model, self.comm.size, own_hooks=True):
+                _log.warning("%s", said)
+        if self._changes.found():
+            self._prepare_model()
+            self._changes.note()
+            self._buffers = _Buffers(self)
 
     def prepare_one(self, given: Any) -> Any:
         """Return what `prepare` returns for one of its objects."""
@@ -279,24 +301,26 @@ class _OwnLoop:
         if not any(samples for *_, samples in parts):  # each worker must take part in each step
             parts = [(self.local_shards[0], self._stand_in(batch), 0)]
         empty = [shard for shard in self.local_shards if shard not in [number for number, *_ in parts]]
+        left_out = self._left_out(batch)
         with ExitStack() as stack:
             if self._determinism is not None:
                 stack.enter_context(self._determinism.applied())
             stack.enter_context(preserve_generators(self.comm.device))
             stack.callback(self._leave)
+            self._look_at_model()
             self._buffers.begin()
             for optimizer in self.optimizers.values():
                 optimizer.begin_batch(empty)
             for position, (number, data, samples) in enumerate(parts):
                 last = position == len(parts) - 1
-                self._begin_shard(
-                    _Shard(number, samples / total, last, len(self.local_shards) > 1), first=position == 0
-                )
+                several, missing = len(self.local_shards) > 1, left_out if last else left_out and 0
+                shard = _Shard(number, samples / total, last, several, total, missing)
+                self._begin_shard(shard, first=position == 0)
                 seed_shard(self.seed, key, number, self.comm.device)
                 yield data
                 self._buffers.end_shard(number, samples)
                 self._end_shard()
-            self._buffers.end(total)
+            self._buffers.end(total, left_out)
             note_samples(sum(samples for *_, samples in parts))
 
     def _begin_shard(self, shard: _Shard, first: bool) -> None:
@@ -327,10 +351,16 @@ class _OwnLoop:
         cuts = [bounds(total, self.virtual_workers, shard) for shard in self.local_shards]
         if not data:
             numbers = isinstance(batch, int)
-            data = [slice(*cut) if numbers else narrow(batch, *cut) for cut in cuts]
-        sizes = [stop - start for start, stop in cuts]
+            data = [slice(*cut) if numbers else narrow(batch, *cut, total) for cut in cuts]
+        collated = batch.collated if isinstance(batch, Batch) else None
+        sizes = [stop - start for start, stop in cuts] if collated is None else collated
         parts = zip(self.local_shards, data, sizes, strict=True)
         return [(shard, part, size) for shard, part, size in parts if size], total
+
+    def _left_out(self, batch: Any) -> int | None:
+        """Return how many samples a collate function has left out of this worker's shards; None without one."""
+        collated = batch.collated if isinstance(batch, Batch) else None
+        return None if collated is None else batch.size - sum(collated)
 
     def _key(self, batch: Any) -> int:
         """Return the key of the random draws of a pass over `batch`."""
@@ -345,7 +375,7 @@ class _OwnLoop:
         if isinstance(batch, int):
             return slice(0, 0)
         if not isinstance(batch, Batch):
-            return narrow(batch, 0, 2)
+            return narrow(batch, 0, 2, sample_count(batch))
         if self.source is None:
             raise ConfigError(
                 "batch",
@@ -421,19 +451,25 @@ class _Buffers:
         if self._present:
             self._sums[shard] = self._statistics.shard_statistics(samples, first=shard == 0)
 
-    def end(self, samples: int) -> None:
-        """Set them after the last shard, equally on every worker; `samples` is the number in the global batch."""
+    def end(self, samples: int, left_out: int | None) -> None:
+        """Set them after the last shard, equally on every worker.
+
+        Args:
+            samples: samples of the global batch.
+            left_out: see `_Shard`, of the last one.
+        """
         if not self._present:
             return
         changed = self._mutated.changed()
         tree, zeros = self._layout.tree(), torch.zeros_like(next(iter(self._sums.values())))
         for shard in self._shards:
             new = self._mutated.count_new(changed) if shard == self._shards[-1] else 0
-            tree.push((shard, 1), torch.cat([self._sums.get(shard, zeros), zeros.new_full((1,), new)]))
+            missing = left_out or 0 if shard == self._shards[-1] else 0
+            tree.push((shard, 1), torch.cat([self._sums.get(shard, zeros), zeros.new_tensor([new, missing])]))
         sums = tree.total() if self._comm.size == 1 else gather_sum(tree.partial_sums, self._layout)()
-        self._statistics.set_statistics(sums[:-1], samples)
+        self._statistics.set_statistics(sums[:-2], samples if left_out is None else samples - sums[-1])
         if self._comm.size > 1:
-            self._mutated.sync(changed, sums[-1])
+            self._mutated.sync(changed, sums[-2])
 
 
 # --- Optimizers -----------------------------------------------------------------------------------------------------
@@ -469,6 +505,7 @@ class _PreparedOptimizer:
         self._empty: list[int] = []
         self._stepped: list[int] = []
         self._counted = False
+        self._left_out_before = 0  # samples left out of batches whose gradients stay for a later one
         self._numbers = self._layout.tree()
         self._rates: list[Any] = []
         self._refresh()
@@ -569,6 +606,7 @@ class _PreparedOptimizer:
             self._set_gradients(gradients)
         if any(gradient is not None for gradient in gradients):
             self._weights[shard.number] = weight
+            self._left_out_before += shard.left_out or 0
         if shard.one_of_several:
             self._own[shard.number] = gradients
             self._set_gradients([None] * len(gradients))
@@ -579,6 +617,8 @@ class _PreparedOptimizer:
         self._original_zero_grad(set_to_none=True)
         self._arrived = self._aside = None
         self._added_to_left = False
+        if self._job.current is None or len(self._job.local_shards) == 1:
+            self._left_out_before = 0
         if self._job.current is None:
             self._own.clear()
             self._weights.clear()
@@ -599,14 +639,30 @@ class _PreparedOptimizer:
             self._job.record_deferred_step()
             return None
         sums = self._reduce()
-        if self._counted and self._job.virtual_workers > 1:
-            scale_gradients([p.grad for p in self._trained if p.grad is not None], 1 / sums[1])
+        divisor = sums[1]
+        if shard.left_out is not None and not self._counted:
+            self._check_left_out(sums[7])
+            divisor = (shard.total - sums[6]) / shard.total
+        if (self._counted or shard.left_out is not None) and self._job.virtual_workers > 1:
+            scale_gradients([p.grad for p in self._trained if p.grad is not None], 1 / divisor)
         if self._job.max_grad_norm is not None:
             self._optimizer.grad_norm = clip(self._trained, self._job.max_grad_norm)  # type: ignore[attr-defined]
-        self._check_replicas(sums[2:])
+        self._check_replicas(sums[2:6])
         self._original_step()
         self._steps += 1
         return None if loss is None else sums[0] / sums[1]
+
+    def _check_left_out(self, left_out: torch.Tensor) -> None:
+        """Check that no samples were left out of batches whose gradients are accumulated.
+
+        Raises:
+            ConfigError: on every worker, as the mean over what is left of each batch is not known any more.
+        """
+        self._left_out_before = 0
+        if float(left_out):
+            hint = "Or leave them out of the data set, or give count= in a step for each batch."
+            expected = "a collate function that keeps all samples of batches whose gradients are accumulated"
+            raise ConfigError("collate_fn", expected, found=f"one that left out {float(left_out):g}", hint=hint)
 
     def _outside(self) -> _Shard:
         """Return what stands for the shard of a step outside of a loop over a loader or `shards`."""
@@ -662,12 +718,16 @@ class _PreparedOptimizer:
         weight = torch.tensor(0.0, dtype=accumulation_dtype(device), device=device)
         if shard.weight:
             weight = weight.fill_(shard.weight) if count is None else weight + count
-        numbers = torch.zeros(6, dtype=weight.dtype, device=device)
+        numbers = torch.zeros(8, dtype=weight.dtype, device=device)
         if loss is not None and shard.weight:
             numbers[0] = torch.as_tensor(loss).detach() * weight
         numbers[1] = weight
         if marks is not None:
             numbers[2 : 2 + len(marks)] = marks
+        if shard.left_out is not None:
+            accumulates = shard.number in self._weights or self._left_out_before
+            numbers[6] = shard.left_out
+            numbers[7] = self._left_out_before + (shard.left_out if accumulates else 0)
         self._numbers.push((shard.number, 1), numbers)
         self._counted = count is not None
         self._stepped.append(shard.number)

@@ -17,6 +17,13 @@ __all__ = ["Precision", "clip", "full_precision", "scale_gradients"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+# How much smaller gradients are in passes: a part of a batch whose gradient is so many times that of the whole batch
+# does not overflow alone. More would lose small gradients, below 2 ** -24 / 8.
+_HEADROOM = 8.0
+# float32 ends at 2 ** 128 and float16 at 2 ** 16: times this power of two, what float16 cannot hold is infinite.
+_BEYOND_FLOAT16 = 2.0**112 * _HEADROOM
+_LEAST_COUNT = 2.0**-20  # for each sample; the exact count is what gradients are divided by in the end
+
 
 class Precision:
     """Mixed precision: the dtype of autocast, and the gradient scaler of fp16.
@@ -25,9 +32,19 @@ class Precision:
     backward pass and gradients are scaled down after it, and a step whose gradients overflow is skipped (Micikevicius
     et al., "Mixed precision training", ICLR 2018).
 
+    The same steps are skipped however a global batch is divided. In every pass the loss is divided by the same number,
+    known before it: the samples of the global batch times the count per sample. What is left of the division by the
+    exact count, and by the number of workers, is applied to the sums, in float32. A part's gradient may be larger than
+    that of the whole batch, and then overflow alone; so passes run with smaller gradients than a single pass would, and
+    a sum over all parts counts as an overflow if float16 could not have held it in a single pass.
+
     Args:
         name: "fp32", "bf16" or "fp16".
         device: the device of the model.
+
+    Attributes:
+        is_new: whether the count per sample is still to be agreed upon, before the first step; with fp16 only.
+        cast: the parameters that autocast converts, by number in the model: their gradients are computed in float16.
 
     Raises:
         ConfigError: for another name, or a format that the device does not support.
@@ -40,6 +57,10 @@ class Precision:
             raise ConfigError("precision", "fp32 or fp16 on this GPU, which has no bf16", name)
         self.name, self._device, self._dtype = name, device, _AUTOCAST.get(name)
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self.is_new, self.cast = self._scaler is not None, frozenset[int]()
+        # On the device, where passes read it and nothing waits for it; always the same tensor, as graphs of passes
+        # refer to it. A power of two: the division changes no digit.
+        self._count_per_sample = torch.ones((), device=device)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context manager of a forward pass."""
@@ -53,7 +74,54 @@ class Precision:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss`, a scalar, as its gradient is taken: scaled up with fp16."""
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        return loss if self._scaler is None else self._scaler.scale(loss / self._count_per_sample)
+
+    def pass_scale(self, samples: int, workers: int = 1) -> float:
+        """Return the factor of the sum of the loss in each pass of a step.
+
+        Args:
+            samples: samples in the global batch.
+            workers: number of workers over which the strategy averages gradients, if it does.
+        """
+        return (workers if self._scaler is None else 1 / _HEADROOM) / samples
+
+    def correction(self, samples: int, count: torch.Tensor, workers: int) -> torch.Tensor:
+        """Return the factor that makes the reduced gradients those of the mean, a 0-dim tensor.
+
+        Args:
+            samples: see `pass_scale`, as for `workers`.
+            count: what the mean is over.
+        """
+        if self._scaler is None:
+            return samples / count
+        return samples * _HEADROOM * workers * self._count_per_sample.to(count.dtype) / count
+
+    def set_count(self, count: torch.Tensor, samples: int) -> None:
+        """Set the count per sample for the next passes: that of a global batch, rounded up to a power of two."""
+        if self._scaler is not None:
+            mantissa, exponent = torch.frexp((count / samples).clamp(min=_LEAST_COUNT))
+            self._count_per_sample.copy_(torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int()))
+
+    def end_step(self, count: torch.Tensor, samples: int) -> None:
+        """Note what the loss has counted in a step that is complete; does not wait for the device."""
+        if self._scaler is not None:
+            self.set_count(count, samples)
+            self.is_new = False
+
+    def forget_cast(self) -> None:
+        """Find out anew what is computed in float16: the model has other parameters."""
+        self.is_new, self.cast = self._scaler is not None, frozenset[int]()
+
+    def mark_overflows(self, gradients: list[torch.Tensor], workers: int) -> None:
+        """Make those elements of reduced gradients infinite that float16 could not have held in a single pass.
+
+        Args:
+            gradients: in float32, of the parameters that autocast converts.
+            workers: see `pass_scale`.
+        """
+        if self._scaler is not None and gradients:
+            torch._foreach_mul_(gradients, _BEYOND_FLOAT16 * workers)
+            torch._foreach_mul_(gradients, 1 / (_BEYOND_FLOAT16 * workers))
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscale the gradients, before they are read or changed."""
@@ -69,13 +137,19 @@ class Precision:
             self._scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the gradient scaler; empty without one."""
-        return {} if self._scaler is None else self._scaler.state_dict()
+        """Return the state of the gradient scaler, and what workers have agreed upon; empty without a scaler."""
+        if self._scaler is None:
+            return {}
+        agreed = {"count_per_sample": float(self._count_per_sample), "cast": sorted(self.cast)}
+        return {**self._scaler.state_dict(), **({} if self.is_new else agreed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of the gradient scaler, if this precision has one."""
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
+            self.is_new = "count_per_sample" not in state
+            self._count_per_sample.fill_(float(state.get("count_per_sample", 1.0)))
+            self.cast = frozenset(map(int, state.get("cast", ())))
 
 
 def full_precision(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,13 +162,39 @@ def clip(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
 
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", ICML 2013.
     """
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+        return _clip_sparse(parameters, max_norm)
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded parameters
     return whole
 
 
+def _clip_sparse(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Clip as `clip` where some gradients are sparse, which torch's function does not support.
+
+    The values of a row that is there several times are added up first, as the norm is that of their sum.
+    """
+    values: list[torch.Tensor] = []
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
+            values.append(p.grad._values())
+        elif p.grad is not None:
+            values.append(p.grad)
+    norms = [torch.linalg.vector_norm(each).to(values[0].device) for each in values]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for each in values:
+        each.mul_(factor.to(each.device))
+    return norm
+
+
 def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply `gradients` in place by `factor`, a 0-dim tensor; does not wait for an accelerator."""
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient._values().mul_(factor)
+    gradients = [gradient for gradient in gradients if not gradient.is_sparse]
     if not gradients:
         return
     if factor.device.type == "cpu":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -28,9 +30,14 @@ from ..strategies import STRATEGIES
 from ..strategies.base import Strategy
 from ..strategies.distributed import Distributed
 from ..strategies.invariant import Invariant
+from ..strategies.replicas import Replicas
+from ..strategies.sync_batchnorm import convert
 from .cuda_graphs import Graphs, PassGraphs, begin_pass
+from .divided_batches import describe_division
 from .formats import REPLICA_CHECK
+from .loss_scale import agree_on_loss_scale
 from .losses import Forward, LossFn, LossModule, LossSum
+from .model_changes import ModelChanges, are_same
 from .out_of_memory import explaining_out_of_memory
 from .own_loss import Counting, OwnLoss, with_own_loss
 from .precision import Precision, clip, scale_gradients
@@ -60,6 +67,8 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger(__name__)
+
 # --- Checks of the arguments ------------------------------------------------------------------------------------------
 
 
@@ -78,6 +87,7 @@ class StepOptions(TypedDict, total=False):
     threads: int | None
     replica_check: int
     cuda_graphs: bool
+    sync_batchnorm: bool
 
 
 def check_step(model: Any, optimizer: Any, gradient_accumulation_steps: Any, max_grad_norm: Any, schedule: Any) -> None:
@@ -250,7 +260,8 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
             "optimizer",
             "parameters of the model that is trained",
             found=f"{foreign} of {len(parameters)} that are not among them",
-            hint="Make the optimizer from model.parameters() of this model.",
+            hint="Make the optimizer from model.parameters() of this model. When a layer has been replaced, give the "
+            "optimizer the parameters of the new one, in place of those of the old one.",
         )
     return parameters
 
@@ -261,10 +272,19 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
 class Passes(Protocol):
     """The forward and backward passes of a step."""
 
+    @property
+    def averaged_over(self) -> int:
+        """The number of workers over which gradients are averaged; 1 if they are summed."""
+
+    def parts(self, batch: Batch) -> list[tuple[Any, int]]:
+        """Return (data, samples) of each of this worker's passes."""
+
     def run(
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
     ) -> torch.Tensor:
         """Run the passes; gradients are then sums over the global batch, divided by its number of samples.
+
+        With fp16 they are scaled otherwise, see `Precision.correction`.
 
         Args:
             loss: (data, samples) → (sum of the loss, count), as the strategy has wrapped it.
@@ -311,6 +331,16 @@ class AccumulatedPasses:
     def __init__(self, strategy: Strategy, gradient_accumulation_steps: int, graphs: PassGraphs | None = None) -> None:
         self._strategy, self._accumulation_steps, self._graphs = strategy, gradient_accumulation_steps, graphs
 
+    @property
+    def averaged_over(self) -> int:
+        """See `Passes`."""
+        return self._strategy.comm.size
+
+    def parts(self, batch: Batch) -> list[tuple[Any, int]]:
+        """See `Passes`."""
+        size = batch.size if batch.collated is None else batch.collated[0]
+        return split(batch.data, size, self._accumulation_steps)
+
     def run(
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
     ) -> torch.Tensor:
@@ -319,8 +349,8 @@ class AccumulatedPasses:
         if requests:
             totals[2] = requests
         # The reduction averages over workers; the mean over samples needs the sum.
-        scale = strategy.comm.size / batch.global_size
-        parts = split(batch.data, batch.size, self._accumulation_steps)
+        scale = precision.pass_scale(batch.global_size, self.averaged_over)
+        parts = self.parts(batch)
         if self._graphs is not None:
             self._graphs.refuse_hooks()
         for number, (data, size) in enumerate(parts):
@@ -331,7 +361,8 @@ class AccumulatedPasses:
                 totals[1] += begun.count
                 if last:
                     with named("loss and sample count"):
-                        finish = strategy.reduce_totals(totals, batch.size / batch.global_size)
+                        weight = sum(size for _, size in parts) / batch.global_size
+                        finish = strategy.reduce_totals(totals, weight, add_up=batch.collated is None)
                 with named(strategy.backward_name):
                     begun.backward()
         return finish()
@@ -427,7 +458,8 @@ class TrainStep:
         loss_fn: see `lockstep.training.losses.LossFn`.
         strategy: how the model is distributed over the workers; data parallelism over those of `init()` when None.
         precision: "fp32", "bf16" or "fp16".
-        gradient_accumulation_steps: number of passes over a worker's part, to save memory; changes nothing else.
+        gradient_accumulation_steps: number of passes over a worker's part, to save memory. Each draws its own dropout
+            masks, and batch norm has the statistics of each; otherwise it changes nothing but rounding.
         max_grad_norm: maximum 2-norm of the whole gradient; infinity measures it without clipping.
         schedule: learning-rate factor by step; when None, the learning rate is not changed by it.
         scheduler: a scheduler of `torch.optim.lr_scheduler`, of `optimizer`, which is stepped here, once for each step
@@ -446,6 +478,8 @@ class TrainStep:
             `lockstep.training.replica_check`; 0 compares neither weights nor hyperparameters.
         cuda_graphs: record the passes and the update once and replay them, see `lockstep.training.cuda_graphs`. Where
             that is not possible, steps run as usual, and a line in the log says why.
+        sync_batchnorm: batch norm has the statistics of the global batch; its layers are replaced in the model, with
+            the same parameters. With virtual workers on the CPU only, see `lockstep.strategies.sync_batchnorm`.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -473,6 +507,7 @@ class TrainStep:
         threads: int | None = None,
         replica_check: int = REPLICA_CHECK,
         cuda_graphs: bool = False,
+        sync_batchnorm: bool = False,
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -484,6 +519,7 @@ class TrainStep:
         check_functions(loss_fn, forward)
         check_instance("seed", seed, int, "a whole number")
         check_flag("cuda_graphs", cuda_graphs, also="False")
+        check_flag("sync_batchnorm", sync_batchnorm, also="False")
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.scheduler = _make_scheduler(scheduler, optimizer, schedule, scheduler_interval, scheduler_metric)
         self.strategy = resolve_strategy(strategy, virtual_workers, threads, gradient_accumulation_steps)
@@ -494,17 +530,19 @@ class TrainStep:
         self._last_rates = _rates(optimizer)  # of the last step
         self.replacement: Callable[[Batch], StepResult] | None = None  # of `run`, see `lockstep.elastic.steps`
         self.strategy.check(optimizer, precision)
+        if sync_batchnorm:
+            _synchronise_batch_norm(model, self.strategy)
         self._prepare()
         loss_fn, forward = with_own_loss(loss_fn, forward)
         self._own_loss = loss_fn if isinstance(loss_fn, OwnLoss) else None
         loss = LossSum(loss_fn, self.comm.device)
         self._loss = LossModule(model, loss, forward, collective_forward=self.strategy.collective_forward)
-        self._loss_checked = False
+        self._loss_checked = self._has_described = False
         self._module = self.strategy.wrap(self._loss)
         self._graphs = self._make_graphs() if cuda_graphs else None
         self._accumulation_steps = gradient_accumulation_steps
         self._passes = self._make_passes()
-        self._trained = [p.requires_grad for p in self._all_parameters]
+        self._trained = [p.requires_grad for p in self._changes.parameters]
         self._parameters: list[nn.Parameter] = []
         self._refresh_param_groups()
         self._replicas = ReplicaCheck(
@@ -526,7 +564,7 @@ class TrainStep:
     def _prepare(self) -> None:
         self.strategy.prepare(self.model)
         self.strategy.update_optimizer(self.optimizer)
-        self._all_parameters = list(self.model.parameters())
+        self._changes = ModelChanges(self.model)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Run one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
@@ -561,7 +599,9 @@ class TrainStep:
     def _less_memory(self) -> str:
         """Return what makes a step need less memory."""
         if self.strategy.virtual_workers is None:
-            passes = f"gradient_accumulation_steps={2 * self._accumulation_steps}, which changes no result"
+            number = 2 * self._accumulation_steps
+            same = "" if describe_division(self.model, 1, number, 1) else ", which changes no result"
+            passes = f"gradient_accumulation_steps={number}{same}"
         else:
             passes = "more virtual workers, each of which computes its part in a pass of its own"
         lower = "" if self.precision.name != "fp32" else ', precision="bf16"'
@@ -582,9 +622,15 @@ class TrainStep:
 
     def _run(self, batch: Batch, requests: float) -> StepResult:
         lr = self._begin()
+        if not self._has_described:
+            self._describe_division()
         marks = self._replicas.marks(self.steps_done)
         if self._graphs is not None:
             self._graphs.passes.is_paused = not self._loss_checked
+        joint = isinstance(self.strategy, Invariant) and self.strategy.joint_layers  # which do not support fp16
+        if self.precision.is_new and not joint:
+            parts = self._passes.parts(batch)
+            agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
         if not self._loss_checked:
             raise_not_a_mean(self._loss.check(self.precision.autocast), self.comm)
@@ -593,20 +639,36 @@ class TrainStep:
         on_cpu = self.comm.device.type == "cpu"
         # Reading the count is free on the CPU; elsewhere it waits for the device, so a loss that counts samples here is
         # assumed to count them on all workers. `StepResult.check` detects a wrong assumption.
-        samples = batch.global_size if self._loss.counts_samples and not on_cpu else None
+        all_collated = batch.collated is None
+        samples = batch.global_size if self._loss.counts_samples and all_collated and not on_cpu else None
         result = StepResult(
             self.steps_done, loss_sum / count, stops, lr, count, samples, marks=totals[3:], replicas=self._replicas
         )
         if on_cpu:
             result.check()
-        correction = batch.global_size / count
-        grad_norm = self._update(None if samples is not None or (on_cpu and correction == 1) else correction)
+        grad_norm = self._update(self._correction(batch.global_size, count, samples is not None))
+        self.precision.end_step(count, batch.global_size)
         self.steps_done += 1
         if self.scheduler is not None:
             self._last_rates = _rates(self.optimizer)
             self.scheduler.end_step()
         note_samples(batch.size)
         return result if grad_norm is None else replace(result, grad_norm=grad_norm)
+
+    def _describe_division(self) -> None:
+        """Say once what of the model depends on how a global batch is divided; with virtual workers nothing does."""
+        self._has_described = True
+        if self.strategy.virtual_workers is None and self.comm.rank == 0:
+            devices = len(self.strategy.devices)
+            if said := describe_division(self.model, self.comm.size, self._accumulation_steps, devices):
+                _log.warning("%s", said)
+
+    def _correction(self, samples: int, count: torch.Tensor, counts_samples: bool) -> torch.Tensor | None:
+        """Return the factor that makes the reduced gradients those of the mean; None if they are."""
+        if counts_samples and self.precision.name != "fp16":
+            return None
+        correction = self.precision.correction(samples, count, self._passes.averaged_over)
+        return None if count.device.type == "cpu" and correction == 1 else correction
 
     @property
     def learning_rates(self) -> list[float]:
@@ -619,15 +681,29 @@ class TrainStep:
             self.scheduler.end_epoch(row)
 
     def _refresh_param_groups(self) -> None:
-        """Read the optimizer's parameter groups, again if the user has added parameters."""
+        """Read the optimizer's parameter groups, again if the user has given it, or the model, other parameters."""
         groups = self.optimizer.param_groups
-        if sum(len(group["params"]) for group in groups) == len(self._parameters):
+        given = groups[0]["params"] if len(groups) == 1 else [*itertools.chain(*(group["params"] for group in groups))]
+        if not self._changes.found() and are_same(given, self._parameters):
             return
-        self._parameters = parameters_of(self.model, self.optimizer)
+        parameters = parameters_of(self.model, self.optimizer)
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
-        if len(list(self.model.parameters())) != len(self._all_parameters):  # the model has a new layer
-            self._prepare()
+        _forget_others(self.optimizer, parameters)
+        self.sync_model()
+        self._parameters = parameters_of(self.model, self.optimizer)  # which a strategy may have replaced
+
+    def sync_model(self) -> None:
+        """Give all workers rank 0's values, if the model has other parameters than before; called by all workers.
+
+        The next step does so itself.
+        """
+        if not self._changes.found(looks=True):
+            return
+        self._prepare()
+        self._parameters = []  # whether the optimizer has them is checked before the next step
+        self._trained = []  # a wrapper such as DistributedDataParallel is made anew
+        self.precision.forget_cast()
 
     def check_replicas(self) -> None:
         """Compare all hyperparameters and all weights of the workers, bit by bit; called by all of them.
@@ -639,7 +715,7 @@ class TrainStep:
 
     def _begin(self) -> float | torch.Tensor:
         self._refresh_param_groups()
-        if (trained := [p.requires_grad for p in self._all_parameters]) != self._trained:
+        if (trained := [p.requires_grad for p in self._changes.parameters]) != self._trained:
             # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
             if self._graphs is not None:
@@ -663,6 +739,10 @@ class TrainStep:
         return self._graphs.update.run(self.optimizer, self._parameters, self.precision, correction, self._apply)
 
     def _apply(self, correction: torch.Tensor | None) -> torch.Tensor | None:
+        if cast := self.precision.cast:
+            converted = [p.grad for number, p in enumerate(self._changes.parameters) if number in cast]
+            present = [gradient for gradient in converted if gradient is not None and not gradient.is_sparse]
+            self.precision.mark_overflows(present, self._passes.averaged_over)
         self.precision.unscale(self.optimizer)
         if correction is not None:
             scale_gradients([p.grad for p in self._parameters if p.grad is not None], correction)
@@ -693,6 +773,19 @@ class TrainStep:
             self._own_loss.counting = Counting[state["loss_counts"]]
 
 
+def _synchronise_batch_norm(model: nn.Module, strategy: Strategy) -> None:
+    """Replace the batch-norm layers of a model by those of the global batch.
+
+    Raises:
+        ConfigError: if the model is such a layer itself, or the strategy does not support them.
+    """
+    if isinstance(strategy, Replicas):
+        hint = "Threads of replicas have no common order of collectives; use strategy='distributed'."
+        raise ConfigError("sync_batchnorm", "False with strategy='replicas'", True, hint)
+    if convert(model, strategy.comm) is not model:
+        raise ConfigError("model", "a module that has batch norm in it", found=type(model).__name__)
+
+
 def _rates(optimizer: Optimizer) -> list[float | torch.Tensor]:
     """Return the learning rates of the groups, without waiting for a device that has them."""
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -708,3 +801,10 @@ def _fill_missing_gradients(parameters: list[nn.Parameter]) -> None:
     for p in parameters:
         if p.grad is None and p.requires_grad:
             p.grad = torch.zeros_like(p)
+
+
+def _forget_others(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Drop the state of parameters that the optimizer has no longer; it could not be saved."""
+    known = {id(p) for p in parameters}
+    for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in known]:
+        del optimizer.state[key]

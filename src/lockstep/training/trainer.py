@@ -92,7 +92,8 @@ class Trainer:
         save_frozen: whether checkpoints have the parameters that are not trained as well; when None, unless the model
             is one of PEFT. Without them, a run resumes with the same pretrained weights only, which is checked.
         step: precision, gradient_accumulation_steps, max_grad_norm, schedule, scheduler, scheduler_interval,
-            scheduler_metric, forward, virtual_workers, threads, replica_check and cuda_graphs, see `TrainStep`.
+            scheduler_metric, forward, virtual_workers, threads, replica_check, cuda_graphs and sync_batchnorm, see
+            `TrainStep`.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -300,6 +301,7 @@ class Trainer:
             raise ConfigError(
                 "virtual_workers", f"{own}, the trainer's, in the Loader as well", loader.virtual_workers, hint
             )
+        self.step.sync_model()
         found = None if resume is None else self.checkpoint_manager.find(resume)
         position = self.position if found is None else Position(found.state["loader"])
         again = self._begun and resume is None
@@ -437,6 +439,7 @@ class Trainer:
     @contextmanager
     def _evaluating(self, method: str, dataset: Any) -> Iterator[Loader]:
         with flight_recorder.in_method(method):
+            self.step.sync_model()
             self.step.strategy.sync_buffers()
             with self._opened(dataset, "dataset") as opened, self.step.strategy.deterministic():
                 yield opened

@@ -55,6 +55,8 @@ class ShardPasses:
     def __init__(self, strategy: Invariant, seed: int, graphs: PassGraphs | None = None) -> None:
         self._strategy, self._seed, self._graphs = strategy, seed, graphs
 
+    averaged_over = 1
+
     def run(
         self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
     ) -> torch.Tensor:
@@ -64,7 +66,7 @@ class ShardPasses:
             ConfigError: for a batch with another number of virtual workers.
         """
         strategy, reducer = self._strategy, self._strategy.reducer
-        current = _Step(loss, precision, self._parts(batch), batch.global_size, step, requests, marks)
+        current = _Step(loss, precision, self.parts(batch), batch.global_size, step, requests, marks)
         strategy.begin()
         if strategy.joint_layers:
             self._run_jointly(current)
@@ -74,7 +76,8 @@ class ShardPasses:
         seed_shard(self._seed, step, strategy.virtual_workers, strategy.comm.device)
         assert reducer.sums is not None
         size = 3 + len(marks)
-        strategy.end(reducer.sums[size + 1 :], batch.global_size, reducer.sums[size])
+        samples = batch.global_size if batch.collated is None else reducer.sums[size + 1]
+        strategy.end(reducer.sums[size + 2 :], samples, reducer.sums[size])
         return reducer.sums[:size]
 
     def _run_in_sequence(self, step: _Step) -> None:
@@ -85,7 +88,7 @@ class ShardPasses:
             if shard > reducer.local_shards.start:
                 buffers.restore()
             seed_shard(self._seed, step.number, shard, device)
-            totals = _new_totals(step.marks)
+            totals = _new_totals(step.marks, part[1])
             begun = self._begin_pass(step, part, totals) if part[1] else None
             if shard == reducer.local_shards[-1]:
                 self._set_worker_totals(totals, step)
@@ -102,8 +105,8 @@ class ShardPasses:
 
         def passes(shard: int) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
             seed_shard(self._seed, step.number, shard, comm.device)
-            totals = _new_totals(step.marks)
             part = step.parts[shard - reducer.local_shards.start]
+            totals = _new_totals(step.marks, part[1])
             begun = EagerPass(step.loss, step.precision, *part, 1 / step.global_size)
             totals[0], totals[1] = begun.total, begun.count
             numbers = torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)])
@@ -151,11 +154,12 @@ class ShardPasses:
     def _begin_pass(self, step: _Step, part: tuple[Any, int], totals: torch.Tensor) -> Pass:
         """Begin the passes of a shard, with its sum and count in `totals`."""
         several = len(self._strategy.reducer.local_shards) > 1
-        begun = begin_pass(self._graphs, step.loss, step.precision, *part, 1 / step.global_size, several)
+        scale = step.precision.pass_scale(step.global_size)
+        begun = begin_pass(self._graphs, step.loss, step.precision, *part, scale, several)
         totals[0], totals[1] = begun.total, begun.count
         return begun
 
-    def _parts(self, batch: Batch) -> Parts:
+    def parts(self, batch: Batch) -> Parts:
         """Return (data, samples) of each of this worker's shards."""
         reducer, comm = self._strategy.reducer, self._strategy.comm
         if batch.virtual_workers != reducer.virtual_workers and (batch.virtual_workers is not None or comm.size > 1):
@@ -167,14 +171,24 @@ class ShardPasses:
                 hint=hint,
             )
         cuts = [reducer.part(batch.global_size, shard) for shard in reducer.local_shards]
-        sizes = [cut.stop - cut.start for cut in cuts]
-        data = batch.data if batch.virtual_workers else [narrow(batch.data, cut.start, cut.stop) for cut in cuts]
+        if batch.virtual_workers:
+            data, sizes = batch.data, batch.collated or [cut.stop - cut.start for cut in cuts]
+        else:
+            samples = batch.global_size if batch.collated is None else batch.collated[0]
+            cuts = [reducer.part(samples, shard) for shard in reducer.local_shards]
+            sizes = [cut.stop - cut.start for cut in cuts]
+            data = [narrow(batch.data, cut.start, cut.stop, samples) for cut in cuts]
         return [(map_tensors(_aligned, part), size) for part, size in zip(data, sizes, strict=True)]
 
 
-def _new_totals(marks: torch.Tensor) -> torch.Tensor:
-    """Return zeros for a shard's totals: loss sum, count, stop flag, marks, number of newly changed buffers."""
-    return marks.new_zeros(4 + len(marks))
+def _new_totals(marks: torch.Tensor, samples: int) -> torch.Tensor:
+    """Return a shard's totals: loss sum, count, stop flag, marks, number of newly changed buffers, samples.
+
+    All but the samples are zero.
+    """
+    totals = marks.new_zeros(5 + len(marks))
+    totals[-1] = samples
+    return totals
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

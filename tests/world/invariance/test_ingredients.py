@@ -40,7 +40,7 @@ def left_fold() -> None:
 def mean_of_means() -> None:
     from lockstep.training.virtual_worker_passes import ShardPasses
 
-    parts_before, begin_before = ShardPasses._parts, ShardPasses._begin_pass
+    parts_before, begin_before = ShardPasses.parts, ShardPasses._begin_pass
 
     def parts(self: ShardPasses, batch: Batch) -> Any:
         self.size = batch.size * self._strategy.comm.size  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ def mean_of_means() -> None:
     def begin(self: ShardPasses, step: Any, part: Any, totals: Any) -> Any:
         return begin_before(self, replace(step, global_size=self.size), part, totals)  # type: ignore[attr-defined]
 
-    ShardPasses._parts = parts  # type: ignore[method-assign]
+    ShardPasses.parts = parts  # type: ignore[method-assign]
     ShardPasses._begin_pass = begin  # type: ignore[method-assign]
 
 

@@ -22,7 +22,8 @@ class AveragedWeights(Callback):
 
     The average is the same on every worker and part of each checkpoint. At the end of the run rank 0 writes it into
     the run directory, as `averaged.safetensors`. It is computed by `torch.optim.swa_utils.AveragedModel`; statistics,
-    such as those of batch norm, are averaged like weights, and integers are those of the newest model.
+    such as those of batch norm, are averaged like weights; integers, and buffers in formats of 8 bits, are those of the
+    newest model.
 
     Args:
         decay: that of an exponential moving average, from 0 to below 1: average = decay * average + (1 - decay) *
@@ -77,13 +78,17 @@ class AveragedWeights(Callback):
         if trainer.step.strategy.sharded_state:
             expected = 'AveragedWeights() with another strategy than "sharded"'
             raise ConfigError("callbacks", expected, found="that one, in which no worker has whole weights")
+        tiny = [name for name, p in trainer.model.named_parameters() if _is_tiny(p)]
+        if tiny:
+            expected = "AveragedWeights() of parameters of 16 bits or more"
+            raise ConfigError("callbacks", expected, found=f"{tiny[0]}, whose format cannot hold an average")
         if self._averaged is None:
             self._averaged = AveragedModel(trainer.model, multi_avg_fn=self._fold_in, use_buffers=True)
             self._averaged.requires_grad_(False)
         self._load()
 
     def _fold_in(self, averaged: Any, current: Any, count: Tensor | int) -> None:
-        if averaged[0].is_floating_point() or averaged[0].is_complex():
+        if (averaged[0].is_floating_point() and not _is_tiny(averaged[0])) or averaged[0].is_complex():
             self._average(averaged, current, count)
         else:
             torch._foreach_copy_(averaged, current)
@@ -128,3 +133,8 @@ class AveragedWeights(Callback):
             self._averaged.module.load_state_dict(self._loaded["model"])
             self._averaged.n_averaged.fill_(self._loaded["count"])
             self._loaded = {}
+
+
+def _is_tiny(tensor: Tensor) -> bool:
+    """Return whether a tensor is in a floating format of 8 bits or less, in which torch does not calculate."""
+    return tensor.is_floating_point() and tensor.element_size() < 2

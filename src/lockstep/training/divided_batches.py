@@ -1,0 +1,84 @@
+"""What a model has whose results depend on how a global batch is divided, for one line at the start of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..strategies.sync_batchnorm import SyncBatchNorm
+
+__all__ = ["describe_division"]
+
+_MOST_NAMES = 3
+
+
+def describe_division(
+    model: nn.Module, workers: int, passes: int = 1, devices: int = 1, own_hooks: bool = False
+) -> str:
+    """Return in one line what of the model depends on the division of global batches; "" if nothing does.
+
+    Functions that a forward pass calls, such as `torch.nn.functional.dropout`, are not seen.
+
+    Args:
+        model: the model, with its layers in the modes in which it is trained.
+        workers: number of workers.
+        passes: passes of each worker.
+        devices: devices of each worker.
+        own_hooks: whether the training itself has hooks on accumulated gradients, which are not the user's then.
+    """
+    divided = [
+        f"{number} {name}"
+        for number, name in (
+            (workers, "workers"),
+            (passes, "passes of each worker"),
+            (devices, "devices of each worker"),
+        )
+        if number > 1
+    ]
+    if not divided:
+        return ""
+    found = [
+        *_of_layers("dropout draws other masks", model, _draws),
+        *_of_layers("batch norm has the statistics of a part", model, lambda layer: _is_batch_norm(layer, passes)),
+        *_of_hooks(model, own_hooks),
+    ]
+    if not found:
+        return ""
+    return (
+        f"{', '.join(divided)}: results depend on how a global batch is divided, as this model has what is listed in "
+        f'docs/training.md, "What is the same at any number of workers": {"; ".join(found)}'
+    )
+
+
+def _of_layers(what: str, model: nn.Module, matches: Callable[[nn.Module], bool]) -> list[str]:
+    return _listed(what, [name for name, layer in model.named_modules() if layer.training and matches(layer)])
+
+
+def _of_hooks(model: nn.Module, own_hooks: bool) -> list[str]:
+    hooked = [
+        name
+        for name, p in model.named_parameters()
+        if p._backward_hooks or (p._post_accumulate_grad_hooks and not own_hooks)
+    ]
+    return _listed("a hook of a parameter sees the gradient of a part", hooked)
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return [f"{what} ({', '.join(name or 'the model itself' for name in names[:_MOST_NAMES])}{more})"]
+
+
+def _draws(layer: nn.Module) -> bool:
+    if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
+        return layer.dropout > 0
+    return isinstance(layer, _DropoutNd) and layer.p > 0
+
+
+def _is_batch_norm(layer: nn.Module, passes: int) -> bool:
+    synchronised = isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+    return isinstance(layer, _BatchNorm) and (passes > 1 or not synchronised)

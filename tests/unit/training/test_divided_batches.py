@@ -1,0 +1,91 @@
+"""What depends on the division of a global batch is said once, at the start, and only where it matters."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.errors import ConfigError
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.training.divided_batches import describe_division
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.drops = nn.ModuleList(nn.Dropout(0.1) for _ in range(5))
+        self.out = nn.Linear(4, 1)
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(4, 1)
+    model.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Everything(), "dropout draws other masks (drops.0, drops.1, drops.2 and 2 more); "),
+        (Everything(), "batch norm has the statistics of a part (norm)"),
+        (nn.LSTM(2, 2, num_layers=2, dropout=0.5), "dropout draws other masks (the model itself)"),
+        (nn.MultiheadAttention(4, 2, dropout=0.5), "dropout draws other masks (the model itself)"),
+        (hooked(), "a hook of a parameter sees the gradient of a part (weight, bias)"),
+    ],
+)
+def test_what_is_listed_is_named(model: nn.Module, said: str) -> None:
+    for division in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        assert said in describe_division(model, *division)
+    assert describe_division(model, 1, 1, 1) == ""
+    assert describe_division(model, 2, 3, 1).startswith("2 workers, 3 passes of each worker: results depend on")
+
+
+def test_nothing_is_said_of_what_does_not_matter() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.0), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4))
+    frozen = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).eval()
+    assert describe_division(plain, 4, 4, 4) == ""
+    assert describe_division(frozen, 4, 4, 4) == ""
+
+
+class Two:
+    size, rank = 2, 0
+
+
+def test_synchronised_batch_norm_depends_on_passes_alone() -> None:
+    comm: Any = Two()
+    model = convert(nn.Sequential(nn.BatchNorm1d(4)), comm)
+    assert isinstance(model.get_submodule("0"), SyncBatchNorm)
+    assert describe_division(model, 2, 1, 1) == ""
+    assert "batch norm has the statistics of a part (0)" in describe_division(model, 2, 2, 1)
+
+
+def fit(model: nn.Module, **options: Any) -> None:
+    data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = lockstep.Trainer(model, optimizer, nn.MSELoss(), 8, callbacks=[], **options)
+    trainer.fit(data, epochs=2)
+    trainer.fit(data, epochs=3)
+
+
+def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lockstep.training.step")
+    drops = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    fit(drops)
+    fit(drops, virtual_workers=4)
+    assert not [record for record in caplog.records if "divided" in record.getMessage()]
+    fit(drops, gradient_accumulation_steps=2)
+    assert len([record for record in caplog.records if "divided" in record.getMessage()]) == 1
+
+
+def test_sync_batchnorm_is_an_argument() -> None:
+    with pytest.raises(ConfigError, match="sync_batchnorm: expected False with strategy='replicas', got True"):
+        fit(nn.Sequential(nn.Linear(4, 1)), strategy="replicas", devices=["cpu", "cpu"], sync_batchnorm=True)
+    fit(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), sync_batchnorm=True)
