@@ -29,7 +29,10 @@ _ACCUMULATE = (
     "a loop of your own steps after every Nth batch"
 )
 _COMPILE = "lockstep.prepare_model(model, comm, compile_model=True) compiles the model, before the optimizer is made"
-_SYNC_BATCHNORM = "lockstep.prepare_model(model, comm, sync_batchnorm=True) converts the model before"
+_SYNC_BATCHNORM = (
+    "it is sync_batchnorm= of a Trainer or TrainStep; in a loop of your own, "
+    "lockstep.prepare_model(model, comm, sync_batchnorm=True) converts the model before"
+)
 _OPTIMIZER = "it belongs to the optimizer, an argument that you make: torch.optim.AdamW(model.parameters(), lr=1e-3)"
 _SCHEDULER = (
     "the learning rate follows scheduler=, one of torch.optim.lr_scheduler, or schedule=lockstep.make_schedule(...), "
