@@ -430,16 +430,19 @@ def other_dtypes(saved: Mapping[str, Any], model: nn.Module) -> dict[str, tuple[
         CheckpointError: for an entry whose values cannot be converted.
     """
     found = {}
-    for name, ours in model.state_dict().items():
-        theirs = saved.get(name)
-        tensors = isinstance(ours, torch.Tensor) and isinstance(theirs, (torch.Tensor, StoredTensor))
-        if not tensors or theirs.dtype == ours.dtype:
+    for name, value in model.state_dict().items():
+        ours, theirs = _dtype(value), _dtype(saved.get(name))
+        if ours is None or theirs is None or ours == theirs:
             continue
-        if not torch.can_cast(theirs.dtype, ours.dtype):
-            difference = f"{name}: here {ours.dtype}, in the checkpoint {theirs.dtype}"
+        if not torch.can_cast(theirs, ours):
+            difference = f"{name}: here {ours}, in the checkpoint {theirs}"
             raise CheckpointError(f"a checkpoint of another model. The first difference is {difference}.")
-        found[name] = theirs.dtype, ours.dtype
+        found[name] = theirs, ours
     return found
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, (torch.Tensor, StoredTensor)) else None
 
 
 def _convert_state(optimizer: Optimizer, parameter: torch.Tensor, saved_dtype: torch.dtype) -> None:

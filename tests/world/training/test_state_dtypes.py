@@ -1,4 +1,4 @@
-"""Optimizer state keeps its own dtype where it moves between workers: sharded, in stages, and in Horovod's interface."""
+"""Optimizer state keeps its own dtype where it moves between workers: sharded, in stages, in Horovod's interface."""
 
 from __future__ import annotations
 
