@@ -330,7 +330,7 @@ class ElasticLoop(Loop):
             else:
                 folder = "" if trainer.run_dir is None else str(trainer.run_dir.absolute())
                 self._client.enter(self._fit, self._most, folder)
-            with self._events.running(trainer):
+            with self._naming_checkpoint(), self._events.running(trainer):
                 self._run_until_complete(loader)
             leave_later(self._signals, self._client)
         finally:
@@ -367,6 +367,7 @@ class ElasticLoop(Loop):
             state.position.seek(loader)
             self._train_epoch(loader)
             self._end_epoch()
+        trainer.step.check_weights()
         if self._events.final_save_is_due(trainer):
             trainer.save()
         trainer.checkpoint_manager.wait()

@@ -27,6 +27,7 @@ from ..strategies.base import Strategy
 from ..strategies.distributed import Distributed
 from ..strategies.invariant import Invariant
 from .cuda_graphs import Graphs, PassGraphs, begin_pass
+from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
 from .losses import Forward, LossFn, LossModule, LossSum
 from .out_of_memory import explaining_out_of_memory
@@ -458,6 +459,7 @@ class TrainStep:
         self.replacement: Callable[[Batch], StepResult] | None = None  # of `run`, see `lockstep.elastic.steps`
         self.strategy.check(optimizer, precision)
         self._prepare()
+        self.finite_weights = FiniteWeights(model, self.comm)
         loss_fn, forward = with_own_loss(loss_fn, forward)
         self._own_loss = loss_fn if isinstance(loss_fn, OwnLoss) else None
         loss = LossSum(loss_fn, self.comm.device)
@@ -599,8 +601,20 @@ class TrainStep:
         """
         self._replicas.compare()
 
+    def check_weights(self) -> None:
+        """Check that training has left the trained parameters finite; called by all workers, waits for the device.
+
+        `Trainer.save` calls it. A loop of one's own calls it before it saves the weights.
+
+        Raises:
+            DivergedError: on every worker, naming a parameter; buffers, frozen parameters and values that were not
+                finite before the first step do not count.
+        """
+        self.finite_weights.check(self.steps_done)
+
     def _begin(self) -> float | torch.Tensor:
         self._refresh_param_groups()
+        self.finite_weights.note()
         if (trained := [p.requires_grad for p in self._all_parameters]) != self._trained:
             # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
@@ -646,6 +660,7 @@ class TrainStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
+        self.finite_weights.forget()
         self.steps_done = int(state["steps_done"])
         self.precision.load_state_dict(state["precision"])
         if self.scheduler is not None and "scheduler" in state:
