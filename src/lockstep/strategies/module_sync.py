@@ -144,7 +144,7 @@ def _without_expanded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expanded_dimensions(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions in which elements share memory, as `expand()` makes them; with any, it cannot be written."""
+    """Return the dimensions in which elements share memory, as `expand()` makes them, and which cannot be written."""
     if tensor.layout is not torch.strided:
         return []
     sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))

@@ -190,10 +190,10 @@ class CheckpointManager:
             return None
         for number, path in enumerate(candidates, 1):
             try:
-                opened = call_on_all(comm, partial(open_stored, path, comm.local_rank, comm.local_size))
-                comm.on_rank0(partial(check_finite, opened))
+                opened = self._open(path)
             except CheckpointError as error:
-                first_error = first_error or error
+                # Without its frames, which would keep the files open.
+                first_error = first_error or error.with_traceback(None)
                 if number < len(candidates) and comm.rank == 0:
                     previous = candidates[number]
                     _log.error("A CHECKPOINT CANNOT BE USED: %s. Trying the one before it, %s.", error, previous)
@@ -204,6 +204,13 @@ class CheckpointManager:
             return None
         suggestion = comm.on_rank0(lambda: suggest_other(candidates[0]))
         raise CheckpointError(f"{first_error}. {suggestion}.") from first_error.__cause__
+
+    def _open(self, path: Path) -> Checkpoint:
+        """Open a checkpoint that is undamaged and has no NaN in its weights; called by every worker."""
+        comm = self._comm
+        opened = call_on_all(comm, partial(open_stored, path, comm.local_rank, comm.local_size))
+        comm.on_rank0(partial(check_finite, opened))
+        return opened
 
     def _candidates(self, which: str | Path) -> list[Path]:
         """Return the checkpoints that `which` may mean, in order of preference."""
