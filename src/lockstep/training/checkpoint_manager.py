@@ -209,7 +209,8 @@ class CheckpointManager:
         """Open a checkpoint that is undamaged and has no NaN in its weights; called by every worker."""
         comm = self._comm
         opened = call_on_all(comm, partial(open_stored, path, comm.local_rank, comm.local_size))
-        comm.on_rank0(partial(check_finite, opened))
+        # Not by `on_rank0`, which workers that join an elastic job later would expect as well.
+        call_on_all(comm, partial(check_finite, opened) if comm.rank == 0 else lambda: None)
         return opened
 
     def _candidates(self, which: str | Path) -> list[Path]:

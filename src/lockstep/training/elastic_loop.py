@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..checkpoint.serialization import pack, unpack
 from ..communicator import Communicator
@@ -18,6 +19,7 @@ from ..elastic.client import MembershipClient, WorkerLeft
 from ..elastic.membership import NO_STATE, Commit, View
 from ..errors import ConfigError, InterruptedRunError, MembershipChangedError
 from ..flight_recorder import named
+from ..strategies.module_sync import expanded_dimensions
 from .callbacks.base import Callback, TrainingContext
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.group import CallbackGroup
@@ -25,7 +27,16 @@ from .loop import Loop, Run
 from .step import REGROUP, StepResult
 from .stopping import StopSignals
 
-__all__ = ["ElasticCallbacks", "ElasticLoop", "ElasticRun", "JobSignals", "share", "without_check"]
+__all__ = [
+    "ElasticCallbacks",
+    "ElasticLoop",
+    "ElasticRun",
+    "JobSignals",
+    "load_state_beside",
+    "share",
+    "state_beside",
+    "without_check",
+]
 
 _OWN = f"{__name__.partition('.')[0]}."
 
@@ -241,6 +252,34 @@ def share(comm: Communicator, source: int, state: Mapping[str, Any] | None, want
         if comm.rank == source:
             received = tensors
     return dict(unpack(values, received)) if wanted else {}
+
+
+def state_beside(model: nn.Module) -> dict[str, Any]:
+    """Return what a model has beside its state dict: buffers that are not in it, trained parameters, and modes."""
+    persistent = model.state_dict(keep_vars=True)
+    return {
+        "buffers": {name: buffer for name, buffer in model.named_buffers() if name not in persistent},
+        "trained": {name: p.requires_grad for name, p in model.named_parameters()},
+        "training": {name: module.training for name, module in model.named_modules()},
+    }
+
+
+def load_state_beside(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what `state_beside` returned on another worker."""
+    for full_name, value in state["buffers"].items():
+        path, _, name = full_name.rpartition(".")
+        module = model.get_submodule(path)
+        buffer = module._buffers.get(name)
+        fits = buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
+        if buffer is not None and fits and not expanded_dimensions(buffer):
+            with torch.no_grad():
+                buffer.copy_(value)
+        else:  # a table that grows, for instance
+            module.register_buffer(name, value, persistent=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(state["trained"].get(name, parameter.requires_grad))
+    for name, module in model.named_modules():
+        module.training = state["training"].get(name, module.training)
 
 
 # --- The loop ---------------------------------------------------------------------------------------------------------
@@ -463,6 +502,7 @@ class ElasticLoop(Loop):
                 "callbacks": self._events.shared_states(),
                 "last_checkpoint": None if last is None else [last[0], str(last[1])],
                 "before_epoch": trainer.steps_before_epoch,
+                "beside": state_beside(trainer.model),
                 "events": list(pickle.dumps(self._events.events)),
             }
         received = share(self._comm, source, state, behind)
@@ -471,6 +511,7 @@ class ElasticLoop(Loop):
         done = trainer.step.steps_done
         self._has_state = False  # as long as it is loaded, which an error may interrupt
         trainer.steps_in_flight.clear()
+        load_state_beside(trainer.model, received["beside"])
         trainer.state.load_state_dict(received)
         trainer.state.epoch = trainer.state.position.last_epoch
         trainer.steps_before_epoch = received["before_epoch"]

@@ -538,6 +538,7 @@ class TrainStep:
         """
         self.strategy.regroup(self.model)
         self._module = self.strategy.wrap(self._loss)
+        self._trained = [p.requires_grad for p in self._all_parameters]
         if self._graphs is not None:
             self._graphs = self._make_graphs()
             self._passes = self._make_passes()
