@@ -32,9 +32,12 @@ __all__ = [
     "ElasticLoop",
     "ElasticRun",
     "JobSignals",
-    "load_state_beside",
+    "buffers_beside",
+    "leave_later",
+    "load_buffers_beside",
+    "load_modes",
+    "modes_of",
     "share",
-    "state_beside",
     "without_check",
 ]
 
@@ -254,19 +257,15 @@ def share(comm: Communicator, source: int, state: Mapping[str, Any] | None, want
     return dict(unpack(values, received)) if wanted else {}
 
 
-def state_beside(model: nn.Module) -> dict[str, Any]:
-    """Return what a model has beside its state dict: buffers that are not in it, trained parameters, and modes."""
+def buffers_beside(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of a model that are not in its state dict."""
     persistent = model.state_dict(keep_vars=True)
-    return {
-        "buffers": {name: buffer for name, buffer in model.named_buffers() if name not in persistent},
-        "trained": {name: p.requires_grad for name, p in model.named_parameters()},
-        "training": {name: module.training for name, module in model.named_modules()},
-    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
 
 
-def load_state_beside(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load what `state_beside` returned on another worker."""
-    for full_name, value in state["buffers"].items():
+def load_buffers_beside(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Load what `buffers_beside` returned on another worker, where a buffer may have another shape by now."""
+    for full_name, value in buffers.items():
         path, _, name = full_name.rpartition(".")
         module = model.get_submodule(path)
         buffer = module._buffers.get(name)
@@ -274,12 +273,24 @@ def load_state_beside(model: nn.Module, state: Mapping[str, Any]) -> None:
         if buffer is not None and fits and not expanded_dimensions(buffer):
             with torch.no_grad():
                 buffer.copy_(value)
-        else:  # a table that grows, for instance
+        else:
             module.register_buffer(name, value, persistent=False)
+
+
+def modes_of(model: nn.Module) -> dict[str, dict[str, bool]]:
+    """Return which parameters of a model are trained, and which modules are in training mode."""
+    return {
+        "trained": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "training": {name: module.training for name, module in model.named_modules()},
+    }
+
+
+def load_modes(model: nn.Module, modes: Mapping[str, Mapping[str, bool]]) -> None:
+    """Set what `modes_of` returned on another worker."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(state["trained"].get(name, parameter.requires_grad))
+        parameter.requires_grad_(modes["trained"].get(name, parameter.requires_grad))
     for name, module in model.named_modules():
-        module.training = state["training"].get(name, module.training)
+        module.training = modes["training"].get(name, module.training)
 
 
 # --- The loop ---------------------------------------------------------------------------------------------------------
@@ -502,7 +513,8 @@ class ElasticLoop(Loop):
                 "callbacks": self._events.shared_states(),
                 "last_checkpoint": None if last is None else [last[0], str(last[1])],
                 "before_epoch": trainer.steps_before_epoch,
-                "beside": state_beside(trainer.model),
+                "buffers": buffers_beside(trainer.model),
+                "modes": modes_of(trainer.model),
                 "events": list(pickle.dumps(self._events.events)),
             }
         received = share(self._comm, source, state, behind)
@@ -511,7 +523,8 @@ class ElasticLoop(Loop):
         done = trainer.step.steps_done
         self._has_state = False  # as long as it is loaded, which an error may interrupt
         trainer.steps_in_flight.clear()
-        load_state_beside(trainer.model, received["beside"])
+        load_buffers_beside(trainer.model, received["buffers"])
+        load_modes(trainer.model, received["modes"])
         trainer.state.load_state_dict(received)
         trainer.state.epoch = trainer.state.position.last_epoch
         trainer.steps_before_epoch = received["before_epoch"]
