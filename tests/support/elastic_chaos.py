@@ -35,6 +35,10 @@ from lockstep.elastic.roster import Roster
 from lockstep.environment import ElasticWorker
 from lockstep.invariance import ordered_reducer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.optimizers import MasterSGD
+
 __all__ = ["Outcome", "Plan", "Point", "run_job", "undisturbed"]
 
 STEPS_PER_EPOCH, EPOCHS, VIRTUAL_WORKERS, BATCH = 7, 3, 6, 18
@@ -134,6 +138,40 @@ class Seen(nn.Module):
         return x
 
 
+class Kept(nn.Module):
+    """What a state dict does not have: a buffer that is not in it, a layer that is trained later, one that stops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.norm, self.first = nn.Linear(16, 3), nn.BatchNorm1d(16), nn.Linear(6, 16)
+        self.first.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = 0.9 * self.seen + 0.1 * x.detach().mean().bfloat16()
+        hidden = self.norm(self.first(x.bfloat16()))
+        return self.last(hidden.tanh()) * (1 + self.seen) + self.table.mean()  # type: ignore[no-any-return]
+
+    def change(self) -> None:
+        """Train another layer, keep another one as it is, and let a table grow."""
+        self.first.requires_grad_(True)
+        self.norm.eval()
+        self.table = torch.ones(5).bfloat16()
+
+
+class Changes(lockstep.callbacks.Callback):
+    """Changes the model once."""
+
+    every_rank = True
+
+    def on_train_epoch_start(self, trainer: Any) -> None:
+        if trainer.epoch == 1:
+            trainer.model.change()
+
+
 class Iterated(torch.utils.data.IterableDataset[Any]):
     """The samples of a data set, for each loader process every so many."""
 
@@ -157,6 +195,10 @@ def make_trainer(plan: Plan, run_dir: Path | None, callbacks: list[Any]) -> tupl
         net: nn.Module = lockstep.models.lenet()
         optimizer: Any = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9)
         options: dict[str, Any] = {}
+    elif plan.model == "kept":
+        net = Kept()
+        optimizer, options = MasterSGD(net.parameters(), 0.02), {}
+        callbacks = [*callbacks, Changes()]
     elif plan.model == "norm":
         net = nn.Sequential(
             *(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), Seen(), nn.Dropout(0.3), nn.Linear(16, 3))
@@ -530,6 +572,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("count", type=int)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--backend", choices=["shm", "gloo"])
+    parser.add_argument("--kept", action="store_true", help="a model with state outside of its state dict")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -537,6 +580,8 @@ def main(words: list[str]) -> int:
     bad = completed = joined = 0
     for seed in range(options.first, options.first + options.count):
         plan = Plan.of(seed, options.backend)
+        if options.kept:
+            plan = replace(plan, model="kept", virtual=True, loaders=0, parts=0, waits=True, replaces=True)
         begun = time.monotonic()
         outcome = run_job(plan)
         wrong = check(plan, outcome, undisturbed(plan.model, plan.virtual, plan.loaders, plan.parts))

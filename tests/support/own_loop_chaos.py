@@ -37,6 +37,8 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
     training = lockstep.elastic.steps(loader, step, EPOCHS, state={"scheduler": scheduler, "seen": seen})
     for batch in training:
         seen["order"].append([batch.epoch, batch.step])
+        if plan.model == "kept" and (batch.epoch, batch.step) == (1, 0):
+            net.change()  # type: ignore[operator]
         loss = step(batch)
         scheduler.step()
         seen["losses"].append(float(loss))
@@ -54,6 +56,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("count", type=int)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--backend", choices=["shm", "gloo"])
+    parser.add_argument("--kept", action="store_true", help="a model with state outside of its state dict")
     options = parser.parse_args(words)
     elastic_chaos.train = train
     expected: dict[str, Any] = {}
@@ -61,6 +64,8 @@ def main(words: list[str]) -> int:
     for seed in range(options.first, options.first + options.count):
         plan = Plan.of(seed, options.backend)
         plan = replace(plan, virtual=True, loaders=0, parts=0)
+        if options.kept:
+            plan = replace(plan, model="kept", replaces=True)
         if plan.model not in expected:
             expected[plan.model] = elastic_chaos.undisturbed(plan.model, True, 0, 0)
         outcome = elastic_chaos.run_job(plan)

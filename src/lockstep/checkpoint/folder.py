@@ -42,8 +42,10 @@ from .serialization import (
 )
 
 __all__ = [
+    "FINITE",
     "Checkpoint",
     "CheckpointStore",
+    "check_finite",
     "check_pieces",
     "load_weights",
     "open_stored",
@@ -54,6 +56,9 @@ __all__ = [
     "suggest_other",
     "verify",
 ]
+
+FINITE = "finite_weights"
+"""The entry of `info` of a checkpoint whose trained parameters were checked before it was written."""
 
 _BEST = "best"
 _NAME = re.compile(r"step-(\d{10}|[1-9]\d{10,17})")
@@ -215,7 +220,11 @@ class CheckpointStore:
         return max(self.paths(), key=_step, default=None)
 
     def newest_good(self, before: Path | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint; with `before`, the newest that is older than that checkpoint."""
+        """Return the newest good checkpoint, undamaged and without NaN in its weights.
+
+        Args:
+            before: a checkpoint, for the newest that is older; None for the newest of all.
+        """
         if before is None:
             return _newest_good(self.paths())
         limit = _step(Path(before))
@@ -266,6 +275,25 @@ def open_stored(path: Path, local_rank: int = 0, local_size: int = 1) -> Checkpo
     _check_files(path, content["files"], local_rank, local_size)
     state = _stored_state(path, content["files"])
     return Checkpoint(path, content["step"], content["epoch"], content["info"], state)
+
+
+def check_finite(checkpoint: Checkpoint) -> None:
+    """Check that an opened checkpoint of a training run has no NaN in its trained parameters.
+
+    They are read only if they were not checked before it was written.
+
+    Raises:
+        CheckpointError: naming the first parameter with NaN; or a tensor cannot be read.
+    """
+    if checkpoint.info.get(FINITE) is True:
+        return
+    model, groups = checkpoint.state.get("model"), checkpoint.state.get("hyperparameters")
+    if not isinstance(model, dict) or not isinstance(groups, list):
+        return  # not of a training run
+    for name in (name for group in groups for name in group["parameters"]):
+        value = read_tensors(model.get(name))
+        if isinstance(value, Tensor) and bool(value.isnan().any()):
+            raise CheckpointError(f"{checkpoint.path}: expected weights without NaN, got some in {name}")
 
 
 def read_tensors(tree: Any) -> Any:
@@ -430,6 +458,13 @@ def _manifest(path: Path) -> dict[str, Any]:
     return content
 
 
+def _check_good(path: Path) -> None:
+    _check(path)
+    content = _manifest(path)
+    if content["info"].get(FINITE) is not True:
+        check_finite(open_stored(path, local_rank=1))  # its files have just been checked
+
+
 def _check(path: Path) -> None:
     _check_files(path, _manifest(path)["files"])
 
@@ -448,7 +483,7 @@ def _step(path: Path) -> int:
 def _newest_good(paths: Iterable[Path]) -> Path | None:
     for path in reversed(list(paths)):
         with contextlib.suppress(CheckpointError):
-            _check(path)
+            _check_good(path)
             return path
     return None
 

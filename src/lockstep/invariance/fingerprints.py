@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,7 +14,16 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError
 
-__all__ = ["INTEGERS", "checksum", "checksum_of", "fingerprint", "fingerprint_of", "mix_bits", "plain_names"]
+__all__ = [
+    "INTEGERS",
+    "checksum",
+    "checksum_of",
+    "fingerprint",
+    "fingerprint_of",
+    "match_names",
+    "mix_bits",
+    "plain_names",
+]
 
 T = TypeVar("T")
 
@@ -120,6 +129,29 @@ def plain_names(state_dict: Mapping[str, T]) -> dict[str, T]:
             "state_dict", "names that differ without 'module.' and '_orig_mod.'", found=", ".join(state_dict)
         )
     return plain
+
+
+def match_names(saved: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
+    """Return the names of a model's entries by those under which the same model was saved, wrapped in another way.
+
+    Args:
+        saved: names of a saved model or of a part of it.
+        ours: the names of this model, which may be compiled or in a DataParallel where the saved one was not, or the
+            other way round.
+
+    Returns:
+        Saved name → our name, without those that are the same; empty if the names differ in more than in wrappers.
+    """
+    saved, ours = list(saved), list(ours)
+    if set(saved) <= set(ours):
+        return {}
+    try:
+        plain_saved, plain_ours = (plain_names({name: name for name in names}) for names in (saved, ours))
+    except ConfigError:
+        return {}
+    if not plain_saved.keys() <= plain_ours.keys():
+        return {}
+    return {name: plain_ours[plain] for plain, name in plain_saved.items() if name != plain_ours[plain]}
 
 
 def _update(digest: _Digest, node: object, path: str) -> None:

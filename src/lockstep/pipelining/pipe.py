@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..communicator import Communicator
 from ..errors import ConfigError, DataError
 from ..strategies.base import accumulation_dtype
+from ..strategies.full_state import load_optimizer
 from ..training.losses import LossFn, LossSum
 from ..training.precision import scale_gradients
 from ..training.sample_sums import raise_not_a_mean
@@ -332,4 +333,4 @@ class Pipeline:
             ConfigError: see `optimizer_state_dict`.
         """
         parameters = dict(self.named_parameters())
-        optimizer.load_state_dict(stage_optimizer_state(optimizer, parameters, self._names, self.comm, state))
+        load_optimizer(optimizer, stage_optimizer_state(optimizer, parameters, self._names, self.comm, state))

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..invariance.fingerprints import fingerprint
-from .full_state import read_model_state, read_optimizer_state
+from .full_state import load_model, load_optimizer, read_optimizer_state
 
 __all__ = ["Strategy", "accumulation_dtype"]
 
@@ -151,11 +151,11 @@ class Strategy:
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load what `model_state` returned, under this or another strategy; names and shapes have been checked."""
-        model.load_state_dict(read_model_state(model, state, self.comm))
+        load_model(model, state, self.comm)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what `optimizer_state` returned, under this or another strategy; names and shapes have been checked."""
-        optimizer.load_state_dict(read_optimizer_state(optimizer, state, self.comm))
+        load_optimizer(optimizer, read_optimizer_state(optimizer, state, self.comm))
 
     def fingerprint(self, model: nn.Module, optimizer: Optimizer) -> str:
         """Return the fingerprint of the full tensors, see `lockstep.fingerprint`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +11,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from ..checkpoint.folder import read_tensors
 from ..checkpoint.serialization import StoredTensor
 from ..communicator import Communicator
+from .module_sync import expanded_dimensions
 
 __all__ = [
     "full_tensors",
+    "load_model",
+    "load_optimizer",
     "read_model_state",
     "read_optimizer_state",
     "replace_parameters",
@@ -64,6 +69,8 @@ def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dic
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     sharded = {
         number: {name: shard_like(value, parameters.get(number)) for name, value in entries.items()}
+        if number in parameters
+        else entries
         for number, entries in state["state"].items()
     }
     return {**state, "state": sharded}
@@ -81,6 +88,86 @@ def replace_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) ->
     for old in [p for p in optimizer.state if id(p) in new]:
         entries, parameter = optimizer.state.pop(old), new[id(old)]
         optimizer.state[parameter] = {name: shard_like(value, parameter) for name, value in entries.items()}
+
+
+def load_model(model: nn.Module, state: Mapping[str, Any], comm: Communicator) -> None:
+    """Load a state dict, with stored tensors or others, into a model; DTensors get this worker's shard.
+
+    Args:
+        model: the model, with entries of the same names and shapes.
+        state: the state dict.
+        comm: communicator over the workers, who call this together.
+
+    Raises:
+        CheckpointError: if a stored tensor cannot be read; some of the model's tensors may have been changed.
+    """
+    with _dense_buffers(model):
+        current, full = model.state_dict(), read_model_state(model, state, comm)
+        model.load_state_dict({name: shard_like(value, current.get(name)) for name, value in full.items()})
+
+
+@contextmanager
+def _dense_buffers(model: nn.Module) -> Iterator[None]:
+    """Replace buffers made by `expand()`, whose elements share memory and cannot be written, by copies meanwhile.
+
+    Afterwards the expanded buffer is back with the new values, unless they differ within an expanded dimension: then
+    the copy stays.
+    """
+    expanded = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and expanded_dimensions(buffer)
+    ]
+    copies = [buffer.detach().clone(memory_format=torch.contiguous_format) for _, _, buffer in expanded]
+    for (module, name, _), copy in zip(expanded, copies, strict=True):
+        module._buffers[name] = copy
+    yield
+    with torch.no_grad():
+        for (module, name, buffer), copy in zip(expanded, copies, strict=True):
+            if module._buffers[name] is not copy:
+                continue  # a hook of the layer has replaced it
+            first_of_each, values = buffer.detach(), copy
+            for dimension in expanded_dimensions(buffer):
+                first_of_each = first_of_each.narrow(dimension, 0, 1)
+                values = values.narrow(dimension, 0, 1)
+            first_of_each.copy_(values)
+            if torch.equal(buffer, copy):
+                module._buffers[name] = buffer
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state dict into an optimizer, whose state keeps the dtypes that it has in the state dict.
+
+    `torch.optim.Optimizer.load_state_dict` converts the state of a parameter to the parameter's dtype. Optimizers that
+    keep a float32 copy of bfloat16 parameters, counters or masks would go on with other values.
+
+    Args:
+        optimizer: the optimizer, over the same parameters.
+        state: a state dict with tensors in memory, sharded as the parameters are.
+    """
+    optimizer.load_state_dict(dict(state))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        loaded, saved = optimizer.state.get(parameter), state["state"].get(number)
+        if isinstance(loaded, dict) and isinstance(saved, Mapping):
+            for name in loaded.keys() & saved.keys():
+                if name != "step":  # torch has a rule of its own for it
+                    loaded[name] = _with_dtype_of(saved[name], loaded[name], parameter.dtype)
+
+
+def _with_dtype_of(saved: Any, loaded: Any, converted_to: torch.dtype) -> Any:
+    """Return a loaded value, or the saved one on its device if the loaded one was converted to `converted_to`."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        was_converted = loaded.dtype == converted_to != saved.dtype and loaded.shape == saved.shape
+        return saved.detach().to(loaded.device) if was_converted else loaded
+    if isinstance(saved, Mapping) and isinstance(loaded, dict) and saved.keys() == loaded.keys():
+        return {name: _with_dtype_of(saved[name], value, converted_to) for name, value in loaded.items()}
+    if isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        pairs = zip(saved, loaded, strict=True)
+        return type(loaded)(_with_dtype_of(one, other, converted_to) for one, other in pairs)
+    return loaded
 
 
 def read_model_state(model: nn.Module, state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
@@ -119,7 +206,7 @@ def read_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], comm: C
 
     def target(number: int, name: str, value: Any) -> Any:
         if not isinstance(value, StoredTensor):
-            return value
+            return read_tensors(value)  # which may be within lists or dicts
         parameter = parameters[number]
         tensor = _target_for(parameter, optimizer.state.get(parameter, {}).get(name), value)
         targets[f"{number}.{name}"] = tensor, value
@@ -127,6 +214,8 @@ def read_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], comm: C
 
     read = {
         number: {name: target(number, name, value) for name, value in entries.items()}
+        if type(number) is int and isinstance(entries, Mapping)
+        else read_tensors(entries)  # state that belongs to no parameter
         for number, entries in state["state"].items()
     }
     _read_stored(targets, comm)

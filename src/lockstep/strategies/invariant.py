@@ -17,7 +17,7 @@ from ..invariance.ordered_reducer import OrderedReducer
 from ..invariance.shards import check_virtual_workers
 from .base import Strategy, accumulation_dtype
 from .buffers import MutatedBuffers
-from .module_sync import broadcast_tensors, sync_module
+from .module_sync import broadcast_tensors, expanded_dimensions, sync_module
 from .sync_batchnorm import SyncBatchNorm, convert_marked
 from .unsupported_layers import check_joint_passes, check_supported
 
@@ -161,7 +161,8 @@ class _SavedBuffer:
         if not self.changed():
             return
         self._layer._buffers[self._name] = self._saved
-        if self._saved is not None and self._copy is not None:
+        changed_in_place = self._saved is not None and self._saved._version != self._saved_version
+        if changed_in_place and self._saved is not None and self._copy is not None:
             with torch.no_grad():
                 self._saved.copy_(self._copy)
         self._saved_version = self._version()
@@ -172,7 +173,11 @@ class _SavedBuffer:
 
     def finish(self) -> None:
         self.restore()
-        if self._result is not None and self._current is not None:
+        if self._result is None or self._current is None:
+            return
+        if expanded_dimensions(self._current):  # it cannot be written
+            self._layer._buffers[self._name] = self._result
+        else:
             with torch.no_grad():
                 self._current.copy_(self._result)
 

@@ -12,7 +12,14 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import MismatchError
 
-__all__ = ["broadcast_tensors", "check_same_layout", "check_same_tensors", "check_same_values", "sync_module"]
+__all__ = [
+    "broadcast_tensors",
+    "check_same_layout",
+    "check_same_tensors",
+    "check_same_values",
+    "expanded_dimensions",
+    "sync_module",
+]
 
 # Bytes of a message: large enough to amortise its latency, small compared with a model.
 _BUCKET = 16 << 20
@@ -131,10 +138,17 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _without_expanded(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view without expanded dimensions, in which each element has its own memory."""
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            tensor = tensor.narrow(dimension, 0, 1)
+    for dimension in expanded_dimensions(tensor):
+        tensor = tensor.narrow(dimension, 0, 1)
     return tensor
+
+
+def expanded_dimensions(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions in which elements share memory, as `expand()` makes them, and which cannot be written."""
+    if tensor.layout is not torch.strided:
+        return []
+    sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return [dimension for dimension, (size, stride) in sizes if stride == 0 and size > 1]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

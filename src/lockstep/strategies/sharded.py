@@ -22,10 +22,10 @@ from .buffers import MutatedBuffers, RunningStatistics
 from .distributed import Distributed
 from .full_state import (
     full_tensors,
-    read_model_state,
+    load_model,
+    load_optimizer,
     read_optimizer_state,
     replace_parameters,
-    shard_like,
     shard_optimizer_state,
 )
 from .module_sync import broadcast_tensors, check_same_layout, check_same_tensors
@@ -303,12 +303,11 @@ class Sharded(Distributed):
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load this worker's shard of a full state dict."""
-        current, full = model.state_dict(), read_model_state(model, state, self.comm)
-        model.load_state_dict({name: shard_like(value, current.get(name)) for name, value in full.items()})
+        load_model(model, state, self.comm)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load this worker's shard of a full state dict."""
-        optimizer.load_state_dict(shard_optimizer_state(optimizer, read_optimizer_state(optimizer, state, self.comm)))
+        load_optimizer(optimizer, shard_optimizer_state(optimizer, read_optimizer_state(optimizer, state, self.comm)))
 
     def fingerprint(self, model: nn.Module, optimizer: Optimizer) -> str:
         """Return the fingerprint of the full tensors, see `lockstep.fingerprint`."""

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 
 from .. import environment
-from ..checkpoint.folder import Checkpoint, CheckpointStore, open_stored, suggest_other
-from ..errors import CheckpointError, ConfigError
+from ..checkpoint.folder import FINITE, Checkpoint, CheckpointStore, check_finite, open_stored, suggest_other
+from ..errors import CheckpointError, ConfigError, DivergedError
 from .errors_on_all import call_on_all
 from .run_directory import numbered
 from .run_state import RunState
@@ -148,6 +148,11 @@ class CheckpointManager:
         if self._comm.rank == 0:
             environment.note_checkpoint(str(path))
 
+    def with_advice(self, error: DivergedError) -> DivergedError:
+        """Return the error of a run that has diverged with the checkpoint to go on from, whose weights are finite."""
+        where = f"The last checkpoint is {self.last_path}." if self.last_path else "There is no checkpoint yet."
+        return DivergedError(f"{error} {where}")
+
     def _store(self) -> CheckpointStore:
         return self._store_in(self.run_dir)
 
@@ -162,6 +167,7 @@ class CheckpointManager:
             "workers": self._comm.size,
             "global_batch_size": self._state.global_batch_size,
             "torch": str(torch.__version__),
+            FINITE: True,  # else it would not be written, see `FiniteWeights`
         }
 
     def find(self, which: str | Path) -> Checkpoint | None:
@@ -171,11 +177,11 @@ class CheckpointManager:
 
         Args:
             which: a checkpoint, a run directory, or "latest" for this run's directory. In a directory, the newest
-                checkpoint that is not damaged is used; damaged ones are logged as errors.
+                checkpoint is used that is not damaged and has no NaN in its weights; others are logged as errors.
 
         Raises:
-            CheckpointError: on every worker, if the checkpoint is damaged, all are damaged, or it does not fit on any
-                worker.
+            CheckpointError: on every worker, if the checkpoint or all are damaged or have NaN in their weights, or it
+                does not fit on any worker.
         """
         self.wait()
         comm = self._comm
@@ -184,9 +190,10 @@ class CheckpointManager:
             return None
         for number, path in enumerate(candidates, 1):
             try:
-                opened = call_on_all(comm, partial(open_stored, path, comm.local_rank, comm.local_size))
+                opened = self._open(path)
             except CheckpointError as error:
-                first_error = first_error or error
+                # Without its frames, which would keep the files open.
+                first_error = first_error or error.with_traceback(None)
                 if number < len(candidates) and comm.rank == 0:
                     previous = candidates[number]
                     _log.error("A CHECKPOINT CANNOT BE USED: %s. Trying the one before it, %s.", error, previous)
@@ -197,6 +204,14 @@ class CheckpointManager:
             return None
         suggestion = comm.on_rank0(lambda: suggest_other(candidates[0]))
         raise CheckpointError(f"{first_error}. {suggestion}.") from first_error.__cause__
+
+    def _open(self, path: Path) -> Checkpoint:
+        """Open a checkpoint that is undamaged and has no NaN in its weights; called by every worker."""
+        comm = self._comm
+        opened = call_on_all(comm, partial(open_stored, path, comm.local_rank, comm.local_size))
+        # Not by `on_rank0`, which workers that join an elastic job later would expect as well.
+        call_on_all(comm, partial(check_finite, opened) if comm.rank == 0 else lambda: None)
+        return opened
 
     def _candidates(self, which: str | Path) -> list[Path]:
         """Return the checkpoints that `which` may mean, in order of preference."""

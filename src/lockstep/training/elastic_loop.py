@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..checkpoint.serialization import pack, unpack
 from ..communicator import Communicator
@@ -18,6 +19,7 @@ from ..elastic.client import MembershipClient, WorkerLeft
 from ..elastic.membership import NO_STATE, Commit, View
 from ..errors import ConfigError, InterruptedRunError, MembershipChangedError
 from ..flight_recorder import named
+from ..strategies.module_sync import expanded_dimensions
 from .callbacks.base import Callback, TrainingContext
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.group import CallbackGroup
@@ -25,7 +27,19 @@ from .loop import Loop, Run
 from .step import REGROUP, StepResult
 from .stopping import StopSignals
 
-__all__ = ["ElasticCallbacks", "ElasticLoop", "ElasticRun", "JobSignals", "share", "without_check"]
+__all__ = [
+    "ElasticCallbacks",
+    "ElasticLoop",
+    "ElasticRun",
+    "JobSignals",
+    "buffers_beside",
+    "leave_later",
+    "load_buffers_beside",
+    "load_modes",
+    "modes_of",
+    "share",
+    "without_check",
+]
 
 _OWN = f"{__name__.partition('.')[0]}."
 
@@ -243,6 +257,42 @@ def share(comm: Communicator, source: int, state: Mapping[str, Any] | None, want
     return dict(unpack(values, received)) if wanted else {}
 
 
+def buffers_beside(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of a model that are not in its state dict."""
+    persistent = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
+
+
+def load_buffers_beside(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Load what `buffers_beside` returned on another worker, where a buffer may have another shape by now."""
+    for full_name, value in buffers.items():
+        path, _, name = full_name.rpartition(".")
+        module = model.get_submodule(path)
+        buffer = module._buffers.get(name)
+        fits = buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
+        if buffer is not None and fits and not expanded_dimensions(buffer):
+            with torch.no_grad():
+                buffer.copy_(value)
+        else:
+            module.register_buffer(name, value, persistent=False)
+
+
+def modes_of(model: nn.Module) -> dict[str, dict[str, bool]]:
+    """Return which parameters of a model are trained, and which modules are in training mode."""
+    return {
+        "trained": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "training": {name: module.training for name, module in model.named_modules()},
+    }
+
+
+def load_modes(model: nn.Module, modes: Mapping[str, Mapping[str, bool]]) -> None:
+    """Set what `modes_of` returned on another worker."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(modes["trained"].get(name, parameter.requires_grad))
+    for name, module in model.named_modules():
+        module.training = modes["training"].get(name, module.training)
+
+
 # --- The loop ---------------------------------------------------------------------------------------------------------
 
 
@@ -330,7 +380,7 @@ class ElasticLoop(Loop):
             else:
                 folder = "" if trainer.run_dir is None else str(trainer.run_dir.absolute())
                 self._client.enter(self._fit, self._most, folder)
-            with self._events.running(trainer):
+            with self._naming_checkpoint(), self._events.running(trainer):
                 self._run_until_complete(loader)
             leave_later(self._signals, self._client)
         finally:
@@ -367,6 +417,7 @@ class ElasticLoop(Loop):
             state.position.seek(loader)
             self._train_epoch(loader)
             self._end_epoch()
+        trainer.step.check_weights()
         if self._events.final_save_is_due(trainer):
             trainer.save()
         trainer.checkpoint_manager.wait()
@@ -462,6 +513,8 @@ class ElasticLoop(Loop):
                 "callbacks": self._events.shared_states(),
                 "last_checkpoint": None if last is None else [last[0], str(last[1])],
                 "before_epoch": trainer.steps_before_epoch,
+                "buffers": buffers_beside(trainer.model),
+                "modes": modes_of(trainer.model),
                 "events": list(pickle.dumps(self._events.events)),
             }
         received = share(self._comm, source, state, behind)
@@ -470,6 +523,8 @@ class ElasticLoop(Loop):
         done = trainer.step.steps_done
         self._has_state = False  # as long as it is loaded, which an error may interrupt
         trainer.steps_in_flight.clear()
+        load_buffers_beside(trainer.model, received["buffers"])
+        load_modes(trainer.model, received["modes"])
         trainer.state.load_state_dict(received)
         trainer.state.epoch = trainer.state.position.last_epoch
         trainer.steps_before_epoch = received["before_epoch"]

@@ -19,7 +19,16 @@ from ..elastic.client import WorkerLeft
 from ..elastic.membership import NO_STATE, Commit, View
 from ..errors import ConfigError, InterruptedRunError
 from ..flight_recorder import named
-from .elastic_loop import JobSignals, leave_later, share, without_check
+from .elastic_loop import (
+    JobSignals,
+    buffers_beside,
+    leave_later,
+    load_buffers_beside,
+    load_modes,
+    modes_of,
+    share,
+    without_check,
+)
 from .in_flight import StepsInFlight
 from .step import REGROUP, StepResult, TrainStep
 from .stopping import StopSignals
@@ -171,19 +180,26 @@ class _Progress:
         at: the epoch and the number of the current batch.
         ends: whether the loop ends before that batch.
         signal: after which the whole job stops; 0 if there is none.
-        last: the result of the last operation.
-        results: those of all operations in the current body.
+        last: the last operation.
+        results: all operations in the current body.
         hyperparameters: of the optimizer's parameter groups at the beginning of the body.
         state: the user's at the beginning of the body.
+        modes: which parameters were trained, and which modules in training mode, at the beginning of the body.
     """
 
     at: tuple[int, int]
     ends: bool
     signal: int
-    last: Any
-    results: list[Any]
+    last: _Operation
+    results: list[_Operation]
     hyperparameters: list[dict[str, Any]]
     state: dict[str, Any]
+    modes: dict[str, Any]
+
+
+_Operation = tuple[Any, list[dict[str, Any]]]
+"""The result of an operation, and the hyperparameters as it has left them: a scheduler of the step changes them, and
+the program of who has not run it must not."""
 
 
 class _ElasticSteps(Steps):
@@ -209,9 +225,9 @@ class _ElasticSteps(Steps):
         self._training = -1  # its number in the program
         self._has_state = not comm.is_joining
         self._operations = 0  # done since the beginning of the training
-        self._results: list[Any] = []  # of the current body
+        self._results: list[_Operation] = []  # of the current body
         self._returned = 0  # how many of them this worker's body has been given
-        self._last: Any = None
+        self._last: _Operation = None, []
         self._signal = 0
         self._signals = StopSignals()
         self._job_signals = JobSignals(self._client)
@@ -274,8 +290,20 @@ class _ElasticSteps(Steps):
 
     def _note_beginning(self) -> None:
         """Copy what the body may change, for workers that join while it runs."""
+        state = copy.deepcopy({name: _read(value) for name, value in self._state.items()})
+        self._beginning = self._hyperparameters(), state, modes_of(self._step.model)
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        """Return a copy of the hyperparameters of the optimizer's parameter groups."""
         groups = [{name: value for name, value in g.items() if name != "params"} for g in self._optimizer.param_groups]
-        self._beginning = copy.deepcopy((groups, {name: _read(value) for name, value in self._state.items()}))
+        return copy.deepcopy(groups)
+
+    def _set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+            for name, value in values.items():
+                own = group.get(name)
+                is_tensor = isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)
+                group[name] = value.to(own.device) if is_tensor else value  # type: ignore[union-attr]
 
     def call(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """See `Steps.call`."""
@@ -307,20 +335,24 @@ class _ElasticSteps(Steps):
     def _operate(self, attempt: Callable[[], Any]) -> Any:
         """Return the result of the body's next operation, from whoever has done it."""
         number = self._returned
+        was_done = len(self._results) > number  # by others, before this worker joined
         while len(self._results) == number:
             try:
                 result = attempt()
             except RuntimeError as error:
                 self._regroup(failure_reason(error))
             else:
-                self._note(result)
+                self._note((result, self._hyperparameters()))
         self._returned += 1
-        return self._results[number]
+        result, hyperparameters = self._results[number]
+        if was_done:
+            self._set_hyperparameters(hyperparameters)
+        return result
 
-    def _note(self, result: Any) -> None:
+    def _note(self, operation: _Operation) -> None:
         self._operations += 1
-        self._results.append(result)
-        self._last = result
+        self._results.append(operation)
+        self._last = operation
 
     # --- regrouping ---------------------------------------------------------------------------------------------------
 
@@ -359,35 +391,36 @@ class _ElasticSteps(Steps):
             self._at = own
 
     def _progress(self, joins: bool) -> _Progress:
-        groups, state = self._beginning if joins else ([], {})
+        groups, state, modes = self._beginning if joins else ([], {}, {})
         results = self._results if joins else []
         on_cpu = [_on(torch.device("cpu"), each) for each in (self._last, results, groups, state)]
-        return _Progress(self._at, self._ends, self._signal, *on_cpu)
+        return _Progress(self._at, self._ends, self._signal, *on_cpu, modes)
 
     def _share(self, source: int, progress: _Progress, best: Commit) -> None:
         """Give the state of the most advanced worker to those behind it."""
         step, behind, state = self._step, self._commit() != best, None
         if self._comm.rank == source:
             state = {"model": step.model.state_dict(), "optimizer": self._optimizer.state_dict()}
-            state |= {"step": step.state_dict()}
+            state |= {"step": step.state_dict(), "buffers": buffers_beside(step.model)}
         received = share(self._comm, source, state, behind)
         if not behind:
             return
         device = self._comm.device
-        groups = received["optimizer"]["param_groups"]
-        own = progress.hyperparameters if not self._has_state else self._optimizer.param_groups
-        for group, values in zip(groups, own, strict=True):
-            group.update({name: value for name, value in values.items() if name != "params"})
+        load_buffers_beside(step.model, received["buffers"])
         self._strategy.load_model_state(step.model, received["model"])
         self._strategy.load_optimizer_state(step.model, self._optimizer, received["optimizer"])
+        # The source's own program may have changed them since.
+        self._set_hyperparameters(progress.last[1] if self._has_state else progress.hyperparameters)
         step.load_state_dict(received["step"])
         if self._has_state:
-            self._note(_on(device, progress.last))
+            self._note((_on(device, progress.last[0]), progress.last[1]))
             self._ends, self._signal = self._ends or bool(progress.signal), progress.signal
             return
         self._at, self._ends, self._signal = progress.at, progress.ends, progress.signal
-        self._last, self._results = _on(device, progress.last), _on(device, progress.results)
+        self._last = progress.last
+        self._results = [(_on(device, result), groups) for result, groups in progress.results]
         self._operations, self._has_state = best[1], True
+        load_modes(step.model, progress.modes)
         for name, value in _on(device, progress.state).items():
             _write(self._state[name], value)
         self._note_beginning()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from signal import SIGTERM
 from typing import NoReturn, Protocol, cast
 
@@ -69,26 +71,32 @@ class Loop:
             validate_every: steps between validations within an epoch, if any.
 
         Raises:
-            DivergedError: if a loss is not finite, naming the last checkpoint.
+            DivergedError: if a loss is not finite, or the weights at the end, naming the last checkpoint.
             InterruptedRunError: after a signal, naming the checkpoint.
         """
         trainer = self._trainer
         state = trainer.state
         state.epoch = state.position.last_epoch
         self._held_out, self._validate_every = held_out, validate_every
-        try:
+        with self._naming_checkpoint():
             with self._callbacks.running(trainer):
                 while not self._agree_to_stop():
                     state.epoch = state.position.epoch
                     self._train_epoch(loader)
                     self._end_epoch()
+                trainer.step.check_weights()
             if self.stop_requests.agree()[0] is not None:  # all epochs are done, but the program must still stop
                 self._interrupt()
+
+    @contextmanager
+    def _naming_checkpoint(self) -> Iterator[None]:
+        """Let a DivergedError name the checkpoint to go on from."""
+        manager = self._trainer.checkpoint_manager
+        try:
+            yield
         except DivergedError as error:
-            trainer.checkpoint_manager.end()
-            last = trainer.checkpoint_manager.last_path
-            where = f"The last checkpoint is {last}." if last else "There is no checkpoint yet."
-            raise DivergedError(f"{error} {where}") from None
+            manager.end()
+            raise manager.with_advice(error) from None
 
     def _train_epoch(self, loader: Loader) -> None:
         trainer = self._trainer

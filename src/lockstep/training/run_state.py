@@ -20,7 +20,7 @@ from ..checkpoint.serialization import StoredTensor
 from ..data.loader import Loader
 from ..errors import CheckpointError, ConfigError
 from ..invariance.determinism import differences
-from ..invariance.fingerprints import checksum_of
+from ..invariance.fingerprints import checksum_of, match_names
 from ..strategies.base import accumulation_dtype
 from .step import TrainStep
 
@@ -399,6 +399,59 @@ def _check_same_model(saved: Any, model: nn.Module, left_out: Collection[str]) -
             raise CheckpointError(f"a checkpoint of another model. The first difference is {difference}.")
 
 
+def with_names_of(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved state with the names of `model`, which may be compiled or wrapped where the saved one was not.
+
+    Names that differ in more than the prefixes of torch.compile, DataParallel and DistributedDataParallel stay as they
+    are.
+    """
+    if not isinstance(state.get("model"), Mapping):
+        return state
+    frozen = state.get("frozen") or {"names": ()}
+    renamed = match_names([*state["model"], *frozen["names"]], model.state_dict())
+    if not renamed:
+        return state
+    changed = {
+        "model": {renamed.get(name, name): value for name, value in state["model"].items()},
+        "hyperparameters": [
+            {**group, "parameters": [renamed.get(name, name) for name in group["parameters"]]}
+            for group in state.get("hyperparameters", ())
+        ],
+    }
+    if state.get("frozen"):
+        changed["frozen"] = {**frozen, "names": [renamed.get(name, name) for name in frozen["names"]]}
+    return {**state, **changed}
+
+
+def other_dtypes(saved: Mapping[str, Any], model: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Return (dtype in the checkpoint, dtype here) of the entries of a model in which they differ.
+
+    Raises:
+        CheckpointError: for an entry whose values cannot be converted.
+    """
+    found = {}
+    for name, value in model.state_dict().items():
+        ours, theirs = _dtype(value), _dtype(saved.get(name))
+        if ours is None or theirs is None or ours == theirs:
+            continue
+        if not torch.can_cast(theirs, ours):
+            difference = f"{name}: here {ours}, in the checkpoint {theirs}"
+            raise CheckpointError(f"a checkpoint of another model. The first difference is {difference}.")
+        found[name] = theirs, ours
+    return found
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, (torch.Tensor, StoredTensor)) else None
+
+
+def _convert_state(optimizer: Optimizer, parameter: torch.Tensor, saved_dtype: torch.dtype) -> None:
+    """Convert a parameter's optimizer state that had the parameter's dtype, when that was another."""
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if name != "step" and isinstance(value, torch.Tensor) and value.dtype == saved_dtype:
+            optimizer.state[parameter][name] = value.to(parameter.dtype)
+
+
 def _shape(value: Any) -> str:
     return f"of shape {list(value.shape)}" if isinstance(value, (torch.Tensor, StoredTensor)) else "no tensor"
 
@@ -493,16 +546,36 @@ class RunState:
                 tensor cannot be read.
         """
         strategy, model, optimizer = self.step.strategy, self.step.model, self.step.optimizer
+        state = with_names_of(model, state)
         check_fits(state, model, self.hyperparameters)
+        converted = other_dtypes(state["model"], model)
         strategy.load_model_state(model, {**model.state_dict(), **state["model"]})
         load = partial(strategy.load_optimizer_state, model, optimizer)
         changes = load_optimizer(load, state["optimizer"], state["hyperparameters"], self.hyperparameters)
         if changes and self.step.comm.rank == 0:
             _log.warning("the run continues with other hyperparameters than before: %s", ", ".join(changes))
+        self._convert(converted)
         rest = read_tensors({part: state[part] for part in ("step", "history", "loader", "totals")})
         self.step.load_state_dict(rest["step"])
         self.history, self.position = list(rest["history"]), Position(rest["loader"])
         self.totals.load_state_dict(rest["totals"])
+
+    def _convert(self, dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]) -> None:
+        """Convert the optimizer's state of parameters that have another dtype than in the loaded state, and say so."""
+        if not dtypes:
+            return
+        for name, parameter in self.step.model.named_parameters(remove_duplicate=False):
+            if name in dtypes:
+                _convert_state(self.step.optimizer, parameter, dtypes[name][0])
+        if self.step.comm.rank == 0:
+            shown = [f"{name} from {then} to {now}" for name, (then, now) in dtypes.items()]
+            more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+            _log.warning(
+                "the model has other dtypes than in the checkpoint, so that its values and their optimizer state were "
+                "converted, and the run goes on with other results: %s%s",
+                ", ".join(shown[:3]),
+                more,
+            )
 
     def check_resumable(self, state: Mapping[str, Any]) -> None:
         """Check that this run can resume from a saved state, without changing anything.
@@ -510,6 +583,8 @@ class RunState:
         Raises:
             CheckpointError: for another model or optimizer, or other determinism settings.
         """
+        state = with_names_of(self.step.model, state)
         check_fits(state, self.step.model, self.hyperparameters)
+        other_dtypes(state["model"], self.step.model)
         saved, logs = state.get("determinism_settings", {}), self.step.comm.rank == 0
         check_determinism(saved, self.determinism_settings(), self._allow_different, logs)

@@ -34,6 +34,7 @@ from ..strategies.replicas import Replicas
 from ..strategies.sync_batchnorm import convert
 from .cuda_graphs import Graphs, PassGraphs, begin_pass
 from .divided_batches import describe_division
+from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
 from .loss_scale import agree_on_loss_scale
 from .losses import Forward, LossFn, LossModule, LossSum
@@ -533,6 +534,7 @@ class TrainStep:
         if sync_batchnorm:
             _synchronise_batch_norm(model, self.strategy)
         self._prepare()
+        self.finite_weights = FiniteWeights(model, self.comm)
         loss_fn, forward = with_own_loss(loss_fn, forward)
         self._own_loss = loss_fn if isinstance(loss_fn, OwnLoss) else None
         loss = LossSum(loss_fn, self.comm.device)
@@ -614,6 +616,7 @@ class TrainStep:
         """
         self.strategy.regroup(self.model)
         self._module = self.strategy.wrap(self._loss)
+        self._trained = [p.requires_grad for p in self._changes.parameters]
         if self._graphs is not None:
             self._graphs = self._make_graphs()
             self._passes = self._make_passes()
@@ -713,8 +716,20 @@ class TrainStep:
         """
         self._replicas.compare()
 
+    def check_weights(self) -> None:
+        """Check that training has left the trained parameters finite; called by all workers, waits for the device.
+
+        `Trainer.save` calls it. A loop of one's own calls it before it saves the weights.
+
+        Raises:
+            DivergedError: on every worker, naming a parameter; buffers, frozen parameters and values that were not
+                finite before the first step do not count.
+        """
+        self.finite_weights.check(self.steps_done)
+
     def _begin(self) -> float | torch.Tensor:
         self._refresh_param_groups()
+        self.finite_weights.note()
         if (trained := [p.requires_grad for p in self._changes.parameters]) != self._trained:
             # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
@@ -764,6 +779,7 @@ class TrainStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
+        self.finite_weights.forget()
         self.steps_done = int(state["steps_done"])
         self.precision.load_state_dict(state["precision"])
         if self.scheduler is not None and "scheduler" in state:

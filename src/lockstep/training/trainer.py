@@ -21,7 +21,7 @@ from ..checkpoint.folder import Checkpoint, read_tensors
 from ..communicator import init
 from ..communicator.elastic_communicator import ElasticCommunicator
 from ..data.loader import Loader, dataloader_settings
-from ..errors import CheckpointError, ConfigError, unexpected_argument
+from ..errors import CheckpointError, ConfigError, DivergedError, unexpected_argument
 from ..other_names import in_training
 from ..replicas import Device
 from ..strategies.base import Strategy
@@ -212,7 +212,8 @@ class Trainer:
         Raises:
             ConfigError: for invalid arguments, such as a `run_dir` with another run, or fewer epochs than are done.
             CheckpointError: if `resume` is damaged, or of another model, optimizer or data set; nothing is changed.
-            DivergedError: if the loss is not finite, naming the step and the learning rate.
+            DivergedError: if the loss is not finite, naming the step and the learning rate, or the trained parameters
+                are not when the run saves or ends; names the newest checkpoint.
             MismatchError: on every worker, if the workers' hyperparameters or weights differ.
             InterruptedRunError: after a signal, naming the checkpoint.
             TypeError: for an argument of another name; the error says where it belongs.
@@ -323,6 +324,7 @@ class Trainer:
         self._prepare_run_directory(found, fresh=not self._begun and resume != "latest")
         if found is not None:
             self._load_checkpoint(found)
+        self.step.finite_weights.forget()
         self._begun, self.stop_reason, self.steps_in_flight = True, "", self._new_steps_in_flight()
         self.epochs, self.steps_per_epoch, self.total_steps = epochs, loader.steps, max_steps
         if epochs is not None and not loader.is_iterable:  # epochs of an iterable data set may have other lengths
@@ -499,11 +501,13 @@ class Trainer:
             CheckpointError: if it cannot be written, or the run has no run directory; with `async_save` also if the
                 previous checkpoint could not be written.
             ConfigError: if a callback's state cannot be stored, naming the callback and the entry of its state.
-            DivergedError: if a loss is not finite; nothing is written.
+            DivergedError: if a loss or a trained parameter is not finite; nothing is written.
             MismatchError: if the workers' weights or hyperparameters differ; nothing is written.
         """
         try:
             return self._save(best)
+        except DivergedError as error:
+            raise error if self._loop is not None else self.checkpoint_manager.with_advice(error) from None
         except RuntimeError:
             if isinstance(self._loop, ElasticLoop):  # which repeats what the loss of a worker has interrupted
                 self._loop.note_interrupted_save(best)
@@ -512,6 +516,7 @@ class Trainer:
     def _save(self, best: bool) -> Path:
         self.check_losses()
         with flight_recorder.in_method("Trainer.save"):
+            self.step.check_weights()
             self.step.check_replicas()
             self.step.strategy.sync_buffers()
         self._callbacks.call("on_checkpoint_start", self)

@@ -18,12 +18,14 @@ from lockstep.training import elastic_steps as steps_module
 from lockstep.training.step import TrainStep
 
 
-def make(virtual_workers: int | None = None) -> tuple[Loader, TrainStep]:
+def make(virtual_workers: int | None = None, own_scheduler: bool = True) -> tuple[Loader, TrainStep]:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(10, 3), torch.randint(0, 2, (10,)))
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    step = TrainStep(model, optimizer, nn.CrossEntropyLoss(), virtual_workers=virtual_workers)
+    scheduler = None if own_scheduler else torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loss_fn = nn.CrossEntropyLoss()
+    step = TrainStep(model, optimizer, loss_fn, virtual_workers=virtual_workers, scheduler=scheduler)
     return Loader(data, 4, virtual_workers=virtual_workers), step
 
 
@@ -149,11 +151,12 @@ def share(comm: Any, source: int, state: Any, wanted: bool) -> Any:
     return pickle.loads(comm.sent.pop(0))
 
 
-def train(comm: Any, fails: str) -> dict[str, Any]:
+def train(comm: Any, fails: str, own_scheduler: bool = True) -> dict[str, Any]:
     """Train, with an operation that fails once, such as "step 4" or "call 4"."""
-    loader, step = make()
+    loader, step = make(own_scheduler=own_scheduler)
     optimizer: Any = step.optimizer
-    scheduler, seen = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), {"losses": []}
+    seen: dict[str, Any] = {"losses": []}
+    scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if own_scheduler else None
     failures = [fails]
     run_once = step.run_once
 
@@ -167,18 +170,23 @@ def train(comm: Any, fails: str) -> dict[str, Any]:
             raise MembershipChangedError(0)
 
     step.run_once = attempt  # type: ignore[method-assign]
-    state = {"scheduler": scheduler, "seen": seen}
+    state = {"scheduler": scheduler, "seen": seen} if own_scheduler else {"seen": seen}
     training = steps_module._ElasticSteps(loader, step, 3, state, comm)
     for batch in training:
         number = batch.epoch * 3 + batch.step
         loss = float(step(batch))
-        scheduler.step()
+        if own_scheduler:
+            scheduler.step()
+        seen["losses"].append(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["momentum"] *= 0.9
         seen["losses"].append((number, loss))
         training.call(lambda at=number: fail(f"call {at}"))
         seen["losses"].append(training.call(lambda: 7 * number))  # noqa: B023 - called at once
+        seen["losses"].append(optimizer.param_groups[0]["momentum"])
     return {"weight": step.model.weight, "lr": optimizer.param_groups[0]["lr"], "steps": step.steps_done, **seen}
 
 
+@pytest.mark.parametrize("own_scheduler", [True, False])
 @pytest.mark.parametrize(
     ("ahead", "behind", "commit"),
     [
@@ -188,16 +196,16 @@ def train(comm: Any, fails: str) -> dict[str, Any]:
     ],
 )
 def test_who_is_behind_gets_what_it_has_not_done(
-    ahead: str, behind: str, commit: Any, monkeypatch: pytest.MonkeyPatch
+    ahead: str, behind: str, commit: Any, own_scheduler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps_module, "share", share)
     monkeypatch.setitem(globals(), "BEHIND", commit)
-    undisturbed = train(Group(0, []), "")
+    undisturbed = train(Group(0, []), "", own_scheduler)
     first = Group(0, [])
-    found = train(first, ahead)
+    found = train(first, ahead, own_scheduler)
     second = Group(1, list(first.sent), joins=not behind)
     second.commits = first.commits
-    for each in (found, train(second, behind)):
+    for each in (found, train(second, behind, own_scheduler)):
         assert torch.equal(each.pop("weight"), undisturbed["weight"])
         assert each == {name: value for name, value in undisturbed.items() if name != "weight"}
     assert second.sent == []

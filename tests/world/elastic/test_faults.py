@@ -24,6 +24,15 @@ def test_faults_change_no_bit(program: str, backend: str, count: int, tmp_path: 
     assert f"{count} jobs" in done.stdout and " 0 wrong" in done.stdout
 
 
+@pytest.mark.parametrize("program", ["elastic_chaos.py", "own_loop_chaos.py"])
+def test_what_a_state_dict_does_not_have_reaches_workers_that_join(program: str, tmp_path: Path, warm: None) -> None:
+    words = [SUPPORT / program, 2, "--first", 101, "--backend", "shm", "--kept"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT.parent)}
+    done = warm_python.run(words, tmp_path, variables, timeout=110.0)
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
+    assert "2 jobs, 2 completed" in done.stdout and " 0 wrong" in done.stdout
+
+
 def test_hosts_that_come_and_go_change_no_bit(tmp_path: Path, warm: None) -> None:
     words = [SUPPORT / "launcher_chaos.py", 4, "--first", 34]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT.parent)}

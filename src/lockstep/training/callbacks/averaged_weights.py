@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from ...argument_checks import check_number, check_texts, check_whole
 from ...checkpoint.folder import save_weights
 from ...errors import ConfigError
+from ...invariance.fingerprints import match_names
 from .base import Callback, TrainingContext
 
 __all__ = ["AveragedWeights"]
@@ -130,7 +131,9 @@ class AveragedWeights(Callback):
 
     def _load(self) -> None:
         if self._loaded and self._averaged is not None:
-            self._averaged.module.load_state_dict(self._loaded["model"])
+            saved, ours = self._loaded["model"], self._averaged.module
+            renamed = match_names(saved, ours.state_dict())  # the model may be compiled or wrapped in another way
+            ours.load_state_dict({renamed.get(name, name): value for name, value in saved.items()})
             self._averaged.n_averaged.fill_(self._loaded["count"])
             self._loaded = {}
 

@@ -10,6 +10,7 @@ import cloudpickle
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.strategies.full_state import load_optimizer
 
 from ..common.process_sets import ProcessSet, checked_process_set, global_process_set
 from .handles import synchronize
@@ -86,7 +87,7 @@ def broadcast_optimizer_state(
         state = _insert_tensors(skeleton, tensors)
     broadcast_parameters(tensors, root_rank, process_set)
     if not is_root:
-        optimizer.load_state_dict(state)
+        load_optimizer(optimizer, state)
 
 
 def _set_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:

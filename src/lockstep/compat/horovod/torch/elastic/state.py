@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lockstep.strategies.full_state import load_optimizer
+
 from ...common import elastic
 from ...common.basics import rank
 from ..functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -123,6 +125,10 @@ class ModelStateHandler(StateHandler):
 
 class OptimizerStateHandler(StateHandler):
     """Saves and restores an optimizer."""
+
+    def restore(self) -> None:
+        """Restore the saved state."""
+        load_optimizer(self.value, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Broadcast the state of rank 0, and save it."""
