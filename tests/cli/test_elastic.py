@@ -159,6 +159,30 @@ def test_a_strategy_whose_state_is_in_parts_starts_again_from_the_newest_checkpo
     assert err.count("all workers are started again, from the checkpoint") == 1, err
 
 
+KILLED_AT_A_CHECKPOINT = """
+def killed_at(path, note=lockstep.environment.note_checkpoint):
+    flag = "killed-at-" + os.path.basename(path)
+    if path.endswith(("2", "6")) and not os.path.exists(flag):
+        open(flag, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    note(path)
+lockstep.environment.note_checkpoint = killed_at
+comm = lockstep.init"""
+
+
+def test_a_checkpoint_is_resumed_from_that_was_complete_when_its_writer_was_lost(tmp_path: Path) -> None:
+    program = write(tmp_path, 1)
+    text = program.read_text().replace("Checkpoints()", 'Checkpoints("2steps")')
+    program.write_text(text.replace("\ncomm = lockstep.init", KILLED_AT_A_CHECKPOINT, 1))
+    with start(tmp_path, "1:4", "-np", 1, program) as job:
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert err.count("all workers are started again, from the beginning") == 1, err
+    assert err.count("all workers are started again, from the checkpoint") == 1, err
+    assert [int(step) for step in re.findall(r"step (\d+) of", out)] == list(range(8))
+    assert len(rows(tmp_path / "run")) == 1 + 1 and not (tmp_path / "run-2").exists()
+
+
 OWN_LOOP = """
 import os, time, torch, lockstep
 comm = lockstep.init("cpu")

@@ -15,7 +15,7 @@ from .. import environment
 from ..checkpoint.folder import FINITE, Checkpoint, CheckpointStore, check_finite, open_stored, suggest_other
 from ..errors import CheckpointError, ConfigError, DivergedError
 from .errors_on_all import call_on_all
-from .run_directory import numbered
+from .run_directory import numbered, of_this_job
 from .run_state import RunState
 
 __all__ = ["CheckpointManager"]
@@ -170,14 +170,17 @@ class CheckpointManager:
             FINITE: True,  # else it would not be written, see `FiniteWeights`
         }
 
-    def find(self, which: str | Path) -> Checkpoint | None:
-        """Return a checkpoint that fits the trainer's model and optimizer; None for "latest" if there is none yet.
+    def find(self, which: str | Path | None, restarted: bool = False) -> Checkpoint | None:
+        """Return a checkpoint that fits the trainer's model and optimizer; None if there is none to resume from yet.
 
         Tensors are not read from its files yet. Each file is verified by one worker of each host.
 
         Args:
-            which: a checkpoint, a run directory, or "latest" for this run's directory. In a directory, the newest
+            which: a checkpoint, a run directory, or "latest" for this run's; None for none. In a directory, the newest
                 checkpoint is used that is not damaged and has no NaN in its weights; others are logged as errors.
+            restarted: whether the workers of this job were all started again, and have not trained since. They go
+                on from the newest checkpoint of the directory in which the job was training, or from which it was
+                to resume if that is this run's: one may have been written that nobody has been told of.
 
         Raises:
             CheckpointError: on every worker, if the checkpoint or all are damaged or have NaN in their weights, or it
@@ -185,7 +188,8 @@ class CheckpointManager:
         """
         self.wait()
         comm = self._comm
-        candidates, first_error = comm.on_rank0(lambda: self._candidates(which)), cast(CheckpointError | None, None)
+        candidates = comm.on_rank0(lambda: self._candidates(which, restarted))
+        first_error = cast(CheckpointError | None, None)
         if comm.is_joining:  # it gets the state from the other workers of an elastic job
             return None
         for number, path in enumerate(candidates, 1):
@@ -213,14 +217,30 @@ class CheckpointManager:
         call_on_all(comm, partial(check_finite, opened) if comm.rank == 0 else lambda: None)
         return opened
 
-    def _candidates(self, which: str | Path) -> list[Path]:
+    def _candidates(self, which: str | Path | None, restarted: bool) -> list[Path]:
         """Return the checkpoints that `which` may mean, in order of preference."""
+        run = self._run_of_this_job(which) if restarted else None
+        if run is not None and (own := self._store_in(run).paths()):
+            return own[::-1]
+        if which is None:
+            return []
         if which == "latest":
             runs = [] if self.run_dir is None else numbered(self.run_dir)
             found = [paths[::-1] for run in runs if (paths := self._store_in(run).paths())]
             return found[0] if found else self._store().paths()
         folder = Path(which) / "checkpoints"
         return (CheckpointStore(folder).paths()[::-1] or [folder]) if folder.is_dir() else [Path(which).resolve()]
+
+    def _run_of_this_job(self, which: str | Path | None) -> Path | None:
+        """Return the directory in which this job was training before its workers were started again, if it is known."""
+        if self.run_dir is None:
+            return None
+        if (earlier := of_this_job(self.run_dir)) is not None:
+            return earlier
+        if which is None or which == "latest" or Path(which).parent.name != "checkpoints":
+            return None
+        run = Path(which).parent.parent
+        return run if any(run.resolve() == each.resolve() for each in numbered(self.run_dir)) else None
 
     def _check(self, checkpoint: Checkpoint) -> None:
         path = checkpoint.path

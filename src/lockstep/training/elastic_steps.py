@@ -393,8 +393,8 @@ class _ElasticSteps(Steps):
     def _progress(self, joins: bool) -> _Progress:
         groups, state, modes = self._beginning if joins else ([], {}, {})
         results = self._results if joins else []
-        on_cpu = [_on(torch.device("cpu"), each) for each in (self._last, results, groups, state)]
-        return _Progress(self._at, self._ends, self._signal, *on_cpu, modes)
+        last, results, groups, state = _on(torch.device("cpu"), (self._last, results, groups, state))
+        return _Progress(self._at, self._ends, self._signal, last, results, groups, state, modes)
 
     def _share(self, source: int, progress: _Progress, best: Commit) -> None:
         """Give the state of the most advanced worker to those behind it."""

@@ -303,7 +303,8 @@ class Trainer:
                 "virtual_workers", f"{own}, the trainer's, in the Loader as well", loader.virtual_workers, hint
             )
         self.step.sync_model()
-        found = None if resume is None else self.checkpoint_manager.find(resume)
+        restarted = not self._begun and environment.restart_count() > 0
+        found = None if resume is None and not restarted else self.checkpoint_manager.find(resume, restarted)
         position = self.position if found is None else Position(found.state["loader"])
         again = self._begun and resume is None
         if again:

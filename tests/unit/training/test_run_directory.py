@@ -174,3 +174,31 @@ def test_a_lock_is_taken_from_a_holder_that_keeps_it_for_longer_than_the_others_
         run_directory.RunLock(tmp_path)
     second.release()
     run_directory.RunLock(tmp_path).release()
+
+
+def test_a_job_whose_workers_were_all_started_again_resumes_from_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = TensorDataset(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long))
+
+    def trainer(saves: bool = True) -> lockstep.Trainer:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        made = [callbacks.Checkpoints("1step")] if saves else []
+        return lockstep.Trainer(
+            model, optimizer, torch.nn.CrossEntropyLoss(), 2, run_dir=tmp_path / "run", callbacks=made
+        )
+
+    trainer().fit(data, 1)
+    older = tmp_path / "run" / "checkpoints" / "step-0000000001"
+    with pytest.raises(ConfigError, match="expected the newest checkpoint of that run"):
+        trainer().fit(data, 2, resume=older)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("LOCKSTEP_RESUME", str(older))
+    assert [row["epoch"] for row in trainer(saves=False).fit(data, 2)] == [1, 2]  # of which the first is the saved one
+    monkeypatch.delenv("LOCKSTEP_RESUME")
+    monkeypatch.setenv("LOCKSTEP_EARLIER_RUN_DIR", str(tmp_path / "run"))
+    begun = trainer()
+    assert [row["step"] for row in begun.fit(data, 2)] == [2, 4]
+    assert begun.run_dir == tmp_path / "run"
+    assert [row["step"] for row in begun.fit(data, 3)] == [2, 4, 6]  # not from a checkpoint again
