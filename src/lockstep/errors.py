@@ -250,7 +250,7 @@ def unknown_name(
     expected = expected or "one of " + ", ".join(names) + (f", or {also}" if also else "")
     near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)
     hint = f"Did you mean {' or '.join(near)}?" if near else ""
-    if str(name) in elsewhere:
+    if str(name) in elsewhere and elsewhere[str(name)] not in near:
         hint = f"Its name here is {elsewhere[str(name)]!r}."
     return ConfigError(argument, expected, name, hint)
 

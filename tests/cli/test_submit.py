@@ -134,7 +134,7 @@ def test_on_a_terminal_it_asks(
         ("--to slurm train.py", "script: expected a file on a folder that all nodes share, got "),
         ("--to slurm --shared-folder /home train.py", "script: expected a file in the shared folder /home, got "),
         ("--to slurm --fast train.py", "option: expected one that `lockstep submit --help` lists, got '--fast'"),
-        ("--to slurm", "the following arguments are required: script"),
+        ("--to slurm", "script: expected a Python file or, with -m, a module, got none"),
         (
             "--to dstack --yes --image i train.py",
             "--to: expected a scheduler that can be reached from here: dstack is by `dstack`, got no dstack on the "

@@ -273,3 +273,16 @@ def test_what_the_dead_have_left_is_removed(base: Path) -> None:
         lock.close()
     assert living.exists() and orphan.exists() and not dead.parent.exists()
     assert set(jobs.find_jobs()) == {living, orphan}
+
+
+def test_a_step_that_takes_long_has_a_rate(base: Path, clock: SimpleNamespace) -> None:
+    folder = make_job(base, "run", JobDescription("x", os.getpid(), 1))
+    rank, watched = make_rank(folder, 0), top.Live(folder)
+    assert watched.poll()[0].samples_s is None  # before the first step
+    rank.note_samples(8)
+    for _ in range(8):  # in the second step
+        clock.now += 2
+        (status,) = watched.poll()
+    assert status.samples_s == pytest.approx(8 / 20, rel=0.05)
+    assert top._rate(0.4) == "0.4"
+    assert top._rate(12345.6) == "12,346"

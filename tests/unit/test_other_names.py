@@ -193,7 +193,9 @@ def test_the_flags_that_the_texts_name_exist(command: str, table: dict[str, str]
 
 def test_values_of_other_libraries_are_told_what_they_are_here() -> None:
     for value, here in (("bf16-mixed", "bf16"), ("16-mixed", "fp16"), (32, "fp32"), (torch.bfloat16, "bf16")):
-        with pytest.raises(lockstep.ConfigError, match=rf"precision: expected .*Its name here is '{here}'\."):
+        with pytest.raises(
+            lockstep.ConfigError, match=rf"precision: expected .*(Its name here is '{here}'\.|Did you mean {here})"
+        ):
             trainer(precision=value)
     for value, here in (("ddp", "distributed"), ("fsdp", "sharded"), ("dp", "replicas"), ("auto", "distributed")):
         with pytest.raises(lockstep.ConfigError, match=rf"strategy: expected .*Its name here is '{here}'\."):

@@ -124,11 +124,13 @@ class Live:
         else:
             since = state.started
         elapsed = max(now - since, 1e-6)
+        waiting = None if is_alone else self._waiting_share(rank, waited / elapsed)
         rate = None
         if samples:
             recent = samples - (earlier.samples or 0) if len(history) > 1 else 0
-            # A step may take longer than the time between two looks, or than all of them together.
-            rate = recent / elapsed if recent else samples / max(now - state.started, 1e-6)
+            # A step may take longer than all these looks together; a rank that only waits has none, though.
+            is_stopped = waiting is not None and waiting > 0.99
+            rate = recent / elapsed if recent or is_stopped else samples / max(now - state.started, 1e-6)
         name = _state_name(state, now)
         call, began = state.call, state.since
         if name == "computes" and pending is not None:
@@ -147,7 +149,7 @@ class Live:
             state.batch,
             plain(call.name or call.what) if call is not None else "",
             call_site,
-            None if is_alone else self._waiting_share(rank, waited / elapsed),
+            waiting,
             rate,
             resident_bytes(state.pid),
         )
@@ -259,7 +261,7 @@ examples:
 The rank that waits least is the straggler for which the others wait. A rank
 waits while it is in a collective that another rank of this host has not
 entered; ranks on other hosts are not seen. Rates are averages over the last ten
-seconds; with --once, samples/s since the start. Batches are counted from 0 over
+seconds; with --once, and in steps that take longer, samples/s since the start. Batches are counted from 0 over
 all epochs.
 
 exit codes: 0; 2 if there is no such job

@@ -242,7 +242,7 @@ def test_resize_lets_nobody_leave_where_workers_are_missing() -> None:
 def test_a_host_may_have_more_or_fewer_slots() -> None:
     world = World((2, 1), 3, maximum=4)
     world.train()
-    assert world.job.ask(1, Ask(1, "slots", 3)) == "beta had 1 slots, and has 3 now"
+    assert world.job.ask(1, Ask(1, "slots", 3)) == "beta had 1 slot, and has 3 now"
     world.job.supervise()
     assert [(host, start.number) for host, start in world.of(Start)] == [(1, 3)]  # and not a fifth one
     assert {message.hosts[0].slots for _, message in world.of(Hosts)} == {3}

@@ -14,7 +14,7 @@ from lockstep.messages import decode, encode
 from lockstep.planning.advice import advise, assumptions, recommended
 from lockstep.planning.collective_costs import ALGORITHMS, Fabric
 from lockstep.planning.network import Link
-from lockstep.planning.prediction import Job, Uncertainty, best_bucket, critical_batch_size, predict
+from lockstep.planning.prediction import Forecast, Job, Uncertainty, best_bucket, critical_batch_size, predict
 from lockstep.planning.step_profile import ComputeCurve, Pass, Profile, StepRecord, merge
 
 FAST, SLOW, FAR = Link(1e15, 0.0), Link(1e6, 0.0), Link(1e15, 0.01)
@@ -258,3 +258,39 @@ def test_assumptions_say_where_the_figures_come_from() -> None:
     single = job(profile=profile(steps=(record(256),) * 5))
     assert any("could not be cut" in line for line in assumptions(single))
     assert any("global batch grows" in line for line in assumptions(job(batch_is_global=False)))
+
+
+def speeds(*each: tuple[int, float], limit: str = "latency") -> list[Forecast]:
+    """Forecasts for numbers of workers and their speed-ups."""
+    return [
+        Forecast(workers, 1.0, 0.9, 1.1, 1.0, speedup, speedup, speedup / workers, limit, {limit: 0.5}, 0.1)
+        for workers, speedup in each
+    ]
+
+
+def test_numbers_of_workers_between_may_pay_less() -> None:
+    uneven = speeds((1, 1.0), (2, 2.0), (3, 2.0), (4, 4.0))  # four virtual workers
+    assert recommended(uneven).workers == 4
+
+
+@pytest.mark.parametrize(
+    ("forecasts", "first"),
+    [
+        (speeds((1, 1.0), (2, 1.2), (8, 1.5)), "The fastest are 8 workers, 1.50 times as fast as one; each more than"),
+        (speeds((8, 0.2)), "One worker is faster: 8 workers take 5.00 times as long for its samples."),
+        (speeds((1, 1.0), (2, 0.5)), "More workers do not pay: 2 workers take 2.00 times as long"),
+        (speeds((1, 1.0), (2, 1.01)), "More workers do not pay: 2 workers take hardly less time."),
+    ],
+)
+def test_advice_does_not_contradict_itself(forecasts: list[Forecast], first: str) -> None:
+    lines = advise(job(), forecasts)
+    assert lines[0].startswith(first)
+    text = " ".join(lines)
+    assert text.count("fastest") + text.count("do not pay") + text.count("is faster") == 1
+    assert "Use " not in text
+
+
+def test_more_workers_are_no_remedy_where_they_do_not_pay() -> None:
+    text = " ".join(advise(job(), speeds((1, 1.0), (2, 0.9), limit="compute")))
+    assert "a faster device or lower precision is what helps" in text
+    assert "more workers" in " ".join(advise(job(), speeds((1, 1.0), (2, 1.9), limit="compute")))
