@@ -54,7 +54,7 @@ def left(folder: Path) -> set[str]:
         ("--seed -1", "--seed: expected"),
         ("--workers 0", "--workers: expected a whole number of at least 1 or auto, got '0'"),
         ("--workers some", "--workers: expected"),
-        ("--warmup-epochs 2", "--warmup-epochs: expected less than the 1 epochs"),
+        ("--warmup-epochs 2", "--warmup-epochs: expected less than the 1 epoch of"),
         ("--model lenett", "Did you mean lenet?"),
         ("--model mine:fiv", "Did you mean five?"),
         ("--model nowhere:net", "There is no module 'nowhere'"),
