@@ -151,14 +151,14 @@ def detached() -> str:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).detach()
 
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         train(lambda: Detached(False), samples(8))
     return str(caught.value)
 
 
 def test_a_loss_without_a_gradient_is_an_error_on_any_number_of_workers(pool: Pool) -> None:
     for size in (1, 2):
-        assert all("does not require grad" in said for said in pool.run(detached, workers=size))
+        assert all("got one without a gradient" in said for said in pool.run(detached, workers=size))
 
 
 # --- losses that do not count every label --------------------------------------------------------------------
