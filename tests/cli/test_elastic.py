@@ -290,6 +290,33 @@ def test_a_worker_that_hangs_ends_the_job(tmp_path: Path) -> None:
     assert "Rank 1 did not reach" in err
 
 
+ABORTS_AT_EXIT = """
+import atexit, os, torch, lockstep
+comm = lockstep.init("cpu")
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(24, 8), torch.randint(0, 3, (24,)))
+model = torch.nn.Linear(8, 3)
+optimizer, loss_fn = torch.optim.SGD(model.parameters(), 0.1), torch.nn.CrossEntropyLoss()
+lockstep.Trainer(model, optimizer, loss_fn, 12, virtual_workers=2, callbacks=[]).fit(data, 2)
+print("fitted", flush=True)
+if comm.rank == 1:
+    atexit.register(os.abort)
+else:
+    import time
+    time.sleep(600)  # it does something else, and is ended
+"""
+
+
+def test_a_crash_at_exit_ends_the_job_with_its_code_and_trains_nothing_again(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ABORTS_AT_EXIT)
+    with start(tmp_path, "1:2", "-np", 2, program) as job:
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 128 + signal.SIGABRT, err
+    assert out.count("fitted") == 2
+    assert "rank 1" in err and "killed by SIGABRT" in err and "started again" not in err
+
+
 FAILS = """
 import lockstep, os, signal
 comm = lockstep.init("cpu")

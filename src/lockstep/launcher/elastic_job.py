@@ -359,6 +359,7 @@ class ElasticJob:
         coordinator, rank = self.coordinator, self.rank_of(number)
         was_member, was_candidate = number in coordinator.members, number in coordinator.candidates
         is_error = was_member and report is not None and not report.stopped and not coordinator.failure
+        is_error = is_error or (was_member and self._has_crashed_after_the_training(end))
         if self.state.is_ending or self.state.stops or is_error:
             self._note_end(host, end)
             if is_error and not self.state.stops:
@@ -377,6 +378,16 @@ class ElasticJob:
         elif was_member:
             lost = f"rank {rank}{self._on_host(host)} was lost ({_how(code)})"
             self._tell_loss(lost, len(coordinator.members))
+
+    def _has_crashed_after_the_training(self, end: Ended) -> bool:
+        """Return whether a worker has crashed, as native libraries may at exit, when all had completed the training.
+
+        To start all workers again would train everything again, and most likely end in the same crash. One that was
+        killed before the end of its program is lost, though, as the program may have more to do.
+        """
+        if not self.coordinator.complete or self.coordinator.failure or end.number in {*self._killed, *self._dismissed}:
+            return False
+        return end.code != 0 and (end.is_finished or end.code not in (-signal.SIGKILL, -signal.SIGTERM))
 
     def saved(self, path: str) -> None:
         """A checkpoint was saved."""

@@ -312,6 +312,32 @@ def test_all_workers_are_started_again_from_the_checkpoint_until_it_is_in_vain()
     assert world.job.restart_failure.startswith("the workers were started again 3 times without any progress, and then")
 
 
+@pytest.mark.parametrize(
+    ("code", "is_finished", "ends"),
+    [(-6, True, True), (-11, False, True), (7, False, True), (-9, True, True), (-9, False, False), (-15, False, False)],
+)
+def test_a_crash_after_the_training_ends_the_job_with_its_code(code: int, is_finished: bool, ends: bool) -> None:
+    world = World((2,), 2)
+    world.train()
+    for number in (0, 1):
+        world.job.receive(number, Done(world.job.coordinator.generation))
+    assert world.job.coordinator.complete
+    world.job.ended(0, Ended(1, code, is_finished, None))
+    world.job.supervise()
+    world.end(0, host=0, code=0 if ends else -9)
+    world.job.supervise()
+    assert world.job.is_over is ends
+    assert world.job.codes == ({1: code} if ends else {})
+    assert bool(world.of(Start)) is not ends  # else all are started again
+
+
+def test_a_crash_within_the_training_is_a_loss() -> None:
+    world = World((2,), 2)
+    world.train()
+    world.end(1, host=0, code=-6)
+    assert world.said == ["lockstep: rank 1 was lost (killed by SIGABRT); 1 worker goes on"]
+
+
 def test_who_leads_next_ends_a_job_whose_programs_have_ended() -> None:
     memory = HostMemory(1)
     memory.started(1, True)
