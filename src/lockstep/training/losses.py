@@ -305,11 +305,13 @@ def _is_zero(count: Any) -> bool:
     return not (isinstance(count, torch.Tensor) and count.device.type != "cpu") and not count
 
 
-def _zero_of(output: Any, total: torch.Tensor) -> torch.Tensor:
+def _zero_of(output: Any, total: Any) -> Any:
     """Return zero in place of `total`, the sum over nothing, whose graph reaches `output` and gives it zero gradients.
 
     The sum itself may be no number: the mean over nothing, times nothing.
     """
+    if not isinstance(total, torch.Tensor):
+        return total
     parts = [torch.zeros((), device=total.device)]
     map_tensors(lambda tensor: parts.append(tensor.reshape(-1)[:0].sum().float().to(total.device)), output)
     zero = torch.stack(parts).sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.callbacks import Callback, Checkpoints
 from lockstep.data.loader import Loader
 from lockstep.strategies.replicas import Replicas
 from lockstep.strategies.sharded import Sharded
@@ -160,3 +162,31 @@ def test_the_passes_that_count_leave_no_trace(pool: Pool) -> None:
         assert found["draw"] == expected["draw"]
         assert found["mean"] == pytest.approx(expected["mean"], rel=0.05)
         assert found["loss"] == pytest.approx(expected["loss"], rel=0.05)
+
+
+def resumed(folder: Path, epochs: int, kind: str) -> tuple[Scales, list[float]]:
+    """Return the gradient scales, and the losses of all epochs, of a run that goes on from its newest checkpoint."""
+    lockstep.init("cpu")
+    data, model, optimizer = made(kind)
+    found: Scales = []
+
+    class Watch(Callback):
+        every_rank = True
+
+        def on_train_step_end(self, trainer: Any, result: Any) -> None:
+            found.append(int(trainer.step.precision.state_dict()["scale"]).bit_length() - 1)
+
+    trainer = lockstep.Trainer(
+        model, optimizer, KINDS[kind][2], 16, precision="fp16", run_dir=folder, callbacks=[Watch(), Checkpoints()]
+    )
+    rows = trainer.fit(data, epochs, resume="latest")
+    return found, [row["train_loss"] for row in rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_skips_what_one_that_was_not_interrupted_does(pool: Pool, tmp_path: Path, kind: str) -> None:
+    expected, losses = pool.run(resumed, tmp_path / "whole", 3, kind, workers=1)[0]
+    first, _ = pool.run(resumed, tmp_path / "parts", 1, kind, workers=2)[0]
+    rest, others = pool.run(resumed, tmp_path / "parts", 3, kind, workers=3)[0]
+    assert first + rest == expected
+    assert others == pytest.approx(losses, rel=0.02)
