@@ -15,6 +15,7 @@ from ..errors import ConfigError, DataError
 from ..strategies.base import accumulation_dtype
 from ..strategies.full_state import load_optimizer
 from ..training.losses import LossFn, LossSum
+from ..training.mean_check import is_due
 from ..training.precision import scale_gradients
 from ..training.sample_sums import raise_not_a_mean
 from .full_state import broadcast_tree, gather_stages, merge_optimizers, stage_optimizer_state, stage_state
@@ -153,7 +154,7 @@ class Pipeline:
         self.module, self.comm = module, comm
         self._names, self._schedule_name, self._microbatches, self._size = list(names), schedule, microbatches, size
         self._loss: LossSum | None = None
-        self._loss_checked = False  # whether the first step has checked that it is a mean over samples
+        self._steps_done = 0
         self._batch_size, self._counts = 0, [torch.zeros(())]
         self._schedule: tuple[Any, Any] = (None, None)  # what it was created for, and the schedule
 
@@ -188,20 +189,19 @@ class Pipeline:
             0-dim tensor of float64 (float32 on MPS) on the device, the same on every worker.
 
         Raises:
-            ConfigError: for a batch that cannot be split into the micro-batches, another number of targets, or at the
-                first step a loss that is not a mean over samples.
+            ConfigError: for a batch that cannot be split into the micro-batches, another number of targets, or a loss
+                that is not a mean over samples, see `lockstep.training.mean_check`.
             DataError: if the loss counts nothing in the whole batch.
         """
         parts = self._check(batch, target)
         for p in self.parameters():
             p.grad = None
         self._loss, self._batch_size, self._counts = LossSum(loss_fn, self.comm.device), len(batch), []
-        if self._loss_checked:
-            self._loss.parts.close()
+        self._loss.parts.expect(self._steps_done)
         losses = self._passes(batch.to(self.comm.device), target.to(self.comm.device), parts)
-        if not self._loss_checked:
+        if is_due(self._steps_done) and not self._loss.is_recognised:
             raise_not_a_mean(self._loss.parts.check(), self.comm)
-            self._loss_checked = True
+        self._steps_done += 1
         totals = torch.zeros(2, device=self.comm.device, dtype=accumulation_dtype(self.comm.device))
         if self.comm.rank == self.comm.size - 1:
             totals[0] = torch.stack([loss.detach() for loss in losses]).sum() * len(batch)

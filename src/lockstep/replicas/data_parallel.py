@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -82,8 +83,8 @@ class DataParallel(nn.Module):
             kwargs: keyword arguments of the model.
 
         Raises:
-            ConfigError: for a batch that cannot be split; at the first batch also for a loss that is not a mean over
-                samples.
+            ConfigError: for a batch that cannot be split, or a loss that is not a mean over samples, see
+                `lockstep.training.mean_check`.
             ReplicaError: if a replica fails, with its device and the shapes of its inputs.
         """
         step: Any = self._engine.module
@@ -92,12 +93,14 @@ class DataParallel(nn.Module):
             kwargs, target = {**kwargs, "target": target}, None
         batch = (inputs, kwargs, target)
         has_loss = target is not None
+        if has_loss:
+            step.losses.expect()
         if len(self.devices) > 1:
             result = self._engine.run(batch, {}, has_loss)
         else:
             result = map_tensors(lambda t: t.to(self.output_device), step(*scatter(batch, self.devices, self.dim)[0]))
         if has_loss:
-            step.unchecked.check()
+            step.losses.check()
         return result[0] / result[1] if has_loss else result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,11 +125,27 @@ def _accept_plain_names(module: nn.Module, state: dict[str, Any], prefix: str, *
         state[new] = state.pop(name)
 
 
-class _UncheckedLosses(list[LossSum]):
-    """The losses of all replicas that have not been checked yet; copies of a module share one list."""
+class _Losses:
+    """The losses of all replicas; copies of a module share one object."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _UncheckedLosses:
+    def __init__(self) -> None:
+        self._batches, self._of_replicas = 0, weakref.WeakSet[LossSum]()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Losses:
         return self
+
+    def __reduce__(self) -> tuple[type[_Losses], tuple[()]]:
+        return _Losses, ()
+
+    def add(self, loss: LossSum) -> None:
+        """Add the loss of a replica, at its first batch."""
+        loss.parts.expect(self._batches)
+        self._of_replicas.add(loss)
+
+    def expect(self) -> None:
+        """Begin a batch."""
+        for loss in self._of_replicas:
+            loss.parts.expect(self._batches)
 
     def check(self) -> None:
         """Check that the losses are means over samples, with the arguments that they have been called with.
@@ -134,8 +153,9 @@ class _UncheckedLosses(list[LossSum]):
         Raises:
             ConfigError: for the first that is not.
         """
-        while self:
-            if (not_a_mean := self.pop().parts.check()) is not None:
+        self._batches += 1
+        for loss in list(self._of_replicas):
+            if (not_a_mean := loss.parts.check()) is not None:
                 raise not_a_mean.error()
 
 
@@ -152,7 +172,7 @@ class _Forward(nn.Module):
         super().__init__()
         self.model, self.loss, self.dim = model, loss, dim
         self._loss_sum: LossSum | None = None  # created by each replica at its first pass, on its device
-        self.unchecked = _UncheckedLosses()
+        self.losses = _Losses()
 
     def forward(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
         """Return the outputs, or with a target (sum of the loss, what it is a sum over)."""
@@ -162,6 +182,6 @@ class _Forward(nn.Module):
         tensors = [tensor for _, tensor in leaves((inputs, kwargs, target)) if tensor.dim()]
         if self._loss_sum is None:
             self._loss_sum = LossSum(self.loss, tensors[0].device)
-            self.unchecked.append(self._loss_sum)
+            self.losses.add(self._loss_sum)
         total, count = self._loss_sum(output, target, tensors[0].shape[self.dim])
         return total, torch.as_tensor(count, dtype=torch.float32, device=total.device)

@@ -39,12 +39,15 @@ class Strategy:
             passes, even one without samples.
         sharded_state: whether parameters are DTensors, and each worker writes and reads its shards of a checkpoint.
         can_regroup: whether every worker holds the whole state, so that a step can be repeated by other workers.
+        loss_modules: the modules of the loss function, if any, set before `prepare`: their buffers are treated as the
+            model's.
     """
 
     virtual_workers: int | None = None
     collective_forward: bool = False
     sharded_state: bool = False
     can_regroup: bool = True
+    loss_modules: nn.Module | None = None
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -73,6 +76,10 @@ class Strategy:
 
     def prepare(self, model: nn.Module) -> None:
         """Move the model to its device, with rank 0's values on every worker."""
+
+    def with_loss(self, model: nn.Module) -> nn.Module:
+        """Return a container of `model` and the modules of the loss, whose buffers forward passes change as well."""
+        return nn.ModuleList([model, *([] if self.loss_modules is None else [self.loss_modules])])
 
     def update_optimizer(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's parameters by those that `prepare` has put in their place, if any."""

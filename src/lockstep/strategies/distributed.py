@@ -63,8 +63,9 @@ class Distributed(Strategy):
     def _synchronise_buffers(self, model: nn.Module) -> None:
         self._statistics = self._buffers = None
         if self.comm.size > 1:
-            self._statistics = RunningStatistics(model, self.comm.world.is_first)
-            self._buffers = MutatedBuffers(model, self.comm)
+            everything = self.with_loss(model)
+            self._statistics = RunningStatistics(everything, self.comm.world.is_first)
+            self._buffers = MutatedBuffers(everything, self.comm)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap `module`, a step's forward pass with the prepared model; gradients are *averaged* over the workers."""
@@ -113,7 +114,7 @@ class Distributed(Strategy):
     def begin_step(self) -> None:
         """Save the buffers that the forward pass may change."""
         if self._saved is None and self._model is not None:
-            self._saved = ShardBuffers(self._model, self.comm.device)
+            self._saved = ShardBuffers(self.with_loss(self._model), self.comm.device)
         if self._saved is not None:
             self._saved.begin()
 
@@ -133,4 +134,4 @@ class Distributed(Strategy):
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, including those changed outside of steps."""
         if self._model is not None and self.comm.size > 1:
-            broadcast_tensors(self._model.buffers(), self.comm)
+            broadcast_tensors(self.with_loss(self._model).buffers(), self.comm)

@@ -252,8 +252,9 @@ class Invariant(Strategy):
         layers = [layer for layer in model.modules() if not getattr(layer, "same_bits", False)]
         self._checked_parameters = [p for layer in layers for p in layer.parameters(recurse=False)]
         reducer = OrderedReducer(model.parameters(), self.virtual_workers, self.comm, bare=True)
-        mutated = MutatedBuffers(model, self.comm, at_once=True)
-        self._prepared = reducer, ShardBuffers(model, self.comm.device), mutated
+        everything = self.with_loss(model)
+        mutated = MutatedBuffers(everything, self.comm, at_once=True)
+        self._prepared = reducer, ShardBuffers(everything, self.comm.device), mutated
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return `module` unchanged: the reducer itself finds out which parameters are trained."""
@@ -345,9 +346,9 @@ class Invariant(Strategy):
         """
         _, buffers, _ = self._prepared_parts
         reducer = OrderedReducer(model.parameters(), self.virtual_workers, self.comm, bare=True)
-        self._prepared = reducer, buffers, MutatedBuffers(model, self.comm, at_once=True)
+        self._prepared = reducer, buffers, MutatedBuffers(self.with_loss(model), self.comm, at_once=True)
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, including those changed outside of steps."""
         if self._model is not None and self.comm.size > 1:
-            broadcast_tensors(self._model.buffers(), self.comm)
+            broadcast_tensors(self.with_loss(self._model).buffers(), self.comm)

@@ -19,6 +19,7 @@ __all__ = [
     "check_same_values",
     "expanded_dimensions",
     "sync_module",
+    "sync_tensors",
 ]
 
 # Bytes of a message: large enough to amortise its latency, small compared with a model.
@@ -29,7 +30,10 @@ Entry = tuple[str, tuple[int, ...], str, bool]
 
 def layout(model: nn.Module) -> list[Entry]:
     """Return (name, shape, dtype, requires_grad) of each parameter and buffer, in the model's order."""
-    named: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    return _entries([*model.named_parameters(), *model.named_buffers()])
+
+
+def _entries(named: Iterable[tuple[str, torch.Tensor]]) -> list[Entry]:
     return [(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for name, t in named]
 
 
@@ -39,7 +43,10 @@ def check_same_layout(model: nn.Module, comm: Communicator) -> None:
     Raises:
         MismatchError: on every worker, naming the first difference and its rank.
     """
-    local = layout(model)
+    _check_same_entries(layout(model), comm)
+
+
+def _check_same_entries(local: Sequence[Entry], comm: Communicator) -> None:
     digests = comm.allgather_object(hashlib.sha256(repr(local).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
@@ -107,6 +114,18 @@ def sync_module(model: nn.Module, comm: Communicator) -> None:
         check_same_layout(model, comm)
         broadcast_tensors([*model.parameters(), *model.buffers()], comm)
         check_same_values(model, comm)
+
+
+def sync_tensors(named: Sequence[tuple[str, torch.Tensor]], comm: Communicator) -> None:
+    """Broadcast rank 0's values of tensors, and check that all workers have the same ones, as `sync_module` does.
+
+    Raises:
+        MismatchError: on every worker, naming the first difference.
+    """
+    if comm.size > 1 and not comm.is_joining:
+        _check_same_entries(_entries(named), comm)
+        broadcast_tensors([tensor for _, tensor in named], comm)
+        check_same_tensors(named, comm)
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:

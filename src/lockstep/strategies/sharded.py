@@ -243,8 +243,9 @@ class Sharded(Distributed):
         reduce_unused = getattr(model, "set_reduce_scatter_unused_params", None)  # since torch 2.13
         if reduce_unused is not None:
             reduce_unused(True)
-        self._model, self._buffers = model, MutatedBuffers(model, self.comm)
-        self._statistics = RunningStatistics(model, self.comm.world.is_first)
+        everything = self.with_loss(model)
+        self._model, self._buffers = model, MutatedBuffers(everything, self.comm)
+        self._statistics = RunningStatistics(everything, self.comm.world.is_first)
 
     def _policy(self) -> MixedPrecisionPolicy:
         """Return the policy that gathers a unit in the training precision; autocast alone would keep full copies."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -23,10 +24,13 @@ from ..strategies.base import Strategy, accumulation_dtype
 from ..strategies.sync_batchnorm import placeholder_batch
 from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
+from .loss_state import LossState
 from .losses import Computation, Forward, LossFn, LossSum, classification_loss, default_forward
+from .mean_check import is_due
+from .model_check import compare_model
 from .modes import evaluating
 from .out_of_memory import explaining_out_of_memory
-from .own_loss import NotCounted, returning_pair, with_own_loss
+from .own_loss import IGNORED, NotCounted, returning_pair, with_own_loss
 from .precision import Precision, full_precision
 from .sample_sums import NotAMean, SampleSum, raise_not_a_mean
 
@@ -83,6 +87,10 @@ def whole_set(fn: Callable[[Any, Any], Any]) -> WholeSet:
 
         metrics={"auc": lockstep.whole_set(lambda output, target: roc_auc_score(target, output[:, 1]))}
 
+    Where a `collate_fn` pads its samples to the longest of their batch, the number of workers decides what is padded
+    with what. Shorter outputs and targets are padded to the longest of the whole set: floating numbers with NaN, whole
+    numbers with -100. Leave padding out in `fn`, e.g. by ``target != -100``.
+
     Objects with `reset`, `update` and `compute`, such as those of torchmetrics, are metrics too, and get the gathered
     outputs and targets of one global batch after the other.
     """
@@ -95,15 +103,52 @@ def _is_stateful(metric: Any) -> bool:
 
 
 def _concatenate(parts: list[Any]) -> Any:
-    """Concatenate tensors along the first dimension, in nested structures of one form."""
+    """Concatenate tensors along the first dimension, in nested structures of one form; see `_join`."""
     tensors = [tensors_of(part) for part in parts]
-    columns = iter([torch.cat(column) if column[0].dim() else column[0] for column in zip(*tensors, strict=True)])
+    columns = iter([_join(column) if column[0].dim() else column[0] for column in zip(*tensors, strict=True)])
     return map_tensors(lambda _: next(columns), parts[0])
 
 
 def _gather(tree: Any, comm: Communicator) -> Any:
     """Concatenate the tensors of all workers in rank order, on the CPU of every worker; each has the same form."""
-    return map_tensors(lambda tensor: torch.cat(comm.allgather(tensor.detach().contiguous())).cpu(), tree)
+    return map_tensors(lambda tensor: _join(comm.allgather(tensor.detach().contiguous())).cpu(), tree)
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors along the first dimension; shorter ones are padded in the other dimensions.
+
+    A `collate_fn` that pads its samples to the longest one gives parts of other lengths to each batch and each worker.
+
+    Raises:
+        ConfigError: for other numbers of dimensions.
+    """
+    dims = {part.dim() for part in parts}
+    if len(dims) > 1:
+        raise ConfigError(
+            "model",
+            "outputs and targets with the same number of dimensions in each part of a batch",
+            found=" and ".join(str(list(part.shape)) for part in parts[:2]),
+        )
+    inner = {part.shape[1:] for part in parts if len(part)} or {parts[0].shape[1:]}
+    longest = [max(sizes) for sizes in zip(*inner, strict=True)]
+    return torch.cat([_padded(part, longest) for part in parts])
+
+
+def _padded(part: torch.Tensor, longest: list[int]) -> torch.Tensor:
+    """Return `part` with these sizes in all dimensions but the first."""
+    if list(part.shape[1:]) == longest:
+        return part
+    if not len(part):  # of a worker without samples
+        return part.new_empty(0, *longest)
+    missing = [(0, size - own) for size, own in zip(longest, part.shape[1:], strict=True)]
+    return torch.nn.functional.pad(part, [each for pair in reversed(missing) for each in pair], value=_fill_of(part))
+
+
+def _fill_of(part: torch.Tensor) -> float:
+    """Return a number for missing elements that no valid element has."""
+    if part.is_floating_point() or part.is_complex():
+        return math.nan
+    return 0 if part.dtype in (torch.bool, torch.uint8) else IGNORED
 
 
 def accuracy(
@@ -193,7 +238,7 @@ def predict(
 
     Returns:
         The outputs on the CPU, concatenated along the first dimension: a tensor, or a tuple, list or dict of tensors as
-        the model returns them.
+        the model returns them. Outputs of other sizes in other dimensions are padded, see `whole_set`.
 
     Raises:
         ConfigError: for a loader that shuffles.
@@ -337,9 +382,15 @@ class Evaluation(Computation):
         loss_fn, forward = with_own_loss(loss_fn, forward)
         self._loss = LossSum(loss_fn, device)
         self._forward = default_forward if forward is None else returning_pair(forward)
+        self._loss_state = LossState(loss_fn, model, device)
+        self._first: tuple[nn.Module, Any, int] | None = None  # the arguments of `on`, for `_check`
         self._stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if _is_stateful(metric)}
         of_samples = {name: metric for name, metric in metrics.items() if name not in self._stateful}
         self._metrics = {name: SampleSum("metrics", metric, name) for name, metric in of_samples.items()}
+        for metric in self._metrics.values():
+            if metric.fn is accuracy or (isinstance(metric.fn, partial) and metric.fn.func is accuracy):
+                metric.close()
+        self._number = 0
         self._names, self._kept = list(metrics), cast(list[tuple[Any, Any]], [])
 
     @property
@@ -367,8 +418,9 @@ class Evaluation(Computation):
         limit, not_a_mean = InFlightLimit(device, check_in_flight(max_steps_in_flight)), None
         what = f"an evaluation in batches of {counted(loader.global_batch_size, 'sample')}"
         advice = "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
-        with evaluating(self.model), explaining_out_of_memory(comm, what, advice):
-            for batch in loader.epoch(0):
+        with evaluating(self.model, self._loss_state), explaining_out_of_memory(comm, what, advice):
+            for number, batch in enumerate(loader.epoch(0)):
+                self._expect(number)
                 for shard, data, size in _parts_of(loader, batch):
                     with precision.autocast():
                         if size:
@@ -377,8 +429,9 @@ class Evaluation(Computation):
                             with placeholder_batch(self.model, data) as placeholder:
                                 wrapped(placeholder, 1)
                                 self._kept.clear()
-                    not_a_mean = not_a_mean or self._check(precision)
                     limit.record()
+                if is_due(number):
+                    not_a_mean = not_a_mean or self._check(number, precision, strategy)
                 if self._stateful:
                     self._update_stateful(loader, precision)
         with named("check of loss and metrics"):
@@ -423,14 +476,26 @@ class Evaluation(Computation):
         given = [key for name in ("loss", *self._names) for key in results if key == name or key.startswith(f"{name}_")]
         return {name: results[name] for name in dict.fromkeys(given)}
 
-    def _check(self, precision: Precision) -> NotAMean | NotCounted | None:
-        """Check the functions that have not been checked yet; returns the first that is not a mean over samples."""
-        results = [self._loss.problem, self._loss.parts.check(precision.autocast)]
-        results += [metric.check(precision.autocast, gradients=False) for metric in self._metrics.values()]
-        return next((result for result in results if result is not None), None)
+    def _expect(self, number: int) -> None:
+        """Begin a batch, whose loss and metrics may be due to be checked."""
+        self._number, self._first = number, None
+        for function in (self._loss.parts, *self._metrics.values()):
+            function.expect(number)
+
+    def _check(self, number: int, precision: Precision, strategy: Strategy) -> NotAMean | NotCounted | None:
+        """Check loss and metrics with a batch; returns the first that is not a mean over samples."""
+        passes, (first, self._first) = precision.autocast, (self._first, None)
+        found: NotAMean | NotCounted | None = self._loss.problem or self._loss.parts.check(passes)
+        if found is None and first is not None and self._loss.uses_whole_batch and not strategy.collective_forward:
+            found = compare_model(self._loss.parts.fn, self._forward, *first, number, passes)
+        for metric in self._metrics.values():
+            found = found or metric.check(passes, gradients=False)
+        return found
 
     def on(self, model: nn.Module, data: Any, size: int) -> torch.Tensor:
         """See `Computation`."""
+        if is_due(self._number) and not self._loss.is_recognised and (self._first is None or self._first[2] < 2):
+            self._first = model, data, size
         output, target = self._forward(model, data)
         if self._stateful:
             self._kept.append((output, target))

@@ -38,7 +38,8 @@ def agree_on_loss_scale(
     watched = _WatchedLoss(loss, finds=known is None)
     module, numbers = strategy.wrap_evaluation(watched), _zeros(comm.device, 1 + len(parameters))
     # Without a graph where backward passes are sure to follow forward passes, as those of FSDP.
-    with preserve_generators(comm.device), preserving_buffers(loss.model), torch.set_grad_enabled(known is None):
+    everything = strategy.with_loss(loss.model)
+    with preserve_generators(comm.device), preserving_buffers(everything), torch.set_grad_enabled(known is None):
         for data, size in parts:
             if size or data is not None:
                 with precision.autocast():

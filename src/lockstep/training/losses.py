@@ -15,20 +15,10 @@ from ..data.nested import map_tensors
 from ..errors import ConfigError
 from ..strategies.sync_batchnorm import SyncBatchNorm, placeholder_batch
 from ..strategies.unused_parameters import connect_parameters
-from .modes import evaluating, preserving_buffers
+from .mean_check import Passes, is_due
+from .model_check import compare_model
 from .own_loss import NotCounted, OwnLoss, returning_pair
-from .sample_sums import (
-    Call,
-    Difference,
-    Halves,
-    NotAMean,
-    Passes,
-    SampleSum,
-    compare_or_skip,
-    describe_function,
-    device_of,
-    sample_rows,
-)
+from .sample_sums import NotAMean, SampleSum, describe_function, describe_shapes
 
 __all__ = ["Computation", "Forward", "LossFn", "LossModule", "LossSum", "default_forward"]
 
@@ -37,7 +27,9 @@ LossFn = Callable[[Any, Any], Any] | None
 mean is over something else, e.g. tokens. None for a model that computes its loss itself, see
 `lockstep.training.own_loss`. `nn.CrossEntropyLoss` and `nn.NLLLoss` are recognised, and so are their
 functions with keywords bound by `functools.partial`: ignored labels do not count, and class weights count as in torch.
-Other losses are checked with the first batch, see `lockstep.training.sample_sums`."""
+Element-wise losses of torch, such as `nn.MSELoss`, are known by the shapes of output and target. Other losses are
+compared by halves again and again, see `lockstep.training.mean_check`. The buffers of a loss that is a module belong to
+the training's state, see `lockstep.training.loss_state`."""
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """(model, data) → (output, target)."""
@@ -86,11 +78,22 @@ class LossSum:
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(device)
         self._summing = _with_sum_reduction(self._classification)
+        self._is_elementwise = _is_elementwise(loss_fn)
         self.parts = SampleSum("loss_fn", loss_fn)
-        if self._summing is not None:
+        if self.is_recognised or isinstance(loss_fn, OwnLoss):  # `compare_model` compares the model's own loss
             self.parts.close()
         self._checked = False
         self.counts_samples = False
+
+    @property
+    def is_recognised(self) -> bool:
+        """Whether it is known what the loss is a mean over, so that nothing is to be compared."""
+        return self._summing is not None or self._is_elementwise
+
+    @property
+    def uses_whole_batch(self) -> bool:
+        """Whether the loss is, or uses, a number that the model has computed for a whole batch."""
+        return isinstance(self.parts.fn, OwnLoss) or self.parts.opaque
 
     @property
     def problem(self) -> NotCounted | None:
@@ -116,6 +119,8 @@ class LossSum:
             raise
 
     def _sum(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
+        if self._is_elementwise:
+            _check_elementwise(self.parts.fn, output, target, size)
         if self._summing is None:
             summed = self.parts(output, target, size)
             self.counts_samples = self.parts.counts_samples
@@ -149,6 +154,45 @@ def _refuse_bare_sum(loss_fn: LossFn) -> None:
         got = describe_function(loss_fn) + (" with reduction='sum'" if isinstance(loss_fn, nn.Module) else "")
         hint = "A sum without a count cannot be turned into a mean."
         raise ConfigError("loss_fn", "a mean over samples, or (sum, count)", found=got, hint=hint)
+
+
+_ELEMENTWISE = {
+    nn.MSELoss: F.mse_loss,
+    nn.L1Loss: F.l1_loss,
+    nn.SmoothL1Loss: F.smooth_l1_loss,
+    nn.HuberLoss: F.huber_loss,
+    nn.BCELoss: F.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+    nn.SoftMarginLoss: F.soft_margin_loss,
+    nn.PoissonNLLLoss: F.poisson_nll_loss,
+    nn.KLDivLoss: F.kl_div,
+}
+
+
+def _is_elementwise(loss_fn: LossFn) -> bool:
+    """Return whether `loss_fn` is a loss of torch that is a mean over the elements of the output, or their losses."""
+    fn, keywords = loss_fn, {}
+    if isinstance(loss_fn, partial) and not loss_fn.args:
+        fn, keywords = loss_fn.func, loss_fn.keywords
+    return type(fn) in _ELEMENTWISE or (fn in _ELEMENTWISE.values() and not keywords.keys() & {"input", "target"})
+
+
+def _check_elementwise(loss_fn: LossFn, output: Any, target: Any, size: int) -> None:
+    """Check by the shapes alone that an element-wise loss compares each sample with its own target.
+
+    Raises:
+        ConfigError: if it compares all pairs of samples, or if the samples have different numbers of elements.
+    """
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor) and output.dim() and size):
+        return
+    name = describe_function(loss_fn)
+    if size > 1 and target.dim() and output.dim() != target.dim() and output.shape[0] == target.shape[0] == size:
+        hint = describe_shapes(output, target)
+        raise ConfigError("loss_fn", "an output and a target of the same shape", found=f"{name} of others", hint=hint)
+    if output.numel() % size:
+        hint = "Return (sum, count): the sum over the elements, and their number."
+        found = f"{name} of an output of shape {list(output.shape)} for {size} samples"
+        raise ConfigError("loss_fn", "as many elements of the output for each sample", found=found, hint=hint)
 
 
 def _with_sum_reduction(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss | None) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
@@ -227,6 +271,7 @@ class LossModule(Computation):
         super().__init__(model)
         self._loss = loss
         self._forward = default_forward if forward is None else returning_pair(forward)
+        self._step = 0
         self._first: tuple[nn.Module, Any, int] | None = None  # the arguments of `on`, for `check`
         # Layers that communicate must run on every worker, even on one without samples.
         self._communicates = collective_forward or any(
@@ -243,7 +288,7 @@ class LossModule(Computation):
         try:
             if size == 0:
                 return self._empty_loss(model, data), 0
-            if self._loss.parts.open and (self._first is None or self._first[2] < 2):
+            if is_due(self._step) and not self._loss.is_recognised and (self._first is None or self._first[2] < 2):
                 self._first = model, data, size
             output, target = self._forward(model, data)
         except ValueError as error:
@@ -257,36 +302,24 @@ class LossModule(Computation):
             raise _no_gradient(model, total)
         return total, count
 
-    def check(self, passes: Passes) -> NotAMean | NotCounted | None:
-        """Check after the first step's passes that the loss is a mean over samples, see `SampleSum.check`.
+    def expect(self, step: int) -> bool:
+        """Begin a step; returns whether its loss is to be checked, by `check`: the same on every worker."""
+        self._loss.parts.expect(step)
+        self._step, self._first = step, None
+        return is_due(step) and not self._loss.is_recognised
 
-        If the model computes the loss itself, the check calls the model on halves of the batch, in evaluation mode.
+    def check(self, passes: Passes) -> NotAMean | NotCounted | None:
+        """Check after a step's passes that the loss is a mean over samples, see `SampleSum.check`.
+
+        If the model computes the loss itself, the check calls the model on halves of a few samples, in evaluation mode.
         """
         first, self._first = self._first, None
         if self._loss.problem is not None:
             return self._loss.problem
         not_a_mean = self._loss.parts.check(passes)
-        if not_a_mean is None and first is not None and self._loss.parts.opaque and not self._communicates:
-            return self._check_model(*first, passes)
+        if not_a_mean is None and first is not None and self._loss.uses_whole_batch and not self._communicates:
+            return compare_model(self._loss.parts.fn, self._forward, *first, self._step, passes)
         return not_a_mean
-
-    def _check_model(self, model: nn.Module, data: Any, size: int, passes: Passes) -> NotAMean | None:
-        trained = [p for p in model.parameters() if p.requires_grad]
-
-        def compute(data: Any, _: Any) -> Any:
-            return self._loss.parts.fn(*self._forward(model, data))
-
-        def compare() -> Difference | None:
-            call = Call(data, data, size)
-            if (rows := sample_rows(call)) is None:
-                return None
-            # Eager, because a compiled model would be recompiled for halves. The gradient of the last parameter costs
-            # the least.
-            with evaluating(model), preserving_buffers(model), torch.compiler.set_stance("force_eager"), passes():
-                return Halves(compute, call, rows, trained[-1:]).difference(bool(trained))
-
-        difference = compare_or_skip(compare, device_of(data))
-        return difference and NotAMean("loss_fn", describe_function(self._loss.parts.fn), size, *difference)
 
     def _empty_loss(self, model: nn.Module, data: Any) -> torch.Tensor:
         """Return the loss of a worker without samples: zero, connected to every parameter."""

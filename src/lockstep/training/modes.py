@@ -34,10 +34,11 @@ class TrainingModes:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """Put every layer into evaluation mode within a `with` block, and restore the modes after it."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+    modes = {module: module.training for model in models for module in model.modules()}
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

@@ -144,7 +144,9 @@ class OwnLoss:
 
     def __call__(self, output: Any, labels: Any) -> Any:
         """Return (sum of the loss, count) of a part of a batch; the mean where it is one over samples."""
-        loss = loss_in(output).float()
+        loss = loss_in(output)
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()
         if self.counting in (None, Counting.SAMPLES) or not isinstance(labels, torch.Tensor):
             return loss
         count = self._counted(labels).sum()

@@ -37,6 +37,7 @@ from .divided_batches import describe_division
 from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
 from .loss_scale import agree_on_loss_scale
+from .loss_state import LossState
 from .losses import Forward, LossFn, LossModule, LossSum
 from .model_changes import ModelChanges, are_same
 from .out_of_memory import explaining_out_of_memory
@@ -533,13 +534,14 @@ class TrainStep:
         self.strategy.check(optimizer, precision)
         if sync_batchnorm:
             _synchronise_batch_norm(model, self.strategy)
-        self._prepare()
-        self.finite_weights = FiniteWeights(model, self.comm)
         loss_fn, forward = with_own_loss(loss_fn, forward)
         self._own_loss = loss_fn if isinstance(loss_fn, OwnLoss) else None
         loss = LossSum(loss_fn, self.comm.device)
+        self.loss_state = self.strategy.loss_modules = LossState(loss_fn, model, self.comm.device)
+        self._prepare()
         self._loss = LossModule(model, loss, forward, collective_forward=self.strategy.collective_forward)
-        self._loss_checked = self._has_described = False
+        self.finite_weights = FiniteWeights(model, self.comm)
+        self._has_described = False
         self._module = self.strategy.wrap(self._loss)
         self._graphs = self._make_graphs() if cuda_graphs else None
         self._accumulation_steps = gradient_accumulation_steps
@@ -565,6 +567,7 @@ class TrainStep:
 
     def _prepare(self) -> None:
         self.strategy.prepare(self.model)
+        self.loss_state.synchronise(self.comm)
         self.strategy.update_optimizer(self.optimizer)
         self._changes = ModelChanges(self.model)
 
@@ -585,8 +588,9 @@ class TrainStep:
                 wait for the device at every step; call `StepResult.check` instead.
             DataError: likewise, if the loss counts nothing in the whole global batch.
             MismatchError: likewise, on every worker, if the workers' hyperparameters or weights differ.
-            ConfigError: if output, labels and loss do not fit, or a batch norm gets a single value; at the first step
-                also on every worker, before the update, if the loss is not a mean over samples.
+            ConfigError: if output, labels and loss do not fit, or a batch norm gets a single value; also on every
+                worker, before the update, if a comparison shows that the loss is not a mean over samples, see
+                `lockstep.training.mean_check`.
             OutOfMemoryError: the memory of this worker's device is full; says what to try.
         """
         return self.run_once(batch, stop, regroup) if self.replacement is None else self.replacement(batch)
@@ -621,23 +625,25 @@ class TrainStep:
             self._graphs = self._make_graphs()
             self._passes = self._make_passes()
         self._replicas.regroup()
-        self._loss_checked = self.steps_done > 0
 
     def _run(self, batch: Batch, requests: float) -> StepResult:
         lr = self._begin()
         if not self._has_described:
             self._describe_division()
         marks = self._replicas.marks(self.steps_done)
+        is_compared = self._loss.expect(self.steps_done)
         if self._graphs is not None:
-            self._graphs.passes.is_paused = not self._loss_checked
+            self._graphs.passes.is_paused = is_compared
         joint = isinstance(self.strategy, Invariant) and self.strategy.joint_layers  # which do not support fp16
         if self.precision.is_new and not joint:
             parts = self._passes.parts(batch)
             agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
+        versions = self.loss_state.versions() if len(self.strategy.devices) > 1 else None
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
-        if not self._loss_checked:
+        if versions is not None and versions != self.loss_state.versions():
+            raise _changed_by_replicas()
+        if is_compared:
             raise_not_a_mean(self._loss.check(self.precision.autocast), self.comm)
-            self._loss_checked = True
         loss_sum, count, stops = totals[:3].unbind()
         on_cpu = self.comm.device.type == "cpu"
         # Reading the count is free on the CPU; elsewhere it waits for the device, so a loss that counts samples here is
@@ -768,12 +774,14 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps done and the state of the gradient scaler, without model and optimizer.
 
-        If there is a scheduler, its state is in it as well; and if the model computes its loss, what that counts, once
-        it is known.
+        If there is a scheduler, its state is in it as well; the buffers and parameters of a loss that is a module; and
+        if the model computes its loss, what that counts, once it is known.
         """
         state: dict[str, Any] = {"steps_done": self.steps_done, "precision": self.precision.state_dict()}
         if self.scheduler is not None:
             state |= {"scheduler": self.scheduler.state_dict(), "rates": self.learning_rates}
+        if of_loss := self.loss_state.saved():
+            state["loss"] = of_loss
         counting = None if self._own_loss is None else self._own_loss.counting
         return state if counting is None else {**state, "loss_counts": counting.name}
 
@@ -785,6 +793,7 @@ class TrainStep:
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
             self._last_rates = list(state["rates"])
+        self.loss_state.load(state.get("loss"), self.comm.rank == 0)
         if self._own_loss is not None and "loss_counts" in state:
             self._own_loss.counting = Counting[state["loss_counts"]]
 
@@ -800,6 +809,13 @@ def _synchronise_batch_norm(model: nn.Module, strategy: Strategy) -> None:
         raise ConfigError("sync_batchnorm", "False with strategy='replicas'", True, hint)
     if convert(model, strategy.comm) is not model:
         raise ConfigError("model", "a module that has batch norm in it", found=type(model).__name__)
+
+
+def _changed_by_replicas() -> ConfigError:
+    hint = "All replicas would change the same buffer. Use strategy='distributed'."
+    return ConfigError(
+        "loss_fn", "a loss that changes no buffer, with strategy='replicas'", found="one that does", hint=hint
+    )
 
 
 def _rates(optimizer: Optimizer) -> list[float | torch.Tensor]:

@@ -573,3 +573,16 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_at_the_first_batch(devic
         refused(torch.randn(8, 3), target=torch.randn(8, 4))
     fine = DataParallel(nn.Linear(3, 4), devices, loss=lambda output, target: (output - target).square().mean())
     assert fine(torch.randn(8, 3), target=torch.randn(8, 4)).isfinite()
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_a_loss_is_refused_at_a_later_batch_that_shows_it(devices: list[str]) -> None:
+    net = DataParallel(
+        nn.Linear(3, 4), devices, loss=lambda output, target: nn.functional.cross_entropy(output, target)
+    )
+    inputs, labels = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
+    for _ in range(4):
+        net(inputs, target=labels)
+    labels[0] = -100
+    with pytest.raises(ConfigError, match="loss_fn: expected a mean over samples"):
+        net(inputs, target=labels)

@@ -13,7 +13,7 @@ from lockstep.communicator import Communicator
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError, DataError
 from lockstep.topology import World
-from lockstep.training.evaluate import accuracy, default_metrics, evaluate
+from lockstep.training.evaluate import Evaluation, _concatenate, accuracy, default_metrics, evaluate
 
 CPU = torch.device("cpu")
 
@@ -119,3 +119,53 @@ def test_metrics_that_cannot_be_called_are_refused(metrics: Any) -> None:
     data = loader(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ConfigError, match=r"metrics: expected a (function|mapping)"):
         evaluate(nn.Linear(3, 2), data, nn.CrossEntropyLoss(), metrics)
+
+
+def test_a_metric_is_compared_again_in_each_evaluation_and_refused_once_it_shows() -> None:
+    def f1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = output.argmax(1)
+        both = ((found == 1) & (target == 1)).sum()
+        return 2.0 * both / ((found == 1).sum() + (target == 1).sum()).clamp(min=1)
+
+    model = nn.Linear(2, 2)
+    inputs = torch.randn(32, 2, generator=torch.Generator().manual_seed(0))
+    data = loader(inputs, (inputs[:, 0] > 0.3).long(), global_batch_size=16)
+    measures = Evaluation(model, nn.CrossEntropyLoss(), {"f1": f1}, CPU)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.copy_(torch.tensor([1.0, 0.0]))  # all samples are of class 0: the F1 of any part is 0
+    assert measures.run(data, None, None, 2)["f1"] == 0.0
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[-1.0, 0.5], [1.0, -0.5]]))
+    with pytest.raises(ConfigError, match=r"f1, which gives .* lockstep.whole_set\(f1\)"):
+        measures.run(data, None, None, 2)
+
+
+class Dropping(nn.Module):
+    """A loss that changes a buffer and drops something in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return nn.functional.dropout(output, 0.5, self.training).square().mean(1)
+
+
+def test_a_loss_is_in_evaluation_mode_while_evaluating() -> None:
+    inputs, model, loss = torch.ones(8, 2), nn.Identity(), Dropping()
+    for fn in (loss, loss.forward, lambda output, target: loss(output, target)):
+        assert evaluate(model, loader(inputs, inputs), fn, {})["loss"] == 1.0
+        assert loss.training and float(loss.calls) == 0.0
+
+
+def test_outputs_of_other_lengths_are_padded_to_the_longest() -> None:
+    parts = [(torch.ones(2, 3, 4), torch.ones(2, 4).long()), (torch.ones(1, 3, 6), torch.ones(1, 6).long())]
+    output, target = _concatenate(parts)
+    assert output.shape == (3, 3, 6) and target.shape == (3, 6)
+    assert output[:2, :, 4:].isnan().all() and not output[:2, :, :4].isnan().any()
+    assert target.tolist() == [[1, 1, 1, 1, -100, -100]] * 2 + [[1] * 6]
+    with pytest.raises(ConfigError, match=r"same number of dimensions .* got \[2, 3\] and \[2, 3, 1\]"):
+        _concatenate([torch.ones(2, 3), torch.ones(2, 3, 1)])

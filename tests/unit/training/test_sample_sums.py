@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,10 @@ from torch import nn
 
 from lockstep.data.nested import map_tensors
 from lockstep.errors import ConfigError
+from lockstep.training import model_check
 from lockstep.training.losses import LossFn, LossModule, LossSum
+from lockstep.training.mean_check import is_due
+from lockstep.training.own_loss import OwnLoss
 from lockstep.training.sample_sums import NotAMean, SampleSum, as_sum
 
 CPU = torch.device("cpu")
@@ -155,15 +159,118 @@ def test_what_is_one_is_not(fn: LossFn, output: Any, target: Any) -> None:
     assert check(fn, map_tensors(lambda t: t[:2], output), map_tensors(lambda t: t[:2], target), 2) is None
 
 
-def test_sums_with_their_counts_need_no_second_call() -> None:
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda output, target: (F.mse_loss(output, target, reduction="sum"), output.numel()),
+        lambda output, target: (F.cross_entropy(output, LABELS[: len(output)]) * len(output), len(output)),
+        # in-batch negatives, as of a loss that gathers the outputs of all workers: the sum over these samples is right
+        lambda output, target: (contrastive(output, target) * len(output), len(output)),
+    ],
+)
+def test_sums_with_counts_that_add_up_are_accepted(fn: LossFn) -> None:
+    assert check(fn, POINTS, OTHERS) is None
+    assert check(fn, POINTS[:2], OTHERS[:2], 2) is None
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (lambda output, target: (F.mse_loss(output, target), output.detach().square().mean()), "the count"),
+        (lambda output, target: (F.mse_loss(output, target, reduction="sum"), 1), "the count 1 "),
+        # a mean, and how many are right: the count adds up, the mean does not
+        (lambda output, target: (F.mse_loss(output, target), len(output)), "the sum"),
+    ],
+)
+def test_a_loss_and_a_part_of_it_are_no_sum_and_count(fn: LossFn, says: str) -> None:
+    found = check(fn, POINTS, OTHERS)
+    assert found is not None
+    with pytest.raises(ConfigError, match=r"add up over the parts .* for their two halves together") as caught:
+        raise found.error()
+    assert says in str(caught.value)
+
+
+def test_a_count_that_requires_a_gradient_is_none() -> None:
+    output = POINTS.clone().requires_grad_()
+    with pytest.raises(ConfigError, match=r"loss_fn: .* a second value that requires a gradient"):
+        SampleSum("loss_fn", lambda output, target: (F.mse_loss(output, target), output.square().mean()))(
+            output, OTHERS, 9
+        )
+
+
+def test_the_comparison_is_repeated() -> None:
+    assert [step for step in range(5000) if is_due(step)] == [0, *(2**n for n in range(11)), 2048, 3072, 4096]
+    loss = SampleSum("loss_fn", lambda output, target: F.cross_entropy(output, target))
+    found = {}
+    for step in range(6):
+        loss.expect(step)
+        loss(SCORES, LABELS if step < 3 else IGNORED, 9)  # labels that are ignored come later
+        found[step] = loss.check() is not None
+    assert found == {0: False, 1: False, 2: False, 3: False, 4: True, 5: False}
+
+
+def test_few_samples_are_compared_and_other_ones_each_time() -> None:
+    seen: list[tuple[float, int]] = []
+
+    def fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen.append((float(output[0, 0].detach()), len(output)))
+        return F.mse_loss(output, target)
+
+    output = torch.arange(300.0).unsqueeze(1)
+    loss = SampleSum("loss_fn", fn)
+    for step in (0, 1, 2, 4, 8, 16):
+        loss.expect(step)
+        loss(output, output, 300)
+        assert loss._call is not None and loss._call.output.untyped_storage().nbytes() <= 64 * 4
+        seen.clear()
+        assert loss.check() is None
+        assert [size for _, size in seen] == [64, 32, 32]
+        assert seen[0][0] == {0: 0, 1: 64, 2: 128, 4: 192, 8: 0, 16: 64}[step]
+
+
+def test_values_of_classes_are_no_values_of_samples_where_there_are_as_many_of_both() -> None:
+    found = check(
+        lambda output, target: F.mse_loss(output, target, reduction="none").mean(0), POINTS[:5], OTHERS[:5], 5
+    )
+    assert found is not None
+    assert "another number of values for fewer of them" in str(found.error())
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_all_pairs_of_samples_are_never_taken_for_the_samples() -> None:
+    """For some binary targets, the two halves in their order have the same mean, and all pairs give what pairs give."""
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        output = torch.randn(16, 1, generator=generator)
+        target = (torch.randn(16, generator=generator) > 0).float()
+        for loss_fn in (nn.MSELoss(), F.l1_loss, partial(F.huber_loss, delta=0.5)):
+            with pytest.raises(ConfigError, match=r"output of shape \[16, 1\] and a target of shape \[16\]"):
+                LossSum(loss_fn, CPU)(output, target, 16)
+        for behind in (lambda output, target: F.mse_loss(output, target), lambda o, t: (o - t).square().mean()):
+            found = check(behind, output, target, 16)
+            assert found is not None
+            assert "[16, 1] and a target of shape [16] are broadcast to [16, 16]" in str(found.error())
+        assert check(lambda o, t: F.mse_loss(o.squeeze(1), t), output, target, 16) is None
+
+
+def test_element_wise_losses_are_known_by_their_shapes() -> None:
     calls = []
 
-    def counted(output: torch.Tensor, target: torch.Tensor) -> Any:
-        calls.append(len(output))
-        return F.mse_loss(output, target, reduction="sum"), output.numel()
+    class Watched(nn.Module):
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            calls.append(len(output))
+            return F.mse_loss(output, target)
 
-    assert check(counted, POINTS, OTHERS) is None
-    assert calls == [9]
+    for fn, times in ((nn.MSELoss(), 0), (Watched(), 3)):
+        loss = LossSum(fn, CPU)
+        loss(POINTS, OTHERS, 9)
+        calls.clear()
+        assert loss.parts.check() is None
+        assert len(calls) == times
+    with pytest.warns(UserWarning, match="target size"):  # of torch; each sample has its own target here
+        assert float(LossSum(nn.MSELoss(), CPU)(POINTS, OTHERS[:, :1], 9)[0]) > 0
+    with pytest.raises(ConfigError, match="as many elements of the output for each sample"):
+        LossSum(nn.MSELoss(), CPU)(POINTS, OTHERS, 7)  # such as nodes of graphs of different sizes
 
 
 def test_a_loss_that_draws_numbers_or_counts_its_calls_is_let_alone() -> None:
@@ -282,6 +389,61 @@ def test_a_loss_that_the_model_has_computed_itself(padded: bool, scalar_alone: b
     assert model.training and model.head.training
     assert all(p.grad is None for p in model.parameters())
     total.backward()
+
+
+class Experts(nn.Module):
+    """A model whose loss has a term that balances experts over the whole batch."""
+
+    def __init__(self, coefficient: float, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.coefficient, self.dtype = coefficient, dtype
+        self.embed, self.gate, self.drop = nn.Embedding(20, 16), nn.Linear(16, 4), nn.Dropout(0.5)
+        self.experts, self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 20)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        hidden = self.embed(input_ids)
+        chances = self.gate(hidden).softmax(-1)
+        chosen = F.one_hot(chances.argmax(-1), 4)
+        used = torch.stack([expert(hidden) for expert in self.experts], -1)
+        hidden = self.drop(hidden + (used * (chosen * chances).unsqueeze(-2)).sum(-1))
+        shares = chosen.float().mean((0, 1))
+        balance = 4 * (shares * chances.mean((0, 1))).sum()
+        scores = self.out(hidden)
+        if self.dtype is not None:  # as models do that compute their loss in float32 whatever they compute in
+            scores = scores.to(self.dtype)
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten()) + self.coefficient * balance}
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.001, 0.01])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_small_term_of_the_whole_batch_is_seen_in_a_model_s_own_loss(
+    coefficient: float, dtype: torch.dtype | None, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not copied:
+        monkeypatch.setattr(model_check, "_MAX_COPIED", 0)
+    torch.manual_seed(0)
+    model, generator = Experts(coefficient, dtype), torch.Generator().manual_seed(1)
+    texts = torch.randint(20, (32, 9), generator=generator)
+    batch = {"input_ids": texts[:, :-1], "labels": texts[:, 1:]}
+    own = OwnLoss()
+    loss = LossModule(model, LossSum(own, CPU), own.forward)
+    for step in (0, 1, 2, 4):
+        assert loss.expect(step)
+        loss(batch, 32)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        drawn = torch.get_rng_state()
+        found = loss.check(nullcontext)
+        if coefficient == 0 or step == 0 or not copied:  # later, gradients are not computed with a copy
+            assert (found is not None) is (coefficient > 0), (step, found)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert all(layer.training for layer in model.modules()) and all(p.grad is None for p in model.parameters())
+        if found is not None:
+            assert "the model's own loss" in str(found.error()) and "Compute it for each sample" in str(found.error())
+    assert not loss.expect(3)
 
 
 # --- metrics --------------------------------------------------------------------------------------------------

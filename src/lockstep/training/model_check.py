@@ -1,0 +1,153 @@
+"""The comparison by halves of a loss that the model computes: the model is called with a few samples."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .mean_check import (
+    Difference,
+    Halves,
+    LossLike,
+    Passes,
+    Unsteady,
+    compare_or_skip,
+    device_of,
+    keep_call,
+    to_float64,
+)
+from .modes import evaluating, preserving_buffers
+from .sample_sums import NotAMean, describe_function, without_traces
+
+__all__ = ["compare_model"]
+
+_log = logging.getLogger(__name__)
+
+# A comparison calls the model twice with these samples, so they are few of many: at most one of 16, and at most 8.
+_ONE_OF, _MAX_SAMPLES = 16, 8
+# Elements of a model (256 MiB in float64) that is copied for the comparison.
+_MAX_COPIED = 1 << 25
+# Tolerated relative differences of values and gradients. A copy in float64 still computes in float32 here and there, as
+# models do for normalisation and for the loss. Rounding in float32 was 2e-7 and 4e-7 with 24 layers of transformers.
+# Terms that balance experts, with a coefficient of 0.001, made values differ by 1e-7 to 1e-5, gradients by 5e-4 to 1%.
+_COPY, _FLOAT32 = (2e-6, 2e-5), (1e-5, 1e-4)
+# Kernels of lower precision than the tensors have, such as TF32, differ by that much with the number of samples.
+_REDUCED = (1e-3, 1e-3)
+# Up to so many elements a parameter's gradient is compared: among them those of gates, which choose experts.
+_SMALL = 1 << 16
+
+
+def compare_model(
+    fn: LossLike,
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]],
+    model: nn.Module,
+    data: Any,
+    size: int,
+    number: int,
+    passes: Passes,
+) -> NotAMean | None:
+    """Compare the loss of a few samples with those of their halves; the model is called in evaluation mode.
+
+    It leaves no trace in the model: buffers, modes, gradients and random generators are restored.
+
+    Args:
+        fn: the loss function.
+        forward: (model, data) → (output, target).
+        model: the model.
+        data: a batch of `size` samples.
+        size: number of samples.
+        number: the number of the step, or of the batch of an evaluation.
+        passes: the context manager that the model was called in, such as autocast.
+
+    Returns:
+        The difference; None if there is none, or if the model cannot be compared.
+    """
+    call = keep_call(data, None, size, number, most=min(_MAX_SAMPLES, max(2, size // _ONE_OF)))
+    if call.rows is None or size < 2 or not _is_affordable(number, size):
+        return None
+    loss = without_traces(fn)
+
+    def compare() -> Difference | None:
+        if (wide := _in_float64(model)) is not None:
+            halves = Halves(
+                _loss_of(wide, loss, forward),
+                to_float64(call),
+                _small_parameters(wide),
+                lambda _: _COPY,
+                sums_add_up=True,
+            )
+            try:
+                return halves.difference(number == 0)
+            except (RuntimeError, TypeError, ValueError):
+                pass  # a layer that does not compute in float64
+        tolerance = partial(_tolerance, model)
+        with evaluating(model), preserving_buffers(model), passes():
+            return Halves(
+                _loss_of(model, loss, forward), call, _small_parameters(model), tolerance, sums_add_up=True
+            ).difference(True)
+
+    try:
+        with torch.compiler.set_stance("force_eager"):  # a compiled model would be compiled for these few samples
+            found = compare_or_skip(compare, device_of(data))
+    except Unsteady:
+        return None
+    if found is None:
+        return None
+    return NotAMean("loss_fn", describe_function(fn), call.size, found, is_model=True)
+
+
+def _is_affordable(number: int, size: int) -> bool:
+    """Return whether a comparison is made that is due: in small batches, two samples are a large part of a step."""
+    power = max(0, number.bit_length() - 1)
+    return size >= 2 * _ONE_OF or power % (2 if size >= _ONE_OF else 4) == 0
+
+
+def _loss_of(model: nn.Module, fn: LossLike, forward: Callable[[nn.Module, Any], tuple[Any, Any]]) -> LossLike:
+    def compute(data: Any, _: Any) -> Any:
+        return fn(*forward(model, data))
+
+    return compute
+
+
+def _in_float64(model: nn.Module) -> nn.Module | None:
+    """Return a copy of a model in float64 and in evaluation mode; None for a large model, or one that is not copied."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
+    tensors = [*inner.parameters(), *inner.buffers()]
+    if sum(tensor.numel() for tensor in tensors) > _MAX_COPIED or device_of(tensors).type == "mps":
+        return None
+    # the tensors are converted at once, not copied before
+    wide = {id(tensor): _wide(tensor) for tensor in tensors if tensor.is_floating_point()}
+    try:
+        return copy.deepcopy(inner, wide).eval()
+    except Exception as error:
+        _log.debug("the model is not copied to compare its loss: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    value = tensor.detach().double()
+    value = value.clone() if value.data_ptr() == tensor.data_ptr() else value
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def _small_parameters(model: nn.Module) -> list[nn.Parameter]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [parameter for parameter in trained if parameter.numel() <= _SMALL] or trained[-1:]
+
+
+def _tolerance(model: nn.Module, formats: set[torch.dtype]) -> tuple[float, float]:
+    """Return the tolerated differences of a model that is called as it is."""
+    device = device_of(list(model.parameters())).type
+    formats = formats | {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if torch.is_autocast_enabled(device):
+        formats.add(torch.get_autocast_dtype(device))
+    rounding = max((4 * torch.finfo(dtype).eps for dtype in formats), default=0.0)
+    reduces = device != "cpu" and (torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32)
+    values, gradients = _REDUCED if reduces else _FLOAT32
+    return max(values, rounding), max(gradients, rounding)
