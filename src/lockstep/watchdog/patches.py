@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -262,7 +262,8 @@ class _Watchdog:
                 self._sockets, self._limits = SocketTracker(), Limits.read()  # an invalid variable is an error here
             elif self.session is None:
                 return original(group_size, group_rank, ranks, backend, store, *args, **kw)
-            with self._sockets.tracking():
+            name = str(args[0] if args else kw.get("group_name", ""))
+            with self._sockets.tracking(), _creation(self.session if ranks else None, name, ranks, backend):
                 group, own = original(group_size, group_rank, ranks, backend, store, *args, **kw)
             if not ranks:  # most backends have synchronised the ranks by now, so that none is late by much
                 self._begin(group_size, group_rank, store)
@@ -311,6 +312,8 @@ class _Watchdog:
         made.watchdog_monitor = session.add_group(name, title, members, limit_s)
         backends = {part.partition(":")[2] for part in c10d.get_backend_config(made).split(",")}
         made.watchdog_monitor.completes_on_host = backends <= _HOST_BACKENDS
+        made.watchdog_monitor.sizes_must_fit = "gloo" in backends
+        made.watchdog_monitor.moved = getattr(made, "count_moved", None)
         made.watchdog_monitor.waits_in_slices = session.state.limits.expects_losses and "gloo" in backends
         if made.watchdog_monitor.remote_ranks and backends <= {"gloo", "shm"}:  # these connect all ranks by Gloo
             monitor = made.watchdog_monitor
@@ -376,6 +379,41 @@ def _limit_s(args: tuple[Any, ...], kw: dict[str, Any]) -> float:
     given = kw.get("timeout", next((each for each in args if isinstance(each, timedelta)), None))
     is_default = any(given is each for each in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))
     return 0.0 if given is None or is_default else float(given.total_seconds())
+
+
+_CREATION_POLL_S = 1e-3
+
+
+def _creation(session: Session | None, name: str, ranks: list[int], backend: Any) -> AbstractContextManager[None]:
+    """Return a context in which this rank makes the group `name` together with the other `ranks`."""
+    if session is None or session.state.rank not in ranks or len(ranks) < 2:
+        return nullcontext()
+    return _watched_creation(session, name, tuple(ranks), backend)
+
+
+@contextmanager
+def _watched_creation(session: Session, name: str, ranks: tuple[int, ...], backend: Any) -> Iterator[None]:
+    state = session.state
+    if not state.recorder.has_free_slot:
+        yield
+        return
+    monitor = session.add_group(f"creation of {name}", f"creation of {name}", ranks)
+    try:
+        pending = monitor.enter("new_group", (str(list(ranks)),))
+        with state.blocking(pending.number, ranks):
+            # The ranks of such a group wait for each other in its constructor, in C++, from which no error gets them.
+            while _connects_at_once(backend) and monitor.missing_ranks(pending.sequence):
+                state.check()
+                time.sleep(_CREATION_POLL_S)
+            yield
+        monitor.finish(pending, time.monotonic())
+    finally:
+        session.remove_monitor(monitor)
+
+
+def _connects_at_once(backend: Any) -> bool:
+    parts = {part.rpartition(":")[2] for part in str(backend).split(",")}
+    return parts <= {"gloo", "shm"}
 
 
 def _open_log(state: WatchdogState) -> RecordLog | None:
