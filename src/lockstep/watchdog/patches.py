@@ -24,9 +24,10 @@ from ..errors import LockstepError, MembershipChangedError, TransportError
 from ..flight_recorder import FlightRecorder, RecordLog, current
 from ..gloo import SocketTracker
 from ..system.patching import Replaced
-from . import jobs
+from . import jobs, last_rank
 from .call_sites import digest, is_internal
 from .jobs import NoSpaceError, rendezvous
+from .last_rank import LastRankWatch
 from .preflight import PreflightCheck
 from .process_groups import replace_group, watch_group
 from .session import Session, record_exception, record_exit
@@ -146,7 +147,7 @@ def batch_replacements(state: WatchdogState) -> list[Replaced]:
 
     def enter_join(original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(self: Any) -> Any:
-            state.uneven_batches += 1
+            state.uneven_batches += bool(self._enable)
             return original(self)
 
         return enter
@@ -156,7 +157,7 @@ def batch_replacements(state: WatchdogState) -> list[Replaced]:
             try:
                 return original(self, *args)
             finally:
-                state.uneven_batches -= 1
+                state.uneven_batches -= bool(self._enable)
 
         return leave
 
@@ -259,6 +260,7 @@ class _Watchdog:
         ) -> Any:
             if not ranks:
                 self.end()
+                last_rank.watch(None)
                 self._sockets, self._limits = SocketTracker(), Limits.read()  # an invalid variable is an error here
             elif self.session is None:
                 return original(group_size, group_rank, ranks, backend, store, *args, **kw)
@@ -294,6 +296,7 @@ class _Watchdog:
             *session.state.captures.replacements(),
         ]
         session.start(self.end, _open_log(session.state))
+        last_rank.watch(_last_rank_watch(session.state))
 
     def _wrap(self, session: Session | None, group: Any, ranks: list[int], limit_s: float) -> Any:
         if (
@@ -397,7 +400,7 @@ def _watched_creation(session: Session, name: str, ranks: tuple[int, ...], backe
     if not state.recorder.has_free_slot:
         yield
         return
-    monitor = session.add_group(f"creation of {name}", f"creation of {name}", ranks)
+    monitor = session.add_group(f"creation of {name}", name, ranks)
     try:
         pending = monitor.enter("new_group", (str(list(ranks)),))
         with state.blocking(pending.number, ranks):
@@ -414,6 +417,22 @@ def _watched_creation(session: Session, name: str, ranks: tuple[int, ...], backe
 def _connects_at_once(backend: Any) -> bool:
     parts = {part.rpartition(":")[2] for part in str(backend).split(",")}
     return parts <= {"gloo", "shm"}
+
+
+def _last_rank_watch(state: WatchdogState) -> LastRankWatch | None:
+    """Return the watch for this rank; None where ranks may end before others on purpose, or be in a debugger."""
+    if state.limits.expects_losses or state.limits.debugging or not state.peers:
+        return None
+    others = "all other ranks" if len(state.rendezvous.hosts) == 1 else "all other ranks of this host"
+    pids = [reader.pid for reader in state.peers.values()]
+    return LastRankWatch(
+        state.rank, pids, others, state.limits.warning_s, lambda: _is_reported(state), state.write_message
+    )
+
+
+def _is_reported(state: WatchdogState) -> bool:
+    """Return whether something is wrong, or other checks see to this rank's wait."""
+    return state.error is not None or state.has_failed or state.recorder.phase == "waits"
 
 
 def _open_log(state: WatchdogState) -> RecordLog | None:
