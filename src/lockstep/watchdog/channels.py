@@ -7,6 +7,7 @@ what it has sent, and for what it has posted receives, by channel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..flight_recorder import RawRecord, RecorderReader
 from ..flight_recorder.layout import StateWords
@@ -14,9 +15,11 @@ from .call_sites import digest
 from .mismatch import Finding
 
 __all__ = [
+    "TAGS_ADVICE",
     "awaited_channels",
     "channel_key",
-    "find_other_tag",
+    "describe_tags",
+    "explained",
     "is_message_sent",
     "is_receive_posted",
     "is_recv",
@@ -26,6 +29,8 @@ __all__ = [
 ]
 
 _WORDS = StateWords()
+
+TAGS_ADVICE = "Give a send and its recv the same tag."
 
 
 def channel_key(sent: bool, group: int, source: int, target: int, tag: int) -> int:
@@ -97,7 +102,7 @@ def _later(own: RecorderReader, raw: RawRecord) -> list[RawRecord]:
 # --- What is wrong ----------------------------------------------------------------------------------------------------
 
 
-def find_other_tag(own: RecorderReader, peer: RecorderReader, raw: RawRecord) -> int | None:
+def _find_other_tag(own: RecorderReader, peer: RecorderReader, raw: RawRecord) -> int | None:
     """Return the tag of a message of `peer` that would fit the send or receive `raw` of `own` but for its tag.
 
     Returns:
@@ -112,6 +117,21 @@ def find_other_tag(own: RecorderReader, peer: RecorderReader, raw: RawRecord) ->
             if peer.channel_messages(theirs) > own.channel_messages(ours):
                 return each.tag
     return None
+
+
+def describe_tags(own: RecorderReader, peer: RecorderReader, raw: RawRecord) -> str:
+    """Return which message of `peer` has another tag than that of the send or receive `raw` of `own`; "" for none."""
+    other = _find_other_tag(own, peer, raw) if raw.peer == peer.rank else None
+    if other is None:
+        return ""
+    here, there = ("receives", "sends") if is_recv(own, raw) else ("sends", "receives")
+    return f"The tags differ: rank {own.rank} {here} with tag {raw.tag}, rank {peer.rank} {there} with tag {other}."
+
+
+def explained(finding: Finding, own: RecorderReader, peer: RecorderReader, raw: RawRecord) -> Finding:
+    """Return the finding on the message `raw` of `own`, with the tags as its cause if they differ."""
+    tags = describe_tags(own, peer, raw)
+    return replace(finding, cause=tags, advice=TAGS_ADVICE) if tags else finding
 
 
 def size_finding(ranks: tuple[int, int], sizes: tuple[int, int], tag: int, call: str) -> Finding:

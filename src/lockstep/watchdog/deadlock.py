@@ -8,7 +8,7 @@ from typing import Any
 
 from ..flight_recorder import RawRecord, RecorderReader
 from ..flight_recorder.layout import StateWords
-from .channels import find_other_tag, is_message_sent, is_receive_posted, is_recv
+from .channels import TAGS_ADVICE, describe_tags, is_message_sent, is_receive_posted, is_recv
 from .host_state import CallRow, HostState, HostStates, Wait
 from .mismatch import Finding
 
@@ -27,7 +27,6 @@ _GROUPS = (
     "Call new_group on every rank, in the same order and with the same ranks; with use_local_synchronization=True, on "
     "all ranks of the group.",
 )
-_TAGS_ADVICE = "Give a send and its recv the same tag."
 
 
 def _deadlock(waits: list[tuple[int, str, int]], tags: str = "") -> Finding:
@@ -40,21 +39,12 @@ def _deadlock(waits: list[tuple[int, str, int]], tags: str = "") -> Finding:
     described = (f"rank {rank} waits in {call} for rank {other}" for rank, call, other in waits)
     cause, advice = _CAUSE, _ADVICE
     if tags:
-        cause, advice = tags, _TAGS_ADVICE
+        cause, advice = tags, TAGS_ADVICE
     elif any(call.startswith("new_group(") for _, call, _ in waits):
         cause, advice = _GROUPS
     elif all(call.startswith("send(") for _, call, _ in waits):
         cause, advice = _SENDS
     return Finding("desync", f"Deadlock: {'; '.join(described)}.", (), cause, advice)
-
-
-def describe_tags(own: RecorderReader, peer: RecorderReader, raw: RawRecord) -> str:
-    """Return which message of `peer` has another tag than that of the send or receive `raw` of `own`; "" for none."""
-    other = find_other_tag(own, peer, raw) if raw.peer == peer.rank else None
-    if other is None:
-        return ""
-    here, there = ("receives", "sends") if is_recv(own, raw) else ("sends", "receives")
-    return f"The tags differ: rank {own.rank} {here} with tag {raw.tag}, rank {peer.rank} {there} with tag {other}."
 
 
 # --- On one host ------------------------------------------------------------------------------------------------------

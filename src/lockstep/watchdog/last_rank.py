@@ -11,17 +11,27 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
-from ..system.processes import read_status
+from ..flight_recorder import RecorderReader
+from ..flight_recorder.layout import PHASES, StateWords, rank_file
+from ..system.processes import ProcessStatus, read_status
 from .call_sites import main_frame, stack_of
 
-__all__ = ["LastRankWatch", "describe_activity", "watch"]
+__all__ = ["LastRankWatch", "describe_activity", "note_end", "watch"]
 
 _TICK_S = 1.0
 _REPEAT_FACTOR = 6.0  # a note is repeated when the time is this many times as long
 _MAX_NOTES = 3
 _SHOWN = 3  # threads, and frames of each
+_WORDS = StateWords()
+# where the main thread waits for the others at the end of a program: in the interpreter, and in a worker of a launcher
+_ENDS = (
+    (threading.__file__, "_shutdown"),
+    (str(Path(__file__).parent.parent / "launcher" / "script.py"), "_finish"),
+)
 
 
 class LastRankWatch:
@@ -31,8 +41,9 @@ class LastRankWatch:
     process running may be a function of `atexit`, or a thread that is not a daemon.
 
     Args:
+        folder: of the job.
         rank: this rank.
-        pids: the processes of the other ranks of this host.
+        peers: the other ranks of this host.
         others: those ranks, as text.
         warning_s: seconds after which the first note is written.
         is_silent: returns whether something else is reported, so that no note is written.
@@ -41,18 +52,29 @@ class LastRankWatch:
 
     def __init__(
         self,
+        folder: Path,
         rank: int,
-        pids: Collection[int],
+        peers: Collection[int],
         others: str,
         warning_s: float,
         is_silent: Callable[[], bool],
         write: Callable[[str], None],
     ) -> None:
         self._rank, self._others, self._is_silent, self._write = rank, others, is_silent, write
-        found = {pid: read_status(pid) for pid in pids}
-        self._started = {pid: status.started for pid, status in found.items() if status is not None}
+        self._folder = folder
+        self._peers: list[tuple[RecorderReader, ProcessStatus]] = []  # those that may still run
+        for peer in peers:
+            with suppress(OSError, ValueError):  # it has removed its flight recorder
+                # a reader of its own, as that of the session is closed with it
+                reader = RecorderReader(rank_file(folder, peer))
+                status = read_status(reader.pid)
+                if status is None:
+                    reader.close()
+                else:
+                    self._peers.append((reader, status))
         self._alone_s, self._next_s, self._notes = 0.0, warning_s, 0
         self._last = time.monotonic()
+        self._is_over = False
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep last rank", daemon=True)
@@ -65,6 +87,16 @@ class LastRankWatch:
         """End the thread."""
         self._stop.set()
         self._thread.join(_TICK_S)
+        for reader, _ in self._peers:
+            reader.close()
+        self._peers = []
+
+    def note_end(self) -> None:
+        """Record that this rank's program has ended, which its session does not where the groups are destroyed."""
+        self._is_over = True
+        with suppress(OSError), rank_file(self._folder, self._rank).open("r+b", buffering=0) as file:
+            file.seek(8 * _WORDS.phase)
+            file.write(PHASES.index("ended").to_bytes(8, sys.byteorder))
 
     def _run(self) -> None:
         while not self._stop.wait(_TICK_S) and os.getpid() == self._pid and self._notes < _MAX_NOTES:
@@ -80,6 +112,8 @@ class LastRankWatch:
         self._alone_s += passed
         if self._alone_s < self._next_s or self._is_silent():
             return
+        if self._is_over and not _joins_threads(main_frame()):  # its launcher keeps the process
+            return
         self._next_s = self._alone_s * _REPEAT_FACTOR
         self._notes += 1
         self._write(
@@ -88,11 +122,15 @@ class LastRankWatch:
         )
 
     def _is_any_alive(self) -> bool:
-        for pid in list(self._started):
-            status = read_status(pid)
-            if status is not None and status.state != "Z" and status.started == self._started[pid]:
+        while self._peers:
+            reader, before = self._peers[0]
+            status = read_status(reader.pid)
+            # a process that has ended its program may be kept by its launcher until all have
+            ended = status is None or status.state == "Z" or status.started != before.started
+            if not ended and reader.phase != "ended":
                 return True
-            del self._started[pid]
+            reader.close()
+            del self._peers[0]
         return False
 
 
@@ -102,28 +140,30 @@ def describe_activity() -> str:
     threads = [each for each in threading.enumerate() if not each.daemon and each is not main]
     if threads and _joins_threads(frame):
         frames = sys._current_frames()
-        lines = [f"the thread {each.name} keeps it running{_at(frames.get(each.ident or 0))}" for each in threads]
+        places = [_place(frames.get(each.ident or 0)) for each in threads]
+        names = [f"the thread {each.name} keeps it running" for each in threads]
+        lines = [f"{name}, at {place}" if place else name for name, place in zip(names, places, strict=True)]
         more = [f"and {len(lines) - _SHOWN} more threads"] * (len(lines) > _SHOWN)
         return "\n  ".join([*lines[:_SHOWN], *more])
-    where = _at(frame)
-    return f"its main thread is{where}" if where else "its main thread has ended"
+    place = _place(frame)
+    return f"its main thread is at {place}" if place else "its main thread has ended"
 
 
 def _joins_threads(frame: FrameType | None) -> bool:
     """Return whether the main thread waits for other threads at the end of the program."""
     while frame is not None:
-        if frame.f_code.co_name == "_shutdown" and frame.f_code.co_filename == threading.__file__:
+        if (frame.f_code.co_filename, frame.f_code.co_name) in _ENDS:
             return True
         frame = frame.f_back
     return False
 
 
-def _at(frame: FrameType | None) -> str:
+def _place(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     frames = [(each.filename, each.lineno or 0, each.name) for each in reversed(traceback.extract_stack(frame))]
     stack = stack_of(frames)
-    return f", at {' < '.join(stack[:_SHOWN])}" if stack else ""
+    return " < ".join(stack[:_SHOWN])
 
 
 _current: LastRankWatch | None = None  # that of the last default process group
@@ -137,6 +177,12 @@ def watch(made: LastRankWatch | None) -> None:
         before.stop()
     if made is not None:
         made.start()
+
+
+def note_end() -> None:
+    """Record that the program of this rank has ended; see `LastRankWatch.note_end`."""
+    if _current is not None:
+        _current.note_end()
 
 
 def _after_fork() -> None:

@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..flight_recorder import RawRecord, RecordLog
 from ..flight_recorder.layout import StateWords
-from .channels import is_message_sent, is_receive_posted, is_recv
+from .channels import explained, is_message_sent, is_receive_posted, is_recv
 from .cross_host import CrossHost
-from .deadlock import LocalCycles, describe_tags
+from .deadlock import LocalCycles
 from .diagnosis import (
     OWN_WORK_FACTOR,
     ObservationClock,
@@ -188,8 +187,8 @@ class MonitorThread:
         if monitor.moved is not None:
             state.recorder.set_word(StateWords().moved, monitor.moved())
         finding = diagnose_missing(state, monitor, pending, [raw.peer], self._clock)
-        if finding is not None and peer is not None and (tags := describe_tags(state.own, peer, raw)):
-            return replace(finding, cause=tags, advice="Give a send and its recv the same tag.")
+        if finding is not None and peer is not None:
+            return explained(finding, state.own, peer, raw)
         if not receives and peer is not None and peer.knows_channels and is_receive_posted(state.own, peer, raw):
             return finding  # data moves
         return finding or self._check_stragglers(pending, [raw.peer], (state.rank, raw.peer), raw.key)
