@@ -327,14 +327,25 @@ def _watched_barrier(method: Callable[..., Any]) -> Callable[..., Any]:
             monitor.extend_limit(timeout.total_seconds())
         pending = monitor.enter("monitored_barrier", ())
         monitor.threads_inside.add(thread)
+        over: RuntimeError | None = None
         try:
             with monitor.state.blocking(pending.number, monitor.ranks):
-                method(self, timeout, *args, **kwargs)
+                try:
+                    method(self, timeout, *args, **kwargs)
+                except RuntimeError as error:
+                    waited_s = time.monotonic() - pending.entered
+                    if timeout is None or waited_s < timeout.total_seconds() or monitor.state.error is not None:
+                        raise
+                    over = error  # the limit is the program's own, which may ask with it who is there
         except BaseException:
             monitor.remove_pending(pending)
             raise
         finally:
             monitor.threads_inside.discard(thread)
+        if over is not None:
+            monitor.cancel_call(pending)
+            monitor.remove_pending(pending)
+            raise over
         monitor.finish(pending, time.monotonic())
 
     return call
