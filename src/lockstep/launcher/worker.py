@@ -32,7 +32,7 @@ from ..transports.runtime import host_identity
 from ..watchdog import jobs
 from ..watchdog.call_sites import user_call_site
 from ..watchdog.last_rank import describe_activity
-from . import late_failures
+from . import late_failures, mpi_singletons
 from .log_multiplexer import OutputTarget
 from .worker_status import StatusFolder, WorkerReport, pickle_by_value
 
@@ -131,6 +131,7 @@ def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
 
         delayed_groups.install_from_environment()
     watchdog.install(host_identity.host_key, lasting=True)
+    mpi_singletons.install()
 
 
 def _set_title(name: str, program: str) -> None:
