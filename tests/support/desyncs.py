@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CASES", "program"]
+__all__ = ["CASES", "GLOO_CASES", "program"]
 
 # Each rank tells when it begins to go wrong, so that a test can say how long the end took.
 _START = """
@@ -106,6 +106,28 @@ CASES: dict[str, tuple[str, str]] = {
         "dist.recv(x, size - 1) if me == 0 else dist.all_reduce(x)",
         r"Deadlock: .*waits in recv\(float32\[4\]",
     ),
+    "other tag": (
+        "if me == 0: dist.send(x, size - 1, tag=5)\nelif last: dist.recv(x, 0, tag=6)\ndist.barrier()",
+        r"Deadlock: .*waits in recv\(float32\[4\], from=0, tag=6\).*The tags differ",
+    ),
+    "both send first": (
+        # more than shared memory has room for
+        "big, other = torch.ones(1 << 22), size - 1 - me\nif me in (0, size - 1):\n"
+        "  dist.send(big, other)\n  dist.recv(big, other)\ndist.barrier()",
+        r"Deadlock: .*waits in send\(float32\[4194304\], to=0\).*Let one side receive first",
+    ),
+    "group on one rank": (
+        "if last: dist.new_group([0, size - 1])\ndist.barrier()",
+        r"Deadlock: .*waits in new_group\(\[0, \d\]\).*Call new_group on every rank",
+    ),
+    "group on one rank, the others end": (
+        "if last: dist.new_group([0, size - 1])",
+        r"Rank 0 (on \S+ )?exited while other ranks waited for it in new_group",
+    ),
+    "groups in another order": (
+        "for ranks in ([0], list(range(size)))[:: -1 if last else 1]: dist.new_group(ranks)",
+        r"Deadlock: .*waits in new_group\(\[0, 1.*\]\)",
+    ),
     "skipped batch": (
         # a warning, until this rank has run out of batches
         _LOOP.format(samples=40, first="if last and number == 3: continue"),
@@ -139,6 +161,22 @@ CASES: dict[str, tuple[str, str]] = {
     "layers of one shape in another order": (
         "layers = [torch.nn.Linear(4, 4), torch.nn.ReLU()]\nDDP(torch.nn.Sequential(*layers[:: -1 if last else 1]))",
         r"The models differ in their parameters.*0\.weight of Linear.*1\.weight of Linear|1\.weight.*0\.weight",
+    ),
+}
+
+# the same with what only Gloo has
+GLOO_CASES: dict[str, tuple[str, str]] = {
+    "monitored barrier": (
+        "if last: dist.all_reduce(x)\nelse: dist.monitored_barrier()",
+        r"Desync at collective #2 of the default group: .*called monitored_barrier\(\)",
+    ),
+    "monitored barrier, one exits": (
+        "if not last: dist.monitored_barrier()",
+        r"Rank \d (on \S+ )?exited while other ranks waited for it in monitored_barrier\(\)",
+    ),
+    "message larger than its receive": (
+        "if me == 0: dist.send(torch.ones(8), size - 1)\nelif last: dist.recv(x, 0)\ndist.barrier()",
+        r"Rank 0 sends 32 bytes to rank \d, which receives into 16 bytes",
     ),
 }
 

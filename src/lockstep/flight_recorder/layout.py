@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
+    "CHANNEL_SIZES",
+    "CHANNEL_WORDS",
     "COMPARED",
     "DEPTH",
     "GROUP_SLOTS",
@@ -33,7 +35,7 @@ __all__ = [
 
 # --- Layout: identity of the rank, its current state, its last collectives (pure) ------------------------------------
 
-MAGIC, VERSION = b"LOCKSTEP", 3
+MAGIC, VERSION = b"LOCKSTEP", 4
 
 # magic, version, rank, world size, process id, start time, Unix time minus the monotonic clock, host, program
 HEADER = struct.Struct("<8sIIIIdd64s256s")
@@ -46,10 +48,13 @@ GROUP_SLOTS = 64  # groups that a rank can be in at once; the slot of the group 
 DEPTH = 128  # a rank can be this many collectives of a group ahead of another and still be compared with it
 TEXT_SLOTS = 1024  # distinct texts kept: as many as the records in the ring can refer to
 TEXT_SLOT_BYTES = 320
+CHANNEL_SIZES = 8  # sizes of messages that are kept for each channel; see `Layout.channels`
+CHANNEL_WORDS = 2 + CHANNEL_SIZES
 
 # number, group key, sequence number, fingerprint, line digest, batch, loop, time entered, time left, ids of four texts
-# (what, call site, group, name), peer of a message or -1, earlier calls of the group that the backend rejected
-RECORD = struct.Struct("<QQQQQqQddIIIIiI")
+# (what, call site, group, name), peer of a message or -1, earlier calls of the group that the backend rejected, tag of
+# a message
+RECORD = struct.Struct("<QQQQQqQddIIIIiIq")
 COMPARED = struct.Struct("<QQQQQqQ")  # its first fields; all but the first are compared between ranks
 
 
@@ -77,6 +82,8 @@ class StateWords:
     waited_in_messages: int = 81
     activity: int = 82  # number of the text that says what the program is doing, see `writer.activity`
     activity_is_own: int = 83
+    moved: int = 84  # parts of messages that have moved; those of a large one may move though no receive is posted
+    lost_channels: int = 85  # channels for which the table of channels had no room
 
 
 TRACEBACK = 1024  # offset of a length and a text: the traceback of the exception that ended the rank
@@ -134,9 +141,34 @@ class Layout:
         return self.sent + 8 * self.world_size
 
     @property
+    def members(self) -> int:
+        """Offset of the members of the groups, one bit for each rank; `member_words` words for each slot."""
+        return self.received + 8 * self.world_size
+
+    @property
+    def member_words(self) -> int:
+        """Number of words that hold a bit for each rank."""
+        return (self.world_size + 63) // 64
+
+    @property
+    def channels(self) -> int:
+        """Offset of the hash table of channels, `CHANNEL_WORDS` words for each of them.
+
+        A channel is what keeps messages in order: group, source, destination and tag; sends and receives are two. The
+        words are the channel's key (0 for none), the number of its messages, and the sizes of the last of them in
+        bytes, that of message n in word 2 + n % `CHANNEL_SIZES`.
+        """
+        return self.members + 8 * self.member_words * GROUP_SLOTS
+
+    @property
+    def channel_slots(self) -> int:
+        """Number of channels in the table, a quarter of which stay free so that searches are short."""
+        return 512 + 4 * self.world_size
+
+    @property
     def total(self) -> int:
         """Size in bytes."""
-        return self.received + 8 * self.world_size
+        return self.channels + 8 * CHANNEL_WORDS * self.channel_slots
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing_extensions import Self
 
 from .layout import (
+    CHANNEL_SIZES,
+    CHANNEL_WORDS,
     COMPARED,
     DEPTH,
     GROUP_SLOTS,
@@ -96,6 +98,7 @@ class RawRecord:
     name: int
     peer: int
     rejected: int = 0
+    tag: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +280,16 @@ class RecorderReader:
         """Return the sequence number of the rank's last collective in that group."""
         return int(self.uints[self._last_sequences + slot])
 
+    def members(self, slot: int) -> Iterator[int]:
+        """Yield the ranks of that group."""
+        start = (self.layout.members >> 3) + slot * self.layout.member_words
+        for index in range(self.layout.member_words):
+            word = self.uints[start + index]
+            while word:
+                lowest = word & -word
+                yield 64 * index + lowest.bit_length() - 1
+                word ^= lowest
+
     def limit_s(self, slot: int) -> float:
         """Return the timeout in seconds that the user has set for that group; 0 for none."""
         return float(self.floats[(self.layout.limits >> 3) + slot])
@@ -309,6 +322,50 @@ class RecorderReader:
         """Return how many messages the rank has sent to `peer`, or how many receives it has posted for it."""
         start = self.layout.sent if sent else self.layout.received
         return int(self.uints[(start >> 3) + peer])
+
+    def channel(self, key: int) -> int:
+        """Return the word in which the channel `key` begins, see `Layout.channels`; 0 if it has had no message."""
+        slots, start = self.layout.channel_slots, self.layout.channels >> 3
+        at = key % slots
+        for _ in range(slots):
+            found = self.uints[start + at * CHANNEL_WORDS]
+            if found == key:
+                return start + at * CHANNEL_WORDS
+            if not found:
+                return 0
+            at = (at + 1) % slots
+        return 0
+
+    def channels(self, most: int = 256) -> dict[int, int] | None:
+        """Return the number of messages of each channel by its key; None if they are more than `most`, or not known."""
+        if not self.knows_channels:
+            return None
+        words = self.uints[self.layout.channels >> 3 :]
+        keys = words[::CHANNEL_WORDS].tolist()
+        found = {key: int(words[at * CHANNEL_WORDS + 1]) for at, key in enumerate(keys) if key}
+        return found if len(found) <= most else None
+
+    def channel_messages(self, key: int) -> int:
+        """Return how many messages of the channel `key` the rank has sent, or posted receives for."""
+        at = self.channel(key)
+        return int(self.uints[at + 1]) if at else 0
+
+    def channel_size(self, at: int, number: int) -> int | None:
+        """Return the size in bytes of message `number` of the channel that begins in word `at`.
+
+        Returns:
+            None if the message has not been sent, or no receive posted, or that was too long ago.
+        """
+        last = self.uints[at + 1]
+        if not last - CHANNEL_SIZES < number <= last:
+            return None
+        size = int(self.uints[at + 2 + number % CHANNEL_SIZES])
+        return size if number > self.uints[at + 1] - CHANNEL_SIZES else None
+
+    @property
+    def knows_channels(self) -> bool:
+        """Whether there was room for all channels of the rank."""
+        return not self.uints[_AT.lost_channels]
 
     def text(self, number: int) -> str:
         """Return one of its texts."""

@@ -6,12 +6,14 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .layout import (
+    CHANNEL_SIZES,
+    CHANNEL_WORDS,
     COMPARED,
     DEPTH,
     GROUP_SLOTS,
@@ -49,7 +51,7 @@ _AT = StateWords()
 _AT_PHASE, _AT_SINCE, _AT_RECORD = _AT.phase, _AT.since, _AT.since_record  # those that each collective writes
 _AT_RECORDS, _AT_WAITED = _AT.records, _AT.waited
 _AT_ACTIVITY, _AT_IS_OWN, _AT_SOLO = _AT.activity, _AT.activity_is_own, _AT.solo  # those that each hook writes
-_LEFT_AT = RECORD.size - 4 - 5 * 4 - 8  # offset of the field `left` in a record
+_LEFT_AT = RECORD.size - 8 - 4 - 5 * 4 - 8  # offset of the field `left` in a record
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class FlightRecorder:
         self.batch, self.loop = -1, 0
         self._slots: list[int] = [0] * GROUP_SLOTS  # when each slot was used last; the oldest closed one is reused
         self._uses = 0
+        self._channels: dict[int, int] = {}  # word in which each channel begins, by its key; 0 for one without room
         now = time.monotonic()
         offset = time.time() - now
         names = host.encode(errors="replace")[:64], program.encode(errors="replace")[:256]
@@ -121,12 +124,13 @@ class FlightRecorder:
 
     # groups
 
-    def open_group(self, key: int, limit_s: float = 0.0) -> int:
+    def open_group(self, key: int, limit_s: float = 0.0, ranks: Sequence[int] = ()) -> int:
         """Assign a slot to the group `key` and return its number.
 
         Args:
             key: of the group.
             limit_s: timeout in seconds that the user has set for the group; 0 for none.
+            ranks: its members.
         """
         slot = min(range(GROUP_SLOTS), key=self._slots.__getitem__)
         self._uses += 1
@@ -136,8 +140,22 @@ class FlightRecorder:
         for row in (*range(start, start + DEPTH), self._last_sequences + slot):
             self.uints[row] = 0
         self.set_limit(slot, limit_s)
+        self._set_members(slot, ranks)
         self.uints[(self.layout.group_keys >> 3) + slot] = key
         return slot
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether `open_group` takes a slot that no open group has."""
+        return min(self._slots) < 1 << 62
+
+    def _set_members(self, slot: int, ranks: Sequence[int]) -> None:
+        words = [0] * self.layout.member_words
+        for rank in ranks:
+            words[rank // 64] |= 1 << rank % 64
+        start = (self.layout.members >> 3) + slot * len(words)
+        for index, word in enumerate(words):
+            self.uints[start + index] = word
 
     def set_limit(self, slot: int, limit_s: float) -> None:
         """Set the timeout in seconds of the group in `slot`."""
@@ -163,6 +181,7 @@ class FlightRecorder:
         peer: int,
         rejected: int = 0,
         now: float = 0.0,
+        tag: int = 0,
     ) -> int:
         """Record the start of a collective or message and return the number of its record.
 
@@ -178,11 +197,12 @@ class FlightRecorder:
             peer: the other rank of a message, or -1.
             rejected: how many earlier calls of this group the backend has rejected.
             now: in seconds of the monotonic clock, which is read if this is 0.
+            tag: of a message.
         """
         self.count = number = self.count + 1
         at, now = self._ring + number % RING * RECORD.size, now or time.monotonic()
         compared = number, key, sequence, call.fingerprint, line, self.batch, self.loop
-        RECORD.pack_into(self.memory, at, *compared, now, 0.0, call.number, call_site, group, name, peer, rejected)
+        RECORD.pack_into(self.memory, at, *compared, now, 0.0, call.number, call_site, group, name, peer, rejected, tag)
         uints = self.uints
         if sequence:
             uints[self._record_numbers + slot * DEPTH + sequence % DEPTH] = number
@@ -266,10 +286,48 @@ class FlightRecorder:
         self.memory[TRACEBACK + 8 : TRACEBACK + 8 + len(data)] = data
         self.uints[TRACEBACK >> 3] = len(data)
 
-    def count_message(self, peer: int, sent: bool) -> None:
-        """Count a message sent to `peer`, or a receive posted for it."""
-        start = self.layout.sent if sent else self.layout.received
-        self.uints[(start >> 3) + peer] += 1
+    def count_message(self, peer: int, sent: bool, channel: int, size: int) -> int:
+        """Count a message sent to `peer`, or a receive posted for it; return how many the channel has had with it.
+
+        Args:
+            peer: the other rank; -1 for a receive from any rank.
+            sent: whether it is sent.
+            channel: key of its channel, not 0; see `Layout.channels`.
+            size: its size in bytes.
+
+        Returns:
+            The number of the message in its channel, from 1; 0 if there is no room for the channel.
+        """
+        uints = self.uints
+        if peer >= 0:
+            uints[((self.layout.sent if sent else self.layout.received) >> 3) + peer] += 1
+        at = self._channels.get(channel)
+        if at is None:
+            at = self._channels[channel] = self._open_channel(channel)
+        if not at:
+            return 0
+        number = int(uints[at + 1]) + 1
+        uints[at + 2 + number % CHANNEL_SIZES] = size  # before the number, as others read it by that
+        uints[at + 1] = number
+        return number
+
+    def cancel_message(self, peer: int, sent: bool, channel: int) -> None:
+        """Take back the last message of `channel`, which the backend has rejected; see `count_message`."""
+        if peer >= 0:
+            self.uints[((self.layout.sent if sent else self.layout.received) >> 3) + peer] -= 1
+        if at := self._channels.get(channel):
+            self.uints[at + 1] -= 1
+
+    def _open_channel(self, channel: int) -> int:
+        slots, start = self.layout.channel_slots, self.layout.channels >> 3
+        if len(self._channels) >= slots * 3 // 4:
+            self.uints[_AT.lost_channels] += 1
+            return 0
+        at = channel % slots
+        while self.uints[start + at * CHANNEL_WORDS]:
+            at = (at + 1) % slots
+        self.uints[start + at * CHANNEL_WORDS] = channel
+        return start + at * CHANNEL_WORDS
 
 
 def _make(path: Path, size: int) -> mmap.mmap:

@@ -24,6 +24,7 @@ from ..errors import (
 )
 from ..planning.network import VirtualNetwork, parse_network
 from ..system.job_folders import temporary_job_folder
+from .host_requirements import check_loopback
 from .run_config import SAVE_GRACE, WorkerOptions, check_network
 
 __all__ = ["attach_report", "check_process", "check_settings", "is_count", "launch"]
@@ -174,6 +175,7 @@ def check_process() -> None:
             "launch() starts workers, but this process is already a worker (a launcher's variables, such as RANK, are "
             "set). Call it in the program that is started first, or call the function itself here."
         )
+    check_loopback()
     for descriptor, name in enumerate(("standard input", "standard output", "standard error")):
         try:
             os.fstat(descriptor)

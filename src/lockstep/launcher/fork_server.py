@@ -18,6 +18,8 @@ from multiprocessing import forkserver, resource_tracker
 from .. import environment
 from ..errors import ConfigError
 from ..interruption import LAUNCHER_SIGNALS
+from ..system import socket_folders
+from . import host_requirements
 from .run_config import RunConfig
 
 __all__ = [
@@ -36,6 +38,8 @@ _main_lock = threading.Lock()
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
     """Start multiprocessing's fork server, with PyTorch and the modules of `preload` loaded, unless it is running."""
+    host_requirements.check_shared_memory()
+    socket_folders.prepare_multiprocessing()
     multiprocessing.set_forkserver_preload([f"{__package__}.preload", *preload])
     with hidden_main():
         resource_tracker.ensure_running()  # before the mask: starting it would unblock both signals

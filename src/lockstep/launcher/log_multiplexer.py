@@ -7,6 +7,7 @@ their rank in front, and `RankLogFiles` writes them into one file per rank and s
 from __future__ import annotations
 
 import contextvars
+import errno
 import os
 import selectors
 import sys
@@ -110,6 +111,10 @@ class LineSplitter:
 
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # of the terminal: cyan, yellow, magenta, green, blue, and lighter
 _CLEAR = b"\r\x1b[K"
+_LOST = (
+    b"lockstep: standard output: no space left on its device; the output of the ranks is lost from here on. Free some "
+    b"space, or write to another place.\n"
+)
 
 
 class LogMultiplexer:
@@ -193,7 +198,10 @@ class LogMultiplexer:
             with suppress(OSError):
                 os.set_blocking(to, True)
                 self._write(to, data)
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.ENOSPC and not self.is_broken and to != self._descriptors[-1]:
+                self.is_broken = True
+                self._write(self._descriptors[-1], _LOST)
             self.is_broken = True
 
 

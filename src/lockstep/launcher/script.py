@@ -14,6 +14,7 @@ from pathlib import Path
 from .. import watchdog
 from ..errors import ConfigError
 from ..registry import import_object
+from . import late_failures
 
 __all__ = ["HOROVOD_SETUP", "Script"]
 
@@ -66,8 +67,10 @@ class Script:
             watchdog.report_exception(
                 error
             )  # before its threads end, which they may never do: the other ranks need not wait for that
+            with late_failures.reporting(error):
+                _finish()
             raise
-        finally:
+        else:
             _finish()
 
 

@@ -15,6 +15,7 @@ from ..errors import ConfigError, LockstepError
 from ..hosts import Host
 from ..topology import World
 from .fork_server import default_workers, prepare_workers
+from .host_requirements import check_loopback
 from .log_multiplexer import LogMultiplexer
 from .remote_command import requested_variables
 from .run_config import AUTO, RunConfig, check_debug_rank, check_network
@@ -131,7 +132,8 @@ def _apply_slurm_step(config: RunConfig) -> RunConfig:
     is_node = config.nnodes == AUTO and environment.gives_nodes_ranks()
     if environment.is_launched() and not config.as_host and not is_node:
         what = f"this process is already a worker ({world.source}, rank {world.rank} of {world.world_size})"
-        raise LockstepError(f"`lockstep run` starts workers, but {what}")
+        cure = "If its variables are left over from another job, `env -u RANK -u WORLD_SIZE lockstep run ...` starts."
+        raise LockstepError(f"`lockstep run` starts workers, but {what}. {cure}")
     return config
 
 
@@ -140,6 +142,7 @@ def _apply_slurm_step(config: RunConfig) -> RunConfig:
 
 def _run_on_this_host(script: Script, config: RunConfig) -> None:
     """Run the program on this host only."""
+    check_loopback()
     with _loading_pytorch(config):
         workers = config.workers or (config.elastic[0] if config.elastic else default_workers())
         check_debug_rank(config, workers)

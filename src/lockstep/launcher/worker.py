@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 
 import setproctitle
@@ -30,6 +31,8 @@ from ..system.processes import TERM_GRACE_S, end_orphans
 from ..transports.runtime import host_identity
 from ..watchdog import jobs
 from ..watchdog.call_sites import user_call_site
+from ..watchdog.last_rank import describe_activity
+from . import late_failures, mpi_singletons
 from .log_multiplexer import OutputTarget
 from .worker_status import StatusFolder, WorkerReport, pickle_by_value
 
@@ -47,6 +50,7 @@ PEER_FAILURE_WAIT_SECONDS = 10.0
 SAME_ERROR_WAIT_SECONDS = 1.0
 
 PR_SET_PDEATHSIG = 1
+_NEW_LINE = "\n"
 
 _PACKAGE = __package__.partition(".")[0]
 _COMMUNICATION_MODULES = (
@@ -88,6 +92,7 @@ def main(task: Callable[[], object], setup: WorkerSetup, local_rank: str) -> obj
     try:
         setup.folder.register(rank)
         _set_up_process(setup, rank)
+        late_failures.set_reporter(partial(_report_late, rank, setup))
         value = task()
         watchdog.report_exit()
         if dist.is_available() and dist.is_initialized():
@@ -126,6 +131,7 @@ def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
 
         delayed_groups.install_from_environment()
     watchdog.install(host_identity.host_key, lasting=True)
+    mpi_singletons.install()
 
 
 def _set_title(name: str, program: str) -> None:
@@ -252,6 +258,22 @@ def _exit_with_report(report: WorkerReport, setup: WorkerSetup) -> None:
         elif not report.repeats_watchdog:  # the launcher knows which reports are still to come
             _wait_for_other_failures(setup)
     raise SystemExit(report.exit_code) from None
+
+
+def _report_late(rank: int, setup: WorkerSetup, error: BaseException) -> None:
+    """Report the failure of a program that something keeps running, and what that is.
+
+    The launcher then ends the job as after every failure. A job of one rank is left to end by itself, as Python does.
+    """
+    report = _make_report(rank, error, setup)
+    if report.stopped or not report.exit_code:
+        return
+    number = find_world().rank
+    text = f"rank {number} has failed ({report.kind}: {report.reason.partition(_NEW_LINE)[0]}) and does not end:"
+    with suppress(OSError):  # the launcher is gone, or the disk is full
+        jobs.write_message(records_dir(), f"{text}\n  {describe_activity()}")
+    if find_world().world_size > 1:
+        setup.folder.write_report(report)
 
 
 def _wait_for_other_failures(setup: WorkerSetup) -> None:

@@ -17,6 +17,7 @@ from ..interruption import collect_signals
 from ..launcher.host_protocol import HostDescription, check_compatible, describe_host
 from ..launcher.run_config import RunConfig
 from ..launcher.script import Script
+from ..system.socket_folders import short_base
 from .relay import Item, RelayedLog, Screen, forwarded_variables
 from .resources import Placement, capacity, find_nodes, raise_signal, spread, wait_for_slots
 
@@ -111,7 +112,7 @@ class NodeActor:
             slots: the most workers here.
             addresses: of launchers of the job; those of this one, if it founds the job.
         """
-        with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as name:
+        with tempfile.TemporaryDirectory(prefix="lockstep-ray-", dir=short_base()) as name:
             folder, error = Path(name), None
             (folder / "call").write_bytes(call)
             try:

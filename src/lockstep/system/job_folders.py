@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .private_folders import is_private
+from .socket_folders import short_base
 
 __all__ = ["JobFolderLock", "is_abandoned", "temporary_job_folder"]
 
@@ -61,10 +62,11 @@ def temporary_job_folder() -> Iterator[Path]:
 
     Those that other jobs of this user have left behind, because all their processes were killed, are removed first.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    base = short_base() or tempfile.gettempdir()  # sockets are made in it
+    for left in Path(base).glob(f"{_PREFIX}*"):
         if is_private(left) and is_abandoned(left):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=base) as name:
         lock = JobFolderLock(Path(name))
         try:
             yield Path(name)

@@ -22,7 +22,8 @@ from ..flight_recorder import RecorderReader
 from ..flight_recorder.layout import GROUP_SLOTS, StateWords
 from ..gloo import SocketTracker
 from . import report as reports
-from .deadlock import CrossHostCycles, current_wait, is_recv, messages_needed
+from .channels import awaited_channels, is_recv, message_number, receive_number
+from .deadlock import CrossHostCycles, current_wait
 from .diagnosis import (
     OWN_WORK_FACTOR,
     SIMULTANEOUS_S,
@@ -71,12 +72,14 @@ def collect_state(
         stopped: ranks whose processes are stopped.
         skip: keys of groups that have no ranks on other hosts.
     """
+    waits = {rank: wait for rank, reader in readers.items() if (wait := _wait(reader)) is not None}
     found = HostState(
         ranks={
             rank: RankRow.of(rank_status(reader.state(), True, rank in gone, rank in stopped))
             for rank, reader in readers.items()
         },
-        waits={rank: wait for rank, reader in readers.items() if (wait := _wait(reader)) is not None},
+        waits=waits,
+        channels={rank: counts for rank in waits if (counts := readers[rank].channels()) is not None},
         sent={rank: _sent_messages(reader) for rank, reader in readers.items()},
         solo=any(reader.in_solo_section for rank, reader in readers.items() if rank not in gone),
         activities={rank: reader.activity for rank, reader in readers.items() if reader.activity},
@@ -96,9 +99,13 @@ def _wait(reader: RecorderReader) -> Wait | None:
         return None
     if raw.peer < 0:
         return Wait(raw.number, -1, key=raw.key, sequence=raw.sequence)
-    if raw.peer == reader.rank or not is_recv(reader, raw):  # a receive from any rank, or a send
+    if raw.peer == reader.rank:  # a receive from any rank
         return None
-    return Wait(raw.number, raw.peer, messages_needed(reader, raw))
+    is_send = not is_recv(reader, raw)
+    if not reader.knows_channels:
+        return None if is_send else Wait(raw.number, raw.peer, receive_number(reader, raw))
+    channels = awaited_channels(reader, raw)
+    return Wait(raw.number, raw.peer, message_number(reader, raw), channels=channels, is_send=is_send)
 
 
 def _sent_messages(reader: RecorderReader) -> dict[int, int]:

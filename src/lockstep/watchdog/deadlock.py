@@ -8,25 +8,49 @@ from typing import Any
 
 from ..flight_recorder import RawRecord, RecorderReader
 from ..flight_recorder.layout import StateWords
-from .host_state import CallRow, HostStates, Wait
+from .channels import TAGS_ADVICE, describe_tags, is_message_sent, is_receive_posted, is_recv
+from .host_state import CallRow, HostState, HostStates, Wait
 from .mismatch import Finding
 
-__all__ = ["CrossHostCycles", "LocalCycles", "current_wait", "is_message_sent", "is_recv", "messages_needed"]
+__all__ = ["CrossHostCycles", "LocalCycles", "current_wait"]
 
 _WORDS = StateWords()
 _CAUSE = "Ranks communicate in different orders, or a message is received that no rank sends."
 _ADVICE = "Issue matching calls in the same order on both sides, and match each recv with a send."
+_SENDS = (
+    "Each of these ranks sends first: a send returns when its message has been received, unless the transport has room "
+    "to keep it, so that it works with small messages and not with large ones.",
+    "Let one side receive first, or use isend and irecv, or batch_isend_irecv, and wait for them afterwards.",
+)
+_GROUPS = (
+    "new_group is called on some of the ranks only, or ranks make their groups in different orders.",
+    "Call new_group on every rank, in the same order and with the same ranks; with use_local_synchronization=True, on "
+    "all ranks of the group.",
+)
 
 
-def _deadlock(waits: list[tuple[int, str, int]]) -> Finding:
-    """Return the finding for a cycle, of (rank, what it waits in, rank that it waits for)."""
+def _deadlock(waits: list[tuple[int, str, int]], tags: str = "") -> Finding:
+    """Return the finding for a cycle.
+
+    Args:
+        waits: rank, what it waits in, and the rank that it waits for.
+        tags: which message has another tag than is waited for; "" for none.
+    """
     described = (f"rank {rank} waits in {call} for rank {other}" for rank, call, other in waits)
-    return Finding("desync", f"Deadlock: {'; '.join(described)}.", (), _CAUSE, _ADVICE)
+    cause, advice = _CAUSE, _ADVICE
+    if tags:
+        cause, advice = tags, TAGS_ADVICE
+    elif any(call.startswith("new_group(") for _, call, _ in waits):
+        cause, advice = _GROUPS
+    elif all(call.startswith("send(") for _, call, _ in waits):
+        cause, advice = _SENDS
+    return Finding("desync", f"Deadlock: {'; '.join(described)}.", (), cause, advice)
 
 
 # --- On one host ------------------------------------------------------------------------------------------------------
 
 _STABLE_S = 0.4  # ranks must have waited for each other for this long
+_STABLE_SEND_S = 2.0  # the same where one of them sends: some transports move a message before it is received
 
 
 class LocalCycles:
@@ -39,7 +63,7 @@ class LocalCycles:
 
     def __init__(self, rank: int, readers: Mapping[int, RecorderReader]) -> None:
         self._rank, self._readers = rank, readers
-        self._seen: tuple[tuple[int, int], ...] = ()
+        self._seen: tuple[tuple[int, int, int], ...] = ()
         self._since = 0.0
 
     def find(self) -> Finding | None:
@@ -49,42 +73,58 @@ class LocalCycles:
             self._seen, self._since = cycle, now
         if not cycle or now - self._since < _STABLE_S:
             return None
-        waits = []
-        for index, (rank, number) in enumerate(cycle):
-            reader = self._readers[rank]
+        if now - self._since < _STABLE_SEND_S and any(self._is_send(rank, number) for rank, number, _ in cycle):
+            return None
+        waits, tags = [], ""
+        for index, (rank, number, _) in enumerate(cycle):
+            reader, other = self._readers[rank], self._readers[cycle[index - 1][0]]
             raw = reader.raw(number)
             if raw is None:
                 return None
             record = reader.record(raw)
-            waits.append((rank, f"{record.description} at {record.call_site}", cycle[index - 1][0]))
-        return _deadlock(waits)
+            waits.append((rank, f"{record.description} at {record.call_site}", other.rank))
+            tags = tags or describe_tags(reader, other, raw)
+        return _deadlock(waits, tags)
 
-    def _cycle_through_rank(self) -> tuple[tuple[int, int], ...]:
-        """Return (rank, number of the record in which it waits); each waits for the one before it in the tuple."""
+    def _cycle_through_rank(self) -> tuple[tuple[int, int, int], ...]:
+        """Return a cycle; each rank in it waits for the one before it in the tuple.
+
+        Returns:
+            For each rank the number of the record in which it waits, and what it has moved of messages, for a send
+            may end though no receive is posted for it.
+        """
         waiting = {rank: raw for rank, each in self._readers.items() if (raw := current_wait(each)) is not None}
         paths = [[self._rank]] if self._rank in waiting else []
         for path in paths:
             for rank in self._waited_for(path[-1], waiting):
                 if rank == self._rank:
-                    return tuple((each, waiting[each].number) for each in path[::-1])
+                    return tuple((each, waiting[each].number, self._moved(each)) for each in path[::-1])
                 if rank not in path:
                     paths.append([*path, rank])
         return ()
 
+    def _is_send(self, rank: int, number: int) -> bool:
+        reader = self._readers[rank]
+        raw = reader.raw(number)
+        return raw is not None and raw.peer >= 0 and not is_recv(reader, raw)
+
+    def _moved(self, rank: int) -> int:
+        return self._readers[rank].state_word(_WORDS.moved)
+
     def _waited_for(self, rank: int, waiting: Mapping[int, RawRecord]) -> Iterator[int]:
         """Yield those of the waiting ranks that `rank` waits for."""
         raw, own = waiting[rank], self._readers[rank]
-        for other in waiting:
-            reader = self._readers[other]
-            if other == rank:
-                continue
-            if raw.peer >= 0:
-                if raw.peer == other and is_recv(own, raw) and not is_message_sent(own, reader, raw):
-                    yield other
-            else:
-                slot = reader.group_slot(raw.key)
-                if slot >= 0 and reader.last_sequence(slot) < raw.sequence:
-                    yield other
+        if raw.peer >= 0:
+            peer = self._readers[raw.peer] if raw.peer in waiting and raw.peer != rank else None
+            if peer is not None and not (is_message_sent if is_recv(own, raw) else is_receive_posted)(own, peer, raw):
+                yield raw.peer
+            return
+        own_slot = own.group_slot(raw.key)
+        members = set(own.members(own_slot)) if own_slot >= 0 else set()
+        for other in waiting.keys() & members - {rank}:
+            slot = self._readers[other].group_slot(raw.key)
+            if slot < 0 or self._readers[other].last_sequence(slot) < raw.sequence:
+                yield other
 
 
 def current_wait(reader: RecorderReader) -> RawRecord | None:
@@ -92,23 +132,6 @@ def current_wait(reader: RecorderReader) -> RawRecord | None:
     if reader.phase != "waits" or reader.state_word(_WORDS.threads) != 1:
         return None  # another thread may do what is waited for
     return reader.raw(reader.state_word(_WORDS.since_record))
-
-
-def is_recv(own: RecorderReader, raw: RawRecord) -> bool:
-    """Return whether that record of the rank `own` is a receive."""
-    return own.text(raw.what).startswith("recv")
-
-
-def messages_needed(own: RecorderReader, raw: RawRecord) -> int:
-    """Return how many messages the peer must have sent for the receive `raw` of the rank `own`; tags are ignored."""
-    later = (own.raw(number) for number in range(raw.number + 1, own.state_word(_WORDS.records) + 1))
-    behind = sum(each is not None and each.peer == raw.peer and is_recv(own, each) for each in later)
-    return own.messages(raw.peer, sent=False) - behind
-
-
-def is_message_sent(own: RecorderReader, sender: RecorderReader, raw: RawRecord) -> bool:
-    """Return whether the message of the receive `raw`, of the rank `own`, has been sent."""
-    return sender.messages(own.rank, sent=True) >= messages_needed(own, raw)
 
 
 # --- Across hosts, from what each host has published (pure) ----------------------------------------------------------
@@ -160,8 +183,19 @@ def _waited_for(rank: int, waits: Mapping[int, Wait], states: HostStates) -> Ite
     wait = waits[rank]
     for state in states.values():
         is_peers_host = wait.peer in waits and wait.peer in state.ranks
-        if is_peers_host and state.sent.get(wait.peer, {}).get(rank, 0) < wait.messages:
+        if is_peers_host and _lacks_message(state, rank, wait):
             yield wait.peer
         for group in state.groups.get(wait.key, []) if wait.peer < 0 else []:
             if group.last < wait.sequence:
                 yield from (other for other in group.ranks if other != rank and other in waits)
+
+
+def _lacks_message(state: HostState, rank: int, wait: Wait) -> bool:
+    """Return whether the peer of a wait of `rank` has not sent, or received, the message; `state` is that of its host.
+
+    Without the peer's channels, sends are counted without regard to tags, and every receive may have been posted.
+    """
+    channels = state.channels.get(wait.peer)
+    if channels is None or not wait.channels:
+        return not wait.is_send and state.sent.get(wait.peer, {}).get(rank, 0) < wait.messages
+    return sum(channels.get(channel, 0) for channel in wait.channels) < wait.messages

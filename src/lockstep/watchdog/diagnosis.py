@@ -11,6 +11,7 @@ from functools import partial
 from .. import environment
 from ..flight_recorder import RawRecord, RecorderReader
 from ..flight_recorder.layout import StateWords
+from .channels import explained
 from .group_monitor import GroupMonitor
 from .mismatch import Finding, advice_on_method, method_in
 from .shared_state import PendingCall, WatchdogState
@@ -232,7 +233,10 @@ def _in_last_collective(
     reader: RecorderReader,
     make: Callable[[RecorderReader, str], Finding],
 ) -> Finding:
-    """Return the finding for a rank without which this rank's last collective has failed."""
+    """Return the finding for a rank without which this rank's last message or collective has failed."""
+    waits = state.current_wait()
+    if waits is not None and waits.peer == reader.rank:
+        return explained(make(reader, describe_call(state, waits.number)), state.own, reader, waits)
     found = last_collective(state, monitors)
     if found is None or reader.rank not in found[0].missing_ranks(found[1].sequence):
         return make(reader, "a collective")

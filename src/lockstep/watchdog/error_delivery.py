@@ -226,8 +226,8 @@ def await_root_cause(
 @contextmanager
 def _waiting_in_last(state: WatchdogState, monitors: Sequence[GroupMonitor]) -> Iterator[None]:
     """Let other ranks see this rank wait in its last collective during the body, though the wait itself has failed."""
-    last = diagnosis.last_collective(state, monitors)
-    if last is None:
+    waits, last = state.current_wait(), diagnosis.last_collective(state, monitors)
+    if last is None or (waits is not None and waits.peer >= 0):  # it still is in a message
         yield
         return
     monitor, raw = last

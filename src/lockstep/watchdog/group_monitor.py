@@ -6,7 +6,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from ..flight_recorder import RawRecord, RecorderReader
 from . import mismatch
 from .call_sites import digest
+from .channels import channel_key, size_finding
 from .mismatch import compare_records
 from .preflight import PreflightCheck
 from .shared_state import PendingCall, WatchdogState
@@ -92,10 +93,12 @@ class GroupMonitor:
         peers: the other members on this host.
         remote_ranks: the other members, on other hosts.
         preflight: compares calls across hosts; None if all members are on one host, or calls cannot be compared.
+        sizes_must_fit: whether a message that is larger than its receive ends the receiver's process, as over Gloo.
         completes_on_host: whether an operation has completed when its future has, and was not merely enqueued.
         used_by_ddp: whether a DistributedDataParallel reduces over the group.
         waits_in_slices: whether waits look again and again whether they have been interrupted, as in an elastic job.
         awaited_messages: messages for which the program waits, in such a group.
+        moved: counts the parts of messages that have moved, where a transport moves them without a posted receive.
         abandoned: works of the group for which the program waited when it was interrupted, and which have not ended.
     """
 
@@ -112,22 +115,31 @@ class GroupMonitor:
         self.preflight: PreflightCheck | None = None
         self.awaited_messages: list[Any] = []
         self.abandoned: list[Any] = []
+        self.moved: Callable[[], int] | None = None
+        self.sizes_must_fit = False
         self.completes_on_host = self.used_by_ddp = self.waits_in_slices = False
         recorder = state.recorder
         self.limit_s = limit_s
-        self.slot = recorder.open_group(self.key, limit_s)
+        self.slot = recorder.open_group(self.key, limit_s, self.ranks)
         self.title_number = recorder.texts.intern(title)
         self.swaps = SwapDetector(recorder, self.key)
         own = self.ranks.index(recorder.rank)
         others = (*self.ranks[own + 1 :], *self.ranks[:own])
         self.peers = [Peer(rank, state.peers[rank]) for rank in others if rank in state.peers]
         self.remote_ranks = tuple(rank for rank in others if rank not in state.peers)
+        self._channels: dict[tuple[bool, int, int], int] = {}  # keys, by direction, peer and tag
         self._warned: set[tuple[str, int]] = set()  # differences that are no errors and have been warned about
 
     # --- recording calls
 
-    def enter(self, operation: str, key: tuple[Any, ...], peer: int = -1) -> PendingCall:
+    def enter(self, operation: str, key: tuple[Any, ...], peer: int = -1, tag: int = 0) -> PendingCall:
         """Record that this rank calls a collective, and compare it with what others have called.
+
+        Args:
+            operation: its name in reports.
+            key: what all ranks must call alike; see `signatures.OPERATIONS`.
+            peer: the other rank of a message; -1 for a collective.
+            tag: of a message.
 
         Raises:
             DesyncError: they have called something else.
@@ -146,7 +158,8 @@ class GroupMonitor:
             if peer < 0:
                 sequence = self.sequence = self.sequence + 1
             texts = site.text, self.title_number, name_number
-            number = recorder.enter(self.key, self.slot, sequence, call, site.line, *texts, peer, self.rejected, now)
+            place = self.key, self.slot, sequence
+            number = recorder.enter(*place, call, site.line, *texts, peer, self.rejected, now, tag)
             pending = PendingCall(number, sequence, now)
             if sequence:
                 if self.pending and self.completes_on_host:  # else the monitor thread does: a step queries no device
@@ -158,15 +171,60 @@ class GroupMonitor:
             self._compare(number, sequence)
         return pending
 
-    def send_or_receive(self, operation: str, tensors: Sequence[torch.Tensor], peer: int) -> PendingCall:
-        """Record a message to or from the global rank `peer`; -1 for a receive from any rank."""
-        direction = "to" if operation == "send" else "from"
-        key = tuple((tensor.shape, tensor.dtype) for tensor in tensors), (direction, peer if peer >= 0 else "any rank")
-        own_or_peer = peer if peer >= 0 else self.state.rank
-        pending = self.enter("recv" if direction == "from" else "send", key, own_or_peer)
-        if peer >= 0:
-            self.state.recorder.count_message(peer, sent=direction == "to")
+    def send_or_receive(self, operation: str, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> PendingCall:
+        """Record a message to or from the global rank `peer`; -1 for a receive from any rank.
+
+        Raises:
+            DesyncError: the message is larger than its receive, where that would end a process.
+        """
+        sent = operation == "send"
+        if not self.completes_on_host and any(tensor.device.type != "cpu" for tensor in tensors):
+            tag = 0  # NCCL has none
+        key = (
+            tuple((tensor.shape, tensor.dtype) for tensor in tensors),
+            ("to" if sent else "from", peer if peer >= 0 else "any rank"),
+            *((("tag", tag),) if tag else ()),
+        )
+        pending = self.enter("send" if sent else "recv", key, peer if peer >= 0 else self.state.rank, tag)
+        channel, size = self._channel(sent, peer, tag), sum(tensor.nbytes for tensor in tensors)
+        pending.message = peer, sent, channel
+        number = self.state.recorder.count_message(peer, sent, channel, size)
+        if self.sizes_must_fit and number and peer in self.state.peers and tensors[0].device.type == "cpu":
+            self._compare_sizes(pending, tag, number, size)
         return pending
+
+    def _channel(self, sent: bool, peer: int, tag: int) -> int:
+        """Return the key of a channel of this rank, see `flight_recorder.layout.Layout.channels`."""
+        known = sent, peer, tag
+        if known not in self._channels:
+            own = self.state.rank
+            source, target = (own, peer) if sent else (peer, own)
+            self._channels[known] = channel_key(sent, self.key, source, target, tag)
+        return self._channels[known]
+
+    def _compare_sizes(self, pending: PendingCall, tag: int, number: int, size: int) -> None:
+        """Report that message `number` of its channel is larger than the receive that matches it.
+
+        Messages of a channel are received in the order in which they were sent. The side that comes second finds it,
+        before data moves.
+        """
+        state, (peer, sent, _) = self.state, pending.message
+        reader = state.peers[peer]
+        source, target = (state.rank, peer) if sent else (peer, state.rank)
+        theirs = reader.channel(channel_key(not sent, self.key, source, target, tag))
+        other_size = reader.channel_size(theirs, number) if theirs else None
+        if other_size is None or other_size == size or (other_size > size) == sent:
+            return
+        receiver = reader if sent else state.own
+        if receiver.channel(channel_key(False, self.key, -1, target, tag)):
+            return  # a receive from any rank may have got a message of this channel
+        sizes = (size, other_size) if sent else (other_size, size)
+        state.recorder.begin_wait(pending.number, pending.entered)
+        raw = state.own.raw(pending.number)
+        call = None if raw is None else state.own.record(raw)
+        where = "a message" if call is None else f"{call.what} at {call.call_site}"
+        state.fail(size_finding((source, target), sizes, tag, where))
+        state.check()
 
     def extend_limit(self, seconds: float) -> None:
         """Take over the timeout of one wait of this group, if it is longer than that of the group."""
@@ -208,6 +266,8 @@ class GroupMonitor:
 
     def cancel_call(self, pending: PendingCall) -> None:
         """Remove a call that the backend has rejected before anything was sent."""
+        if pending.message is not None:
+            self.state.recorder.cancel_message(*pending.message)
         with self.state.lock:
             if pending.sequence and pending.sequence == self.sequence:
                 self.sequence -= 1

@@ -117,10 +117,12 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         record: the number of its record.
-        peer: the rank that it receives from; -1 in a collective.
-        messages: how many messages the peer must have sent.
+        peer: the rank that it receives from or sends to; -1 in a collective.
+        messages: how many messages the peer must have sent, or posted receives for.
         key: of the group of a collective.
         sequence: sequence number of a collective.
+        channels: keys of the peer's channels of these messages; empty if they are not known.
+        is_send: whether it sends.
     """
 
     record: int
@@ -128,6 +130,8 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
     messages: int = 0
     key: int = 0
     sequence: int = 0
+    channels: list[int] = []
+    is_send: bool = False
 
 
 class HostState(msgspec.Struct):
@@ -138,6 +142,7 @@ class HostState(msgspec.Struct):
         groups: by key, the states of its ranks in groups with ranks of other hosts.
         waits: of the ranks that wait for others.
         sent: how many messages each rank has sent, by destination.
+        channels: for ranks that wait, how many messages they have sent, or posted receives for, by channel.
         solo: whether rank 0 works while the others wait for it.
         activities: what the programs of ranks are doing, such as "the callback Curve.on_train_end", where it is known.
         own_work: ranks of which that is work of Lockstep's own that may take seconds.
@@ -149,6 +154,7 @@ class HostState(msgspec.Struct):
     groups: dict[int, list[GroupState]] = {}
     waits: dict[int, Wait] = {}
     sent: dict[int, dict[int, int]] = {}
+    channels: dict[int, dict[int, int]] = {}
     solo: bool = False
     activities: dict[int, str] = {}
     own_work: list[int] = []

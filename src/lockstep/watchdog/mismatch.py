@@ -93,7 +93,8 @@ def compare_records(mine: RawRecord, theirs: RawRecord, uneven: bool = False) ->
     """
     if mine.fingerprint != theirs.fingerprint:
         yield "desync"
-    lines = mine.line != theirs.line and not mine.name
+    # under `Join` a rank that has run out of batches makes the collectives of the others, on a line of torch's
+    lines = mine.line != theirs.line and not mine.name and not uneven
     if mine.loop == theirs.loop and mine.loop and mine.batch != theirs.batch and not uneven:
         if mine.batch >= 0 and theirs.batch >= 0:
             yield "batches"

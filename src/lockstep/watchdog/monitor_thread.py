@@ -10,8 +10,10 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ..flight_recorder import RawRecord, RecordLog
+from ..flight_recorder.layout import StateWords
+from .channels import explained, is_message_sent, is_receive_posted, is_recv
 from .cross_host import CrossHost
-from .deadlock import LocalCycles, is_message_sent
+from .deadlock import LocalCycles
 from .diagnosis import (
     OWN_WORK_FACTOR,
     ObservationClock,
@@ -175,14 +177,20 @@ class MonitorThread:
             raw = self._pending_receive()
         if raw is None or raw.peer == state.rank:
             return None
-        peer, is_recv = state.peers.get(raw.peer), state.own.text(raw.what).startswith("recv")
-        if is_recv and peer is not None and is_message_sent(state.own, peer, raw):
+        peer, receives = state.peers.get(raw.peer), is_recv(state.own, raw)
+        if receives and peer is not None and is_message_sent(state.own, peer, raw):
             return None  # the message arrives, whatever has become of its sender
         pending = PendingCall.of(raw)
         monitor = next((each for each in self._monitors if each.key == raw.key), None)
         if monitor is None:
             return None
+        if monitor.moved is not None:
+            state.recorder.set_word(StateWords().moved, monitor.moved())
         finding = diagnose_missing(state, monitor, pending, [raw.peer], self._clock)
+        if finding is not None and peer is not None:
+            return explained(finding, state.own, peer, raw)
+        if not receives and peer is not None and peer.knows_channels and is_receive_posted(state.own, peer, raw):
+            return finding  # data moves
         return finding or self._check_stragglers(pending, [raw.peer], (state.rank, raw.peer), raw.key)
 
     def _pending_receive(self) -> RawRecord | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dis
+import math
 import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -24,9 +25,10 @@ from ..errors import LockstepError, MembershipChangedError, TransportError
 from ..flight_recorder import FlightRecorder, RecordLog, current
 from ..gloo import SocketTracker
 from ..system.patching import Replaced
-from . import jobs
+from . import jobs, last_rank
 from .call_sites import digest, is_internal
 from .jobs import NoSpaceError, rendezvous
+from .last_rank import LastRankWatch
 from .preflight import PreflightCheck
 from .process_groups import replace_group, watch_group
 from .session import Session, record_exception, record_exit
@@ -146,7 +148,7 @@ def batch_replacements(state: WatchdogState) -> list[Replaced]:
 
     def enter_join(original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(self: Any) -> Any:
-            state.uneven_batches += 1
+            state.uneven_batches += bool(self._enable)
             return original(self)
 
         return enter
@@ -156,7 +158,7 @@ def batch_replacements(state: WatchdogState) -> list[Replaced]:
             try:
                 return original(self, *args)
             finally:
-                state.uneven_batches -= 1
+                state.uneven_batches -= bool(self._enable)
 
         return leave
 
@@ -259,10 +261,12 @@ class _Watchdog:
         ) -> Any:
             if not ranks:
                 self.end()
+                last_rank.watch(None)
                 self._sockets, self._limits = SocketTracker(), Limits.read()  # an invalid variable is an error here
             elif self.session is None:
                 return original(group_size, group_rank, ranks, backend, store, *args, **kw)
-            with self._sockets.tracking():
+            name = str(args[0] if args else kw.get("group_name", ""))
+            with self._sockets.tracking(), _creation(self.session, name, ranks, backend, args, kw):
                 group, own = original(group_size, group_rank, ranks, backend, store, *args, **kw)
             if not ranks:  # most backends have synchronised the ranks by now, so that none is late by much
                 self._begin(group_size, group_rank, store)
@@ -293,6 +297,7 @@ class _Watchdog:
             *session.state.captures.replacements(),
         ]
         session.start(self.end, _open_log(session.state))
+        last_rank.watch(_last_rank_watch(session.state))
 
     def _wrap(self, session: Session | None, group: Any, ranks: list[int], limit_s: float) -> Any:
         if (
@@ -311,6 +316,8 @@ class _Watchdog:
         made.watchdog_monitor = session.add_group(name, title, members, limit_s)
         backends = {part.partition(":")[2] for part in c10d.get_backend_config(made).split(",")}
         made.watchdog_monitor.completes_on_host = backends <= _HOST_BACKENDS
+        made.watchdog_monitor.sizes_must_fit = "gloo" in backends
+        made.watchdog_monitor.moved = getattr(made, "count_moved", None)
         made.watchdog_monitor.waits_in_slices = session.state.limits.expects_losses and "gloo" in backends
         if made.watchdog_monitor.remote_ranks and backends <= {"gloo", "shm"}:  # these connect all ranks by Gloo
             monitor = made.watchdog_monitor
@@ -371,11 +378,88 @@ def _may_be_freed_by_ddp(group: Any) -> bool:
     return monitor is not None and monitor.used_by_ddp and "gloo" in c10d.get_backend_config(group)
 
 
+def _given_timeout(args: tuple[Any, ...], kw: dict[str, Any]) -> timedelta | None:
+    return kw.get("timeout", next((each for each in args if isinstance(each, timedelta)), None))
+
+
 def _limit_s(args: tuple[Any, ...], kw: dict[str, Any]) -> float:
     """Return the timeout in seconds that the user has set for a group; 0 if torch has filled in its default."""
-    given = kw.get("timeout", next((each for each in args if isinstance(each, timedelta)), None))
+    given = _given_timeout(args, kw)
     is_default = any(given is each for each in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))
     return 0.0 if given is None or is_default else float(given.total_seconds())
+
+
+_CREATION_POLL_S = 1e-3
+
+
+def _creation(
+    session: Session | None, name: str, ranks: list[int], backend: Any, args: tuple[Any, ...], kw: dict[str, Any]
+) -> AbstractContextManager[None]:
+    """Return a context in which this rank makes the group `name` together with the other `ranks`.
+
+    Args:
+        session: None without a watchdog.
+        name, ranks, backend: of the group.
+        args, kw: the other arguments of c10d's function.
+    """
+    if session is None or session.state.rank not in ranks or len(ranks) < 2:
+        return nullcontext()
+    given = _given_timeout(args, kw)
+    own_limit_s = math.inf if given is None else given.total_seconds()
+    return _watched_creation(session, name, tuple(ranks), _connects_at_once(backend), own_limit_s, _limit_s(args, kw))
+
+
+@contextmanager
+def _watched_creation(
+    session: Session, name: str, ranks: tuple[int, ...], connects: bool, own_limit_s: float, limit_s: float
+) -> Iterator[None]:
+    """Record that this rank makes a group.
+
+    Args:
+        session: of the watchdog.
+        name, ranks: of the group.
+        connects: whether the ranks wait for each other in its constructor, in C++, from which no error gets them: they
+            wait here.
+        own_limit_s: seconds after which the constructor gives up.
+        limit_s: timeout in seconds that the user has set for the group; 0 for none.
+    """
+    state = session.state
+    if not state.recorder.has_free_slot:
+        yield
+        return
+    monitor = session.add_group(f"creation of {name}", name, ranks, limit_s)
+    try:
+        pending = monitor.enter("new_group", (str(list(ranks)),))
+        with state.blocking(pending.number, ranks):
+            deadline = time.monotonic() + own_limit_s
+            while connects and monitor.missing_ranks(pending.sequence) and time.monotonic() < deadline:
+                state.check()
+                time.sleep(_CREATION_POLL_S)
+            state.check()
+            yield
+        monitor.finish(pending, time.monotonic())
+    finally:
+        session.remove_monitor(monitor)
+
+
+def _connects_at_once(backend: Any) -> bool:
+    parts = {part.rpartition(":")[2] for part in str(backend).split(",")}
+    return parts <= {"gloo", "shm"}
+
+
+def _last_rank_watch(state: WatchdogState) -> LastRankWatch | None:
+    """Return the watch for this rank; None where ranks may end before others on purpose, or be in a debugger."""
+    if state.limits.expects_losses or state.limits.debugging or not state.peers:
+        return None
+    others = "all other ranks" if len(state.rendezvous.hosts) == 1 else "all other ranks of this host"
+    settings = state.folder, state.rank, state.peers, others, state.limits.warning_s
+    return LastRankWatch(*settings, lambda: _is_reported(state), state.write_message)
+
+
+def _is_reported(state: WatchdogState) -> bool:
+    """Return whether something is wrong, or other checks see to this rank's wait."""
+    failed = state.has_failed and environment.under_launcher()  # the worker itself says so
+    return state.error is not None or failed or state.recorder.phase == "waits"
 
 
 def _open_log(state: WatchdogState) -> RecordLog | None:
@@ -415,6 +499,7 @@ def report_exit() -> None:
     """See `watchdog.report_exit`."""
     if _watchdog is not None and _watchdog.session is not None:
         record_exit(_watchdog.session.state)
+    last_rank.note_end()
 
 
 def interrupt(error: TransportError) -> None:

@@ -187,6 +187,8 @@ def watch_group(group: Any) -> Any:
 def _watched_class(kind: Any) -> Any:
     names = [name for name in (*OPERATIONS, *_MESSAGES) if hasattr(kind, name)]
     methods = {name: _watched_collective(name, getattr(kind, name)) for name in names}
+    if hasattr(kind, "monitored_barrier"):
+        methods["monitored_barrier"] = _watched_barrier(kind.monitored_barrier)
     if hasattr(kind, "_end_coalescing"):
         methods["_start_coalescing"] = _start_coalescing(kind._start_coalescing)
         methods["_end_coalescing"] = _end_coalescing(kind._end_coalescing)
@@ -303,9 +305,48 @@ def _watched_message(name: str, method: Callable[..., Any]) -> Callable[..., Any
             return method(self, *args, **kwargs)
         if not from_any and not 0 <= args[1] < len(monitor.ranks):  # Gloo would wait for ever
             raise ConfigError("dst" if name == "send" else "src", f"a rank from 0 to {len(monitor.ranks) - 1}", args[1])
-        pending = monitor.send_or_receive(name, args[0], -1 if from_any else monitor.ranks[args[1]])
+        peer, tag = (-1, args[1]) if from_any else (monitor.ranks[args[1]], args[2] if len(args) > 2 else 0)
+        pending = monitor.send_or_receive(name, args[0], peer, int(tag))
         device = None if monitor.completes_on_host or name == "send" else _device(args)
         return _start(monitor, pending, thread, functools.partial(method, self, *args), device)
+
+    return call
+
+
+def _watched_barrier(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Watch `monitored_barrier`, which keeps its own, shorter limit: no pre-flight check waits before it."""
+
+    @functools.wraps(method)
+    def call(self: Any, timeout: timedelta | None = None, *args: Any, **kwargs: Any) -> None:
+        monitor: GroupMonitor | None = self.__dict__.get("watchdog_monitor")
+        thread = threading.get_ident()
+        if monitor is None or thread in monitor.threads_inside:
+            method(self, timeout, *args, **kwargs)
+            return
+        if timeout is not None and timeout is not c10d.default_pg_timeout:
+            monitor.extend_limit(timeout.total_seconds())
+        pending = monitor.enter("monitored_barrier", ())
+        monitor.threads_inside.add(thread)
+        over: RuntimeError | None = None
+        try:
+            with monitor.state.blocking(pending.number, monitor.ranks):
+                try:
+                    method(self, timeout, *args, **kwargs)
+                except RuntimeError as error:
+                    waited_s = time.monotonic() - pending.entered
+                    if timeout is None or waited_s < timeout.total_seconds() or monitor.state.error is not None:
+                        raise
+                    over = error  # the limit is the program's own, which may ask with it who is there
+        except BaseException:
+            monitor.remove_pending(pending)
+            raise
+        finally:
+            monitor.threads_inside.discard(thread)
+        if over is not None:
+            monitor.cancel_call(pending)
+            monitor.remove_pending(pending)
+            raise over
+        monitor.finish(pending, time.monotonic())
 
     return call
 

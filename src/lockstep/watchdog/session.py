@@ -115,9 +115,13 @@ class Session:
         monitor = self.groups.get(group)
         if monitor is not None and group.watchdog_monitor is not None:
             group.watchdog_monitor = None
-            monitor.close()
-            with self.state.lock:
-                self.monitors.remove(monitor)
+            self.remove_monitor(monitor)
+
+    def remove_monitor(self, monitor: GroupMonitor) -> None:
+        """Stop monitoring what `monitor` monitors."""
+        monitor.close()
+        with self.state.lock:
+            self.monitors.remove(monitor)
 
     def mark_groups_destroyed(self) -> None:
         """Record that this rank destroys all its groups, so that ranks that wait for it know that it has not died."""

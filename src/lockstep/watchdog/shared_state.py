@@ -133,12 +133,14 @@ class PendingCall:
         sequence: sequence number in its group; 0 for a message.
         entered: when it was called.
         work: tells whether it has completed: c10d's work, or an event; None for a call in which the program waits.
+        message: of a message the other rank, whether it is sent, and the key of its channel; else None.
     """
 
     number: int
     sequence: int
     entered: float
     work: Any = None
+    message: Any = None
 
     @classmethod
     def of(cls, raw: RawRecord) -> PendingCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,3 +136,19 @@ def test_a_reader_that_has_ended_is_noticed() -> None:
     multiplexer.write(0, 0, line(b"hello"))
     os.close(writing)
     assert multiplexer.is_broken
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_output_that_finds_no_space_is_said_once() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    reading, writing = os.pipe()
+    multiplexer = LogMultiplexer((full, writing), colours=False)
+    for _ in range(2):
+        multiplexer.write(0, 0, OutputLine(b"a line", False, True))
+    multiplexer.write_message("the end")
+    os.close(full)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as errors:
+        said = errors.read()
+    assert said.count(b"standard output: no space left on its device") == 1
+    assert said.endswith(b"the end\n")

@@ -91,6 +91,7 @@ class Rank:
             keeps_log=False,
             captures=GraphCaptures(),
             blocking=lambda *args: nullcontext(),
+            current_wait=lambda: None,
             own=RecorderReader(rank_file(folder, rank)),
             fail=self.found.append,
             folder=folder,

@@ -38,3 +38,26 @@ def test_ranks_that_continue_are_in_no_cycle(others: dict[str, int]) -> None:
     cycles = CrossHostCycles()
     assert cycles.find(cycle_of(1)) is None
     assert cycles.find(cycle_of(2, **others)) is None
+
+
+def sends_of_both(count: int, posted: int = 0) -> dict[int, Any]:
+    """Ranks 0 and 1 send to each other; `posted` receives of rank 0 are for the message of rank 1."""
+    row = ["waits", "", "host", 1, None, 0.5, ["send(float32[4], to=1)", "a.py:3 in f", "", 0, "", None], ""]
+    waits = [{"0": [8, 1, 1, 0, 0, [10, 11], True]}, {"1": [9, 0, 1, 0, 0, [20, 21], True]}]
+    channels = [{"0": {"20": posted}}, {"1": {}}]
+    told = [
+        {"ranks": {str(i): row}, "waits": waits[i], "channels": channels[i], "sent": {"0": {"1": 5}}, "count": count}
+        for i in range(2)
+    ]
+    return {host: convert(state, HostState) for host, state in enumerate(told)}
+
+
+def test_ranks_of_two_hosts_that_send_to_each_other_are_a_cycle_unless_one_receives() -> None:
+    cycles = CrossHostCycles()
+    assert cycles.find(sends_of_both(1)) is None
+    finding = cycles.find(sends_of_both(2))
+    assert finding is not None
+    assert "Let one side receive first" in finding.advice
+    cycles = CrossHostCycles()
+    assert cycles.find(sends_of_both(1, posted=1)) is None
+    assert cycles.find(sends_of_both(2, posted=1)) is None

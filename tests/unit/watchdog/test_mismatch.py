@@ -38,6 +38,9 @@ def test_what_makes_two_records_differ(changes: dict[str, int], expected: list[s
 
 def test_ranks_may_declare_that_their_batches_differ() -> None:
     assert not list(compare_records(RAW, replace(RAW, batch=5), uneven=True))
+    # a rank without batches left makes the collectives of the others on a line of torch's
+    assert not list(compare_records(RAW, replace(RAW, batch=AFTER, line=0), uneven=True))
+    assert list(compare_records(RAW, replace(RAW, fingerprint=0), uneven=True)) == ["desync"]
     assert not list(compare_records(replace(RAW, name=1), replace(RAW, line=0, name=1)))
 
 

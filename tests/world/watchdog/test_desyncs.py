@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from support.desyncs import CASES, program
+from support.desyncs import CASES, GLOO_CASES, program
 from support.programs import Ending, ProgramServer
 
 SOON_S = 30.0  # load must not make a test fail; how soon it is on a quiet host is in docs/watchdog.md
 DEAD = ("killed", "stopped")  # the last rank says nothing
 QUIET = (
     "one rank alone, the others end",
+    "group on one rank, the others end",
     "exits early",
+    "monitored barrier, one exits",
     "uneven batches",
     "skipped batch",
 )  # those that leave do so without an error
@@ -42,7 +44,13 @@ GLOO = (
     "recv without send",
     "skipped batch",
     "unused parameters",
+    "other tag",
+    "both send first",
+    "group on one rank",
+    "group on one rank, the others end",
+    "groups in another order",
 )
+ALONE = ("one rank alone, the others end", "group on one rank, the others end")  # the last rank gets the error
 PRELOAD = ("lockstep.watchdog.patches", "torch._dynamo", "torch.utils.data")
 
 Run = Callable[[Sequence[tuple[str, int]]], list[list[Ending]]]
@@ -56,10 +64,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 def check(name: str, ended: Sequence[Ending]) -> None:
     """Every living rank of the case `name` has ended soon, and said what it should."""
-    size, expected = len(ended), CASES[name][1]
+    size, expected = len(ended), (CASES | GLOO_CASES)[name][1]
     for rank, ending in enumerate(ended):
         last = rank == size - 1
-        alone = name == "one rank alone, the others end"
+        alone = name in ALONE
         if (last and name in DEAD) or (name in QUIET and last != alone):
             continue
         assert ending.code not in (0, -6, -11), (rank, ending)
@@ -94,6 +102,12 @@ def test_every_kind_of_desync_over_shared_memory(run: Run, part: int, size: int)
 def test_over_gloo(run: Run) -> None:
     """Waits inside C++ end as well, also those of a backward pass."""
     for name, ended in zip(GLOO, run(cases(GLOO, "gloo", 2)), strict=True):
+        check(name, ended)
+
+
+def test_what_only_gloo_has(run: Run) -> None:
+    endings = run([(program(text, "gloo"), 2) for text, _ in GLOO_CASES.values()])
+    for name, ended in zip(GLOO_CASES, endings, strict=True):
         check(name, ended)
 
 
@@ -330,6 +344,76 @@ def test_what_is_no_fault(run: Run, backend: str) -> None:
     assert ended[1].out.endswith("done\n")
     assert "wrong" not in ended[0].out + ended[1].out
     assert "Desync" not in ended[0].err + ended[1].err
+
+
+# messages and groups that belong together, each in the presence of a rank that takes its time
+MESSAGES = """
+from datetime import timedelta
+from torch.distributed.algorithms.join import Join
+a, b = torch.full((4,), float(rank)), torch.full((2,), float(rank))
+big, other = torch.full((1 << 22,), float(rank)), torch.empty(1 << 22)
+if rank == 0:
+    for work in [dist.isend(a, 1, tag=1), dist.isend(b, 1, tag=2), dist.isend(a, 1)]: work.wait()
+    dist.send(big, 1)
+elif rank == 1:
+    dist.recv(x, 2)  # which takes its time, while rank 0 sends
+    for work in [dist.irecv(b, 0, tag=2), dist.irecv(a, 0, tag=1)]: work.wait()
+    dist.recv(x)  # from any rank
+    dist.recv(other, 0)
+    assert a.sum() + b.sum() + x.sum() + other.sum() == 0
+elif last: time.sleep(3); dist.send(x, 1)
+for send in (dist.isend, dist.irecv), (dist.irecv, dist.isend):  # a ring, in either order
+    ends = {dist.isend: (big, (rank + 1) % size), dist.irecv: (other, (rank - 1) % size)}
+    for work in dist.batch_isend_irecv([dist.P2POp(op, *ends[op]) for op in send]): work.wait()
+if rank: dist.all_reduce(x, group=dist.new_group([1, 2], use_local_synchronization=True))
+if rank < 2: time.sleep(rank); dist.new_group([0, 1])  # the others never make it, which they should
+else: dist.distributed_c10d._world.group_count += 1
+for ranks in ([0, 1], [1, 2], [0, 1, 2]): dist.new_group(ranks)
+if dist.get_backend() == "gloo":
+    dist.monitored_barrier()
+    try: dist.monitored_barrier(timeout=timedelta(seconds=0.5)) if rank == 0 else time.sleep(1.5)
+    except RuntimeError as error: assert "failed to pass monitoredBarrier" in str(error), error
+    else: assert rank, "nobody has come"
+    dist.destroy_process_group(dist.new_group([0]))
+else:
+    model = DDP(torch.nn.Linear(4, 4))
+    with Join([model]):
+        for batch in DataLoader(torch.ones(8 + 8 * rank, 4), batch_size=4): model(batch).sum().backward()
+print("done")
+sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_messages_and_groups_that_belong_together(run: Run, backend: str) -> None:
+    (ended,) = run([(program(MESSAGES, backend, LOCKSTEP_STALL_WARNING="60"), 3)])
+    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 3, ended
+    assert not any("lockstep: " in ending.err for ending in ended), ended
+
+
+LATE = """
+import atexit, threading
+def said(): return "note: " in pathlib.Path(path + f".{rank}.err").read_text()
+def upload():
+    while not said(): time.sleep(0.02)
+"""
+LATE_ENDS = {  # how the last rank stays behind, and what is shown
+    "upload()": r"its main thread is at program:\d+ in upload",
+    "dist.destroy_process_group()\n    upload()": r"its main thread is at program:\d+ in upload",
+    "atexit.register(upload)": r"its main thread is at program:\d+ in upload",
+    "threading.Thread(target=upload, name='uploader').start()": r"the thread uploader keeps it running, at program:\d+",
+    "threading.Thread(target=upload, name='uploader').start(); sys.exit(4)": r"the thread uploader keeps it running",
+}
+
+
+def test_what_keeps_the_last_rank_is_shown_and_not_ended(run: Run) -> None:
+    texts = [f"{LATE}\nif last:\n    {way}" for way in LATE_ENDS]
+    endings = run([(program(text, "shm", LOCKSTEP_STALL_WARNING="0.5"), 2) for text in texts])
+    for (way, expected), ended in zip(LATE_ENDS.items(), endings, strict=True):
+        assert [ending.code for ending in ended] == [0, 4 * ("sys.exit" in way)], ended
+        assert re.search(r"note: rank 1 still runs, \d+ s after all other ranks have ended", ended[1].err), ended
+        assert re.search(expected, ended[1].err), ended
+        assert "note: " not in ended[0].err, ended
 
 
 OFF = "import threading\nprint([thread.name for thread in threading.enumerate()], type(dist.group.WORLD))"

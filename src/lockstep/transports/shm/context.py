@@ -84,6 +84,10 @@ class ShmContext:
         """
         return self._require_open().buffers
 
+    def count_moved(self) -> int:
+        """Return how many fragments of messages this rank has written and read; 0 in a group that was left."""
+        return self._resources.message_queues.count_moved() if self._resources is not None else 0
+
     def run(
         self, what: str, steps: Steps, asynchronous: bool, timeout: float | None, result: list[torch.Tensor]
     ) -> CPUWork:

@@ -44,6 +44,11 @@ class Ring:
         self._done = 0  # fragments that this side has written, or read
 
     @property
+    def moved(self) -> int:
+        """How many fragments this side has written, or read."""
+        return self._done
+
+    @property
     def full(self) -> bool:
         """Whether the writer has to wait."""
         return self._done - self._words[self._read] >= RING
@@ -247,6 +252,10 @@ class MessageQueues:
                 f"{sent} {message.total} bytes (tag {message.tag}), "
                 f"but rank {self._rank_states.rank} receives into {wanted} bytes"
             )
+
+    def count_moved(self) -> int:
+        """Return how many fragments of messages this rank has written and read."""
+        return sum(ring.moved for rings in (self._send_rings, self._receive_rings) for ring in rings.values())
 
     def spin(self, receive: PostedReceive, spins: int) -> None:
         """Spin for a fragment from the source of `receive`, if it names one; see `Ring.spin`."""

@@ -41,6 +41,10 @@ class ShmGroup(TransportGroup):
         super().__init__(context.rank, context.size, context, store)
         self._is_native = context.buffers.is_native
 
+    def count_moved(self) -> int:
+        """Return how many parts of messages this rank has written and read."""
+        return self._context.count_moved()
+
     def _try_native(
         self, kind: str, opts: Any, inputs: Tensors, outputs: Tensors, root: int = 0, op: Any = None
     ) -> CPUWork | None:

@@ -1,0 +1,132 @@
+"""Which send belongs to which receive: by group, ranks and tag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.flight_recorder import CallSignature, FlightRecorder, RawRecord, RecorderReader
+from lockstep.watchdog.channels import (
+    awaited_channels,
+    channel_key,
+    describe_tags,
+    is_message_sent,
+    is_receive_posted,
+    message_number,
+)
+
+GROUP = 7
+
+
+class Rank:
+    """A rank of two that only records."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.recorder = FlightRecorder(folder, rank, 2, "here", "program")
+        self.reader = RecorderReader(self.recorder.path)
+        self.rank, self.other = rank, 1 - rank
+
+    def message(
+        self, sent: bool, tag: int = 0, group: int = GROUP, size: int = 16, any_rank: bool = False
+    ) -> RawRecord:
+        what = "send()" if sent else "recv()"
+        call = CallSignature(1, what, self.recorder.texts.intern(what))
+        peer = self.rank if any_rank else self.other
+        number = self.recorder.enter(group, 0, 0, call, 0, 0, 0, 0, peer, tag=tag)
+        source, target = (self.rank, self.other) if sent else (-1 if any_rank else self.other, self.rank)
+        channel = channel_key(sent, group, source, target, tag)
+        self.recorder.count_message(-1 if any_rank else peer, sent, channel, size)
+        raw = self.reader.raw(number)
+        assert raw is not None
+        return raw
+
+    def close(self) -> None:
+        self.reader.close()
+        self.recorder.close()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[Rank]]:
+    made = [Rank(tmp_path, rank) for rank in range(2)]
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_a_message_with_another_tag_or_group_is_another_one(ranks: list[Rank]) -> None:
+    sender, receiver = ranks
+    wanted = receiver.message(False, tag=6)
+    sent = sender.message(True, tag=5)
+    sender.message(True, tag=6, group=8)
+    assert not is_message_sent(receiver.reader, sender.reader, wanted)
+    assert not is_receive_posted(sender.reader, receiver.reader, sent)
+    assert describe_tags(receiver.reader, sender.reader, wanted) == (
+        "The tags differ: rank 1 receives with tag 6, rank 0 sends with tag 5."
+    )
+    sender.message(True, tag=6)
+    assert is_message_sent(receiver.reader, sender.reader, wanted)
+
+
+def test_tags_that_have_been_received_are_no_cause(ranks: list[Rank]) -> None:
+    sender, receiver = ranks
+    sender.message(True, tag=5)
+    receiver.message(False, tag=5)
+    assert describe_tags(receiver.reader, sender.reader, receiver.message(False)) == ""
+
+
+def test_messages_of_a_channel_are_received_in_their_order(ranks: list[Rank]) -> None:
+    sender, receiver = ranks
+    first, second = receiver.message(False), receiver.message(False)
+    sender.message(True)
+    assert (message_number(receiver.reader, first), message_number(receiver.reader, second)) == (1, 2)
+    assert is_message_sent(receiver.reader, sender.reader, first)
+    assert not is_message_sent(receiver.reader, sender.reader, second)
+
+
+def test_a_receive_from_any_rank_may_be_for_a_send(ranks: list[Rank]) -> None:
+    sender, receiver = ranks
+    sent = sender.message(True)
+    assert not is_receive_posted(sender.reader, receiver.reader, sent)
+    receiver.message(False, any_rank=True)
+    assert is_receive_posted(sender.reader, receiver.reader, sent)
+
+
+def test_a_message_that_the_backend_has_rejected_does_not_count(ranks: list[Rank]) -> None:
+    sender, receiver = ranks
+    wanted = receiver.message(False)
+    sender.message(True)
+    sender.recorder.cancel_message(1, True, channel_key(True, GROUP, 0, 1, 0))
+    assert not is_message_sent(receiver.reader, sender.reader, wanted)
+
+
+def test_where_the_channels_are_too_many_tags_are_not_told_apart(ranks: list[Rank]) -> None:
+    """A program may use a new tag at every step; it must not be taken for one whose messages are not sent."""
+    sender, receiver = ranks
+    slots = sender.reader.layout.channel_slots
+    for tag in range(slots):
+        sender.message(True, tag=tag)
+    assert not sender.reader.knows_channels
+    assert sender.reader.channels() is None
+    wanted = receiver.message(False, tag=slots + 1)
+    assert is_message_sent(receiver.reader, sender.reader, wanted)  # one of so many
+    assert is_receive_posted(sender.reader, receiver.reader, sender.message(True, tag=1))
+
+
+def test_sizes_of_the_last_messages_are_known(ranks: list[Rank]) -> None:
+    sender, receiver = ranks
+    for size in range(1, 21):
+        sender.message(True, size=size)
+    (channel,) = awaited_channels(receiver.reader, receiver.message(False))
+    at = sender.reader.channel(channel)
+    assert [sender.reader.channel_size(at, number) for number in (12, 13, 20, 21)] == [None, 13, 20, None]
+    assert sender.reader.channels() == {channel: 20}
+
+
+def test_members_of_a_group_are_recorded(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path, 3, 130, "here", "program")
+    slot = recorder.open_group(5, ranks=(0, 3, 64, 129))
+    with RecorderReader(recorder.path) as reader:
+        assert list(reader.members(slot)) == [0, 3, 64, 129]
+    recorder.close()
