@@ -14,7 +14,7 @@ import traceback
 from collections import ChainMap, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
@@ -32,6 +32,7 @@ from ..errors import ConfigError, DataError, LockstepError
 from ..invariance.randomness import preserve_generators
 from ..invariance.shards import mix
 from ..system.processes import signal_name
+from .digest import Digest, DigestRequest, SampleDigests, preserve_own_generators, read_digests
 from .nested import map_tensors
 
 __all__ = [
@@ -201,6 +202,7 @@ class ReadRequest:
         key: key of its random draws.
         parts: for each part, where to begin if it is not open, and the number of samples to read.
         keep: returns for the number of samples read the range of those to return; None to return all.
+        compared: which of the samples that are read first are compared among the workers, by number.
     """
 
     run: int
@@ -208,6 +210,7 @@ class ReadRequest:
     key: int
     parts: list[tuple[PartPosition, int]]
     keep: Callable[[int], tuple[int, int]] | None = None
+    compared: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +223,7 @@ class SamplesRead:
         samples: those to be returned; one of them, for its shapes, if none is.
         state: the data set's own `state_dict` after them; None without one.
         first: a digest of the part's first sample; None if that was not read.
+        digests: those of the samples that are compared, by number; empty but for the first that are read.
     """
 
     part: int
@@ -227,9 +231,10 @@ class SamplesRead:
     samples: list[Any]
     state: Any = None
     first: int | None = None
+    digests: dict[int, Digest] = field(default_factory=dict)
 
 
-_AnyRequest = Request | BatchInParts | BlockRequest | ReadRequest
+_AnyRequest = Request | BatchInParts | BlockRequest | ReadRequest | DigestRequest
 
 
 class _Batches(Dataset[Any]):
@@ -260,6 +265,8 @@ class _Batches(Dataset[Any]):
             if isinstance(request, ReadRequest):
                 found = self._read(request)
                 return found if get_worker_info() is None else self._packed(found)
+            if isinstance(request, DigestRequest):
+                return self._digests(request)
             key, indices = request
             if isinstance(indices, tuple):
                 return [self._batch(key, part) if part else None for part in indices]
@@ -306,6 +313,20 @@ class _Batches(Dataset[Any]):
             self.reader = self.dataset.reader()
         found: list[SamplesRead] = self.reader.read(request)
         return found
+
+    def _digests(self, request: DigestRequest) -> SampleDigests:
+        """Read samples as for a batch, and leave no trace of it in random generators or the blocks that are kept."""
+        source = self.dataset.reader() if hasattr(self.dataset, "reader") else self.dataset
+
+        def read(index: int) -> Any:
+            seed_draws(request.key, index)
+            if hasattr(source, "__getitem__") or not self.by_batch:
+                with suppress(NotImplementedError):  # of torch's Dataset, where only whole batches are made
+                    return source[index]
+            return source.collated_batch([index])
+
+        with preserve_generators(), preserve_own_generators(self.dataset):
+            return read_digests(request, read)
 
     def _from_blocks(self, request: BlockRequest) -> list[Any]:
         if self.reader is None:
@@ -478,6 +499,16 @@ class Fetcher:
         """
         for found in self._fetch(requests, pin=False):
             yield found.samples() if isinstance(found, _Packed) else found
+
+    def digests(self, request: DigestRequest) -> SampleDigests:
+        """Read samples for a comparison where `fetch` reads them: in the first loader process, if there is any.
+
+        This process does not read then: files that a data set opens when it is first read would be shared with all
+        loader processes, and so would the positions in them.
+        """
+        (found,) = self._fetch([request], pin=False)
+        assert isinstance(found, SampleDigests)
+        return found
 
     def collated(self, key: int, samples: list[Any], indices: list[int]) -> Any:
         """Return samples as a batch, with the random draws of the collate function keyed by its first sample.

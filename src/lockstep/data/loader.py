@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from ..flight_recorder import named, note_batch
 from ..invariance.randomness import preserve_generators
 from ..invariance.shards import bounds, check_virtual_workers, local_range, mix, step_range, steps_per_epoch
 from ..other_names import in_loader
+from .digest import DigestRequest, SampleDigests, check_same_data
 from .fetching import (
     BatchInParts,
     BlockRequest,
@@ -192,6 +194,10 @@ class Loader:
         self._batches_digest = 0  # of the current epoch's batches, with a batch sampler
         self._stream = StreamPosition()  # that of the next batch, of an iterable data set
         self._steps: int | None = None  # of an epoch of an iterable data set, when one has been read
+        # for messages; who was given the loader may say what it is for
+        self.description = f"the data set ({type(dataset).__name__})"
+        self._digests: dict[DigestRequest, SampleDigests] = {}  # of the samples that the workers compare
+        self._compared: Any = None  # a reference to the process group whose ranks have compared the data set
 
     def _check(self, num_workers: int) -> None:
         for name, value, minimum in (
@@ -460,8 +466,8 @@ class Loader:
 
     def _start(self, epoch: int, steps: range) -> tuple[_WorkerOrder | _SampledOrder | _BlockOrder, Iterator[Any]]:
         """Return the order of an epoch, and its batches in the memory of the CPU."""
+        self._compare_data()
         if self._in_blocks:
-            self._compare_files()
             blocks = self._block_order(epoch)
             key = mix((self.seed, _SAMPLES, epoch))
             return blocks, self._fetcher.fetch_in_parts(blocks.request(key, step) for step in steps)
@@ -476,14 +482,42 @@ class Loader:
         order = self.dataset.epoch_order(self.global_batch_size, self.seed, epoch, self.shuffle)
         return _BlockOrder(self, order, self._fetcher.parts)
 
+    def _compare_data(self) -> None:
+        """Check that all workers have the same data set: at the first epoch, and when the workers have changed.
+
+        Not in the constructor: a loader that is made on one worker alone, and not read there, is none of the others'
+        business. A worker that joins an elastic job compares with the others once it is in their group.
+
+        Raises:
+            MismatchError: on every worker, if they differ.
+        """
+        group = self.comm.group
+        if group is None:
+            return
+        if self._in_blocks:
+            self._compare_files()
+        if self._compared is not None and self._compared() is group:
+            return
+        settings = {"global_batch_size": self.global_batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
+        if self.shuffle:  # without, the seed is that of random draws alone
+            settings["seed"] = self.seed
+        # The draws of samples are those of epoch 0 in any epoch: a worker that joins compares with what others have read.
+        key = mix((self.seed, _SAMPLES, 0))
+        check_same_data(self.comm, self.description, settings, self.samples, key, self._read_digests, self._in_blocks)
+        self._compared = weakref.ref(group)
+
+    def _read_digests(self, request: DigestRequest) -> SampleDigests:
+        """Read samples for a comparison; once, however often the workers of an elastic job change."""
+        if request not in self._digests:
+            self._digests[request] = self._fetcher.digests(request)
+        return self._digests[request]
+
     def _compare_files(self) -> None:
         """Check that all workers have the same files.
 
         Raises:
             MismatchError: on every worker, if they differ.
         """
-        if self.comm.group is None:
-            return
         with named("comparison of the files"):
             by_rank = self.comm.allgather_object(self.dataset.order_settings())
         for rank, other in enumerate(by_rank):
