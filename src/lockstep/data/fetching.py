@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copyreg
 import io
 import multiprocessing
@@ -10,7 +11,9 @@ import pickle
 import random
 import signal
 import sys
+import sysconfig
 import traceback
+import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -271,7 +274,7 @@ class _Batches(Dataset[Any]):
             if isinstance(indices, tuple):
                 return [self._batch(key, part) if part else None for part in indices]
             return self._batch(key, indices)
-        except DataError as error:
+        except LockstepError as error:
             process = get_worker_info()
             if process is None:
                 raise
@@ -434,9 +437,18 @@ def describe_exception(error: Exception) -> str:
     """Return an exception of a data set in one line, with the line of the program that raised it."""
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the frame here
-    own = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
+    own = [frame for frame in frames if not _is_of_a_library(frame.filename)] or frames
     place = f", at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
     return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
+
+
+_STANDARD = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def _is_of_a_library(file: str) -> bool:
+    """Return whether a file belongs to an installed package, to Python or to Lockstep, and not to the program."""
+    return f"{os.sep}site-packages{os.sep}" in file or file.startswith((*_STANDARD, _OWN, "<frozen "))
 
 
 class _RequestSampler:
@@ -560,6 +572,7 @@ class Fetcher:
         self._sampler.requests = requests
         if self._loader is None:
             self._loader = self._start()
+            _with_processes.add(self)
         loaded = iter(self._loader)
         while True:
             try:
@@ -605,6 +618,17 @@ class Fetcher:
         if iterator is not None:
             # Dropping the reference would do the same, unless a traceback still holds one of its frames.
             iterator._shutdown_workers()
+
+
+# Those whose loader processes may run. Where an exception ends the program within an epoch, nobody closes them; the
+# processes pass over the first SIGTERM, with which multiprocessing ends them, and it would wait for them for ever.
+_with_processes: weakref.WeakSet[Fetcher] = weakref.WeakSet()
+
+
+@atexit.register  # after that of multiprocessing, so it is called before
+def _close_all() -> None:
+    for fetcher in list(_with_processes):
+        fetcher.close()
 
 
 def _describe_dead_process(loader: DataLoader[Any]) -> str | None:

@@ -42,6 +42,7 @@ __all__ = [
     "StreamPosition",
     "Substreams",
     "is_iterable",
+    "no_samples",
     "substreams_of",
 ]
 
@@ -355,6 +356,7 @@ class BatchSettings(NamedTuple):
         virtual_workers: number of shards of a global batch, None without.
         drop_last: whether a smaller last batch is left out.
         needs_whole: whether less than one whole batch is an error.
+        role: what the data set is for, for messages; "" if that is not known.
     """
 
     size: int
@@ -362,6 +364,12 @@ class BatchSettings(NamedTuple):
     virtual_workers: int | None
     drop_last: bool
     needs_whole: bool
+    role: str = ""
+
+
+def no_samples(name: str, role: str) -> DataError:
+    """Return the error for an iterable data set without samples."""
+    return DataError(f"{name}: no samples{f' in {role}' if role else ''}")
 
 
 class EpochOfStream:
@@ -393,7 +401,7 @@ class EpochOfStream:
         start: StreamPosition,
     ) -> None:
         EpochOfStream._runs += 1
-        self._size, self._comm, virtual_workers, self._drop_last, self._needs_whole = settings
+        self._size, self._comm, virtual_workers, self._drop_last, self._needs_whole, self._role = settings
         self._source, self._epoch, self._start = source, epoch, start
         self._range = partial(local_range, workers=self._comm.size, virtual_workers=virtual_workers)
         self._cuts = [bounds(self._size, source.parts, part) for part in range(source.parts)]
@@ -522,7 +530,7 @@ class EpochOfStream:
                 low, high = self._range(count, rank=self._comm.rank)
                 yield PartOfBatch(read.samples, low, high, count, position)
         if not step:
-            raise DataError(f"{self._source.name}: no samples")
+            raise no_samples(self._source.name, self._role)
         self._compare((step, count), "the number of its samples")
 
     def _compare(self, value: Any, what: str) -> None:
@@ -648,7 +656,7 @@ class EpochOfStream:
             what = f"fewer than the {position.step} batches that had been read before the run was resumed"
             raise DataError(f"{self._source.name}: {what}. It must yield the same samples whenever it is read")
         if not position.step:
-            raise DataError(f"{self._source.name}: no samples")
+            raise no_samples(self._source.name, self._role)
 
     def _exchange(self) -> list[Any]:
         """Return the next share of each part, from the worker that reads it, in the order of the parts."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -42,10 +45,18 @@ from .fetching import (
     superseded_error,
     to_device,
 )
-from .iterable import BatchSettings, EpochOfStream, PartOfBatch, StreamPosition, is_iterable, substreams_of
+from .iterable import (
+    BatchSettings,
+    EpochOfStream,
+    PartOfBatch,
+    StreamPosition,
+    is_iterable,
+    no_samples,
+    substreams_of,
+)
 from .nested import collated_size, narrow
 
-__all__ = ["Batch", "LengthBatchSampler", "Loader", "TokenBatchSampler", "dataloader_settings"]
+__all__ = ["Batch", "LengthBatchSampler", "Loader", "TokenBatchSampler", "check_dataset", "dataloader_settings"]
 
 _log = logging.getLogger(__name__)
 
@@ -168,6 +179,7 @@ class Loader:
         self.virtual_workers = (
             None if virtual_workers is None else check_virtual_workers(virtual_workers, self.comm.size)
         )
+        check_dataset(dataset, "dataset", collates=collate_fn is not None)
         self._substreams = substreams_of(dataset)
         # Of an iterable data set their number is known when it ends.
         self.dataset, self.samples = dataset, 0 if self._substreams is not None else _length(dataset)
@@ -194,8 +206,7 @@ class Loader:
         self._batches_digest = 0  # of the current epoch's batches, with a batch sampler
         self._stream = StreamPosition()  # that of the next batch, of an iterable data set
         self._steps: int | None = None  # of an epoch of an iterable data set, when one has been read
-        # for messages; who was given the loader may say what it is for
-        self.description = f"the data set ({type(dataset).__name__})"
+        self.role = ""  # what the data set is for, as messages say it: set by who was given the loader
         self._digests: dict[DigestRequest, SampleDigests] = {}  # of the samples that the workers compare
         self._compared: Any = None  # a reference to the process group whose ranks have compared the data set
 
@@ -213,6 +224,8 @@ class Loader:
         if self._substreams is not None:
             self._check_stream(self._substreams.parts)
             return
+        if not self.samples:
+            raise ConfigError("dataset", "at least one sample", found=f"an empty {type(self.dataset).__name__}")
         for name, value in (("dataset", self.samples), ("global_batch_size", self.global_batch_size)):
             if value < self.comm.size:
                 hint = "Use fewer workers" + (" or a larger global batch." if name == "global_batch_size" else ".")
@@ -408,7 +421,9 @@ class Loader:
         key, step = mix((self.seed, _SAMPLES, epoch)), start.step
         loop = mix((epoch, self.global_batch_size, step)) or 1
         parts: deque[PartOfBatch] = deque()
-        settings = BatchSettings(self.global_batch_size, self.comm, self.virtual_workers, self.drop_last, self.shuffle)
+        settings = BatchSettings(
+            self.global_batch_size, self.comm, self.virtual_workers, self.drop_last, self.shuffle, self.role
+        )
 
         def loaded() -> Iterator[Any]:
             for part in EpochOfStream(settings, source, self._fetcher, epoch, key, start):
@@ -462,7 +477,7 @@ class Loader:
                 (found,) = reader.read(ReadRequest(0, 0, 0, [(PartPosition(part, 0), 1)]))
                 if found.samples:
                     return found.samples[0]
-        raise DataError(f"{self._substreams.name}: no samples")
+        raise no_samples(self._substreams.name, self.role)
 
     def _start(self, epoch: int, steps: range) -> tuple[_WorkerOrder | _SampledOrder | _BlockOrder, Iterator[Any]]:
         """Return the order of an epoch, and its batches in the memory of the CPU."""
@@ -503,7 +518,7 @@ class Loader:
             settings["seed"] = self.seed
         # The draws of samples are those of epoch 0 in any epoch: a worker that joins compares with what others have read.
         key = mix((self.seed, _SAMPLES, 0))
-        check_same_data(self.comm, self.description, settings, self.samples, key, self._read_digests, self._in_blocks)
+        check_same_data(self.comm, self._described, settings, self.samples, key, self._read_digests, self._in_blocks)
         self._compared = weakref.ref(group)
 
     def _read_digests(self, request: DigestRequest) -> SampleDigests:
@@ -511,6 +526,10 @@ class Loader:
         if request not in self._digests:
             self._digests[request] = self._fetcher.digests(request)
         return self._digests[request]
+
+    @property
+    def _described(self) -> str:
+        return f"{self.role or 'the data set'} ({type(self.dataset).__name__})"
 
     def _compare_files(self) -> None:
         """Check that all workers have the same files.
@@ -901,6 +920,47 @@ def _warn_of_unused(loader: DataLoader[Any], argument: str, global_batch_size: i
         _log.warning("batch_size=%d of %s is not used: %s", loader.batch_size, name, used)
     if loader.worker_init_fn is not None:
         _log.warning("worker_init_fn of %s is not called: random generators are seeded for each sample", name)
+
+
+def check_dataset(dataset: Any, argument: str, collates: bool = False) -> None:
+    """Check that what was given as a data set is none of the other things that data come in.
+
+    Args:
+        dataset: what was given; a `Loader` or `DataLoader` is no data set either.
+        argument: the argument that it was given as, for the error.
+        collates: whether it has a collate function of its own, which may take samples of any kind.
+
+    Raises:
+        ConfigError: it says what to give instead.
+    """
+    expected = "a data set, with len() and indexing, or an iterable one"
+    found, hint = "", ""
+    if isinstance(dataset, (str, bytes, os.PathLike)):
+        found, hint = repr(dataset), 'Files of samples are read by lockstep.data.Stream("data/*.jsonl").'
+    elif isinstance(dataset, type):
+        found, hint = f"the class {dataset.__name__}", f"Make an instance: {dataset.__name__}(...)."
+    elif isinstance(dataset, (Loader, DataLoader)):
+        found, hint = f"a {type(dataset).__name__}", "Give its data set: loader.dataset."
+    elif isinstance(dataset, Mapping) and 0 not in dataset:
+        found, hint = f"a {type(dataset).__name__} with the keys {list(dataset)[:3]}", "Indices are whole numbers from 0."
+    elif isinstance(dataset, (tuple, list)) and 1 < len(dataset) <= 3 and not collates:
+        found, hint = _several(dataset)
+    if found:
+        raise ConfigError(argument, expected, found=found, hint=hint)
+
+
+def _several(given: Sequence[Any]) -> tuple[str, str]:
+    """Return what was found and what to do if this is no data set, but columns of one, or several data sets."""
+    kind = type(given).__name__
+    if all(isinstance(each, (Dataset, Loader, DataLoader)) for each in given):
+        return f"a {kind} of {len(given)} data sets", "fit(train, validate=test) takes them one by one."
+    arrays = all(isinstance(each, (torch.Tensor, np.ndarray)) and each.ndim for each in given)
+    forms = {(each.shape, str(each.dtype)) for each in given} if arrays else set()
+    columns = isinstance(given, tuple) or (len(forms) > 1 and len({shape[0] for shape, _ in forms}) == 1)
+    if not arrays or not columns:
+        return "", ""
+    make = "torch.utils.data.TensorDataset(inputs, targets)"
+    return f"a {kind} of {len(given)} arrays", f"{make} makes a data set of tensors with a row for each sample."
 
 
 def _length(dataset: Any) -> int:
