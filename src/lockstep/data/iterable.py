@@ -469,7 +469,7 @@ class EpochOfStream:
 
     def _compared_samples(self) -> frozenset[int]:
         """Return which of the samples that are read first of a part are compared."""
-        if self._comm.group is None:
+        if self._comm.group is None or self._comm.size == 1:
             return frozenset()
         return frozenset(places(max(self._share(part) for part in range(self._source.parts)), in_blocks=False))
 

@@ -224,11 +224,10 @@ class Loader:
         if self._substreams is not None:
             self._check_stream(self._substreams.parts)
             return
-        if not self.samples:
-            raise ConfigError("dataset", "at least one sample", found=f"an empty {type(self.dataset).__name__}")
         for name, value in (("dataset", self.samples), ("global_batch_size", self.global_batch_size)):
             if value < self.comm.size:
                 hint = "Use fewer workers" + (" or a larger global batch." if name == "global_batch_size" else ".")
+                hint = hint if value else f"This {type(self.dataset).__name__} is empty."
                 raise ConfigError(name, f"at least one sample for each of {self.comm.size} workers", value, hint)
         if self._batch_sampler is not None:
             self._check_batch_sampler(self._batch_sampler)
@@ -507,7 +506,7 @@ class Loader:
             MismatchError: on every worker, if they differ.
         """
         group = self.comm.group
-        if group is None:
+        if group is None or self.comm.size == 1:
             return
         if self._in_blocks:
             self._compare_files()
@@ -926,7 +925,7 @@ def check_dataset(dataset: Any, argument: str, collates: bool = False) -> None:
     """Check that what was given as a data set is none of the other things that data come in.
 
     Args:
-        dataset: what was given; a `Loader` or `DataLoader` is no data set either.
+        dataset: what was given.
         argument: the argument that it was given as, for the error.
         collates: whether it has a collate function of its own, which may take samples of any kind.
 
@@ -939,10 +938,13 @@ def check_dataset(dataset: Any, argument: str, collates: bool = False) -> None:
         found, hint = repr(dataset), 'Files of samples are read by lockstep.data.Stream("data/*.jsonl").'
     elif isinstance(dataset, type):
         found, hint = f"the class {dataset.__name__}", f"Make an instance: {dataset.__name__}(...)."
-    elif isinstance(dataset, (Loader, DataLoader)):
+    elif isinstance(dataset, Loader):
         found, hint = f"a {type(dataset).__name__}", "Give its data set: loader.dataset."
     elif isinstance(dataset, Mapping) and 0 not in dataset:
-        found, hint = f"a {type(dataset).__name__} with the keys {list(dataset)[:3]}", "Indices are whole numbers from 0."
+        found, hint = (
+            f"a {type(dataset).__name__} with the keys {list(dataset)[:3]}",
+            "Indices are whole numbers from 0.",
+        )
     elif isinstance(dataset, (tuple, list)) and 1 < len(dataset) <= 3 and not collates:
         found, hint = _several(dataset)
     if found:
