@@ -144,7 +144,7 @@ def _leaf(value: Any) -> Leaf | None:
     if isinstance(value, enum.Enum):
         return Leaf(type(value).__name__, zlib.crc32(value.name.encode()))
     if isinstance(value, os.PathLike):
-        return Leaf("path", zlib.crc32(os.path.basename(os.fsdecode(value)).encode(errors="replace")))
+        return Leaf("path", zlib.crc32(_last_part(os.fsdecode(value)).encode(errors="replace")))
     if type(value) is float:
         return _leaf_of_numbers("float", torch.tensor([value], dtype=torch.float64, device="cpu"))
     if isinstance(value, str):
@@ -157,7 +157,7 @@ def _leaf(value: Any) -> Leaf | None:
         strided = value.layout is torch.strided and not value.is_quantized and not value.is_nested
         return _leaf_of_tensor(value) if strided and value.device.type != "meta" else None
     array = value if isinstance(value, (np.ndarray, np.generic)) else _as_array(value)
-    if array is None or isinstance(array, np.ndarray) and array.dtype.hasobject:
+    if array is None or (isinstance(array, np.ndarray) and array.dtype.hasobject):
         return None
     return _leaf_of_array(np.asarray(array), "" if array is value else f"{type(value).__name__} ")
 
@@ -176,8 +176,12 @@ def _leaf_of_list(values: Sequence[Any]) -> Leaf | None:
 def _text(value: Any) -> str:
     """Return a value for a comparison: of what looks like the path of a file, only its last part."""
     if isinstance(value, str) and value.startswith(os.sep) and "\n" not in value:
-        value = os.path.basename(value)
+        value = _last_part(value)
     return _without_addresses(repr(value))
+
+
+def _last_part(path: str) -> str:
+    return path.rpartition(os.sep)[2]
 
 
 def _without_addresses(text: str) -> str:
@@ -219,7 +223,7 @@ def _leaf_of_numbers(kind: str, flat: torch.Tensor) -> Leaf:
     if flat.numel() > _MAX_VALUES:
         flat = flat[:: -(-flat.numel() // _MAX_VALUES)]
     flat = flat.cpu().contiguous()
-    bits = zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    bits = zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
     tolerance = _tolerance(flat)
     return Leaf(kind, bits, _sketch(flat) if tolerance else None, tolerance)
 
@@ -374,9 +378,8 @@ def read_digests(request: DigestRequest, read: Callable[[int], Any]) -> SampleDi
     for index, times in zip(request.indices, request.times, strict=True):
         digests: list[Digest] = []
         for number in range(times):
-            if found or number:
-                if time.monotonic() - began > request.budget_s:
-                    break
+            if (found or number) and time.monotonic() - began > request.budget_s:
+                break
             try:
                 digests.append(digest_of(read(index)))
             except Exception:  # of the data set
@@ -411,9 +414,7 @@ def _savers(dataset: Any) -> Iterator[Callable[[], Callable[[], None]]]:
         if id(value) in seen or isinstance(value, (str, bytes, int, float, torch.Tensor, np.ndarray, type)):
             continue
         seen.add(id(value))
-        if isinstance(value, torch.Generator):
-            yield _saver(value.get_state, value.set_state)
-        elif isinstance(value, np.random.RandomState):
+        if isinstance(value, (torch.Generator, np.random.RandomState)):
             yield _saver(value.get_state, value.set_state)
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
@@ -621,7 +622,9 @@ def _random_leaves(samples: Mapping[int, Sequence[Digest]], first: Mapping[int, 
     found: set[str] = set()
     for index, digests in samples.items():
         before = first.get(index)
-        for digest in digests if before is not None else ():
+        if before is None:
+            continue
+        for digest in digests:
             for path in before.keys() | digest.keys():
                 one, other = before.get(path), digest.get(path)
                 if one is None or other is None or not _alike(one, other):

@@ -545,9 +545,9 @@ class EpochOfStream:
 
     def _differs(self, what: str, one: int, other: int) -> MismatchError:
         return MismatchError(
-            f"{self._source.name}: {what} differs on ranks {one} and {other}. Each worker reads the whole data set, and "
-            "uses its part of each global batch: it must not be divided by rank, and what is shuffled needs a seed that "
-            "is the same on all workers."
+            f"{self._source.name}: {what} differs on ranks {one} and {other}. Each worker reads the whole data set, "
+            "and uses its part of each global batch: it must not be divided by rank, and what is shuffled needs a seed "
+            "that is the same on all workers."
         )
 
     def _compare_first(self, read: SamplesRead) -> None:

@@ -307,7 +307,7 @@ class Loader:
                 "dataset", "a map-style data set, whose samples have indices", found=self._substreams.name
             )
         if self._batch_sampler is not None:
-            return self._read_batches(epoch).indices
+            return self._read_batches(epoch).indices.long()
         if self._in_blocks:
             blocks = self._block_order(epoch)
             return torch.cat([blocks.samples(step, 0, blocks.global_size(step)) for step in range(blocks.steps)])
@@ -336,8 +336,9 @@ class Loader:
             expected = f"batches of 1 to {self.global_batch_size} indices (global_batch_size)"
             found = f"{int(batches.sizes[number])} in batch {number} of epoch {epoch}"
             raise ConfigError("batch_sampler", expected, found=found)
-        bad = (batches.indices < 0) | (batches.indices >= self.samples)
-        if bad.any():
+        lowest, highest = torch.aminmax(batches.indices)
+        if lowest < 0 or highest >= self.samples:
+            bad = (batches.indices < 0) | (batches.indices >= self.samples)
             place = int(bad.int().argmax())
             number = int(torch.searchsorted(batches.ends, place, right=True))
             found = f"{int(batches.indices[place])} in batch {number} of epoch {epoch}"
@@ -351,6 +352,8 @@ class Loader:
             MismatchError: on every worker, if they differ, or differ from those before a resume in the epoch.
         """
         batches = self._read_batches(epoch)
+        small = self.samples <= _MAX_INT32_SAMPLES
+        batches.indices = batches.indices.to(torch.int32 if small else torch.int64)
         digest = int(checksum_of([batches.indices, batches.sizes])) or 1
         if self.comm.size > 1:
             with named("comparison of the batch samplers"):
@@ -526,7 +529,7 @@ class Loader:
         settings = {"global_batch_size": self.global_batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
         if self.shuffle:  # without, the seed is that of random draws alone
             settings["seed"] = self.seed
-        # The draws of samples are those of epoch 0 in any epoch: a worker that joins compares with what others have read.
+        # The draws of samples are those of epoch 0 in any epoch: who joins compares with what others have read.
         key = mix((self.seed, _SAMPLES, 0))
         check_same_data(self.comm, self._described, settings, self.samples, key, self._read_digests, self._in_blocks)
         self._compared = weakref.ref(group)
@@ -711,15 +714,14 @@ class _Batches:
 
     def tensors(self) -> Sequence[torch.Tensor]:
         """Return the indices of each batch."""
-        return self.indices.split(self.sizes.tolist())
+        return torch.split(self.indices, self.sizes.tolist())
 
 
 class _SampledOrder:
     """This worker's part of an epoch's batches from a batch sampler; see `_WorkerOrder`."""
 
     def __init__(self, loader: Loader, batches: _Batches) -> None:
-        small = loader.samples <= _MAX_INT32_SAMPLES
-        self._loader, self._indices = loader, batches.indices.to(torch.int32 if small else torch.int64)
+        self._loader, self._indices = loader, batches.indices
         self._sizes, self._ends = batches.sizes.tolist(), batches.ends.tolist()
         self.any_sample = int(self._indices[0])
 
@@ -826,11 +828,11 @@ class LengthBatchSampler:
         return (batch.tolist() for batch in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return what iterating yields as tensors: int64, shape (samples of the batch,)."""
+        """Return what iterating yields as tensors of shape (samples of the batch,)."""
         batches: list[torch.Tensor] = []
-        order = torch.randperm(len(self._lengths))
+        order = _permutation(len(self._lengths))
         for pool in torch.split(order, self.pool * self.global_batch_size):
-            by_length = pool[_stable_order(self._lengths[pool])]
+            by_length = pool.index_select(0, _stable_order(self._lengths.index_select(0, pool)))
             batches += torch.split(by_length, self.global_batch_size)
         return [batches[number] for number in torch.randperm(len(batches)).tolist()]
 
@@ -878,9 +880,9 @@ class TokenBatchSampler:
         return (batch.tolist() for batch in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return what iterating yields as tensors: int64, shape (samples of the batch,)."""
-        shuffled = torch.randperm(len(self._lengths))
-        by_length = shuffled[_stable_order(self._lengths[shuffled])]
+        """Return what iterating yields as tensors of shape (samples of the batch,)."""
+        shuffled = _permutation(len(self._lengths))
+        by_length = shuffled.index_select(0, _stable_order(self._lengths.index_select(0, shuffled)))
         batches = torch.split(by_length, self._sizes)
         return [batches[number] for number in torch.randperm(len(batches)).tolist()]
 
@@ -894,6 +896,11 @@ def _as_lengths(lengths: Sequence[int]) -> torch.Tensor:
     whole = not found.is_floating_point() and found.dtype is not torch.bool
     small = whole and limits.min <= int(found.min()) and int(found.max()) <= limits.max
     return found.to("cpu", torch.int16) if small else found
+
+
+def _permutation(samples: int) -> torch.Tensor:
+    """Return a permutation from torch's global generator in the smallest dtype; the numbers are those of int64."""
+    return torch.randperm(samples, dtype=torch.int32 if samples <= _MAX_INT32_SAMPLES else torch.int64)
 
 
 def _stable_order(lengths: torch.Tensor) -> torch.Tensor:

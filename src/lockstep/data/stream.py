@@ -9,7 +9,6 @@ import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,6 +84,14 @@ class Stream(Dataset[Any]):
             raise DataError(f"{self.name}: no samples")
         self._ends = np.cumsum(self.block_sizes)
         self._reader = BlockReader(self, 4)
+        # kept, because a position in the data has it, which a trainer notes at each step
+        self._files_digest = self._digest_of_files()
+
+    def _digest_of_files(self) -> str:
+        digest = hashlib.sha256()
+        for file in self._files:
+            digest.update(f"{file.path.name}\0{len(file.sizes)}\0".encode() + file.sizes.astype("<i8").tobytes())
+        return f"{len(self._files)} from {self._files[0].path.name}, {digest.hexdigest()[:16]}"
 
     @property
     def name(self) -> str:
@@ -123,15 +130,6 @@ class Stream(Dataset[Any]):
         Of the files these are names without folders, and a digest of names and sizes of blocks: files can be moved.
         """
         return {"shuffle_window": self.shuffle_window, "lanes": self.lanes, "files": self._files_digest}
-
-    @cached_property
-    def _files_digest(self) -> str:
-        # Kept, because a position, which a trainer notes at each step, has it.
-        digest = hashlib.sha256()
-        for file in self._files:
-            digest.update(f"{file.path.name}\0{len(file.sizes)}\0".encode())
-            digest.update(file.sizes.astype("<i8").tobytes())
-        return f"{len(self._files)} from {self._files[0].path.name}, {digest.hexdigest()[:16]}"
 
     def reader(self) -> BlockReader:
         """Return a reader with a cache of its own, which keeps the blocks that it is told to."""

@@ -92,7 +92,8 @@ def test_other_samples_are_an_error_on_every_rank(pool: Pool, way: str) -> None:
 @pytest.mark.parametrize("way", ["fit", "validate", "Loader"])
 def test_other_lengths_are_named(pool: Pool, way: str) -> None:
     found = errors(pool, way, lambda rank: numbers(64 + (rank == 2)), workers=3)
-    said = f"{NAMES.get(way, 'the data set')} (TensorDataset) differs among the workers: rank 0 has 64 samples, rank 2 has 65. "
+    said = f"{NAMES.get(way, 'the data set')} (TensorDataset) differs among the workers: "
+    said += "rank 0 has 64 samples, rank 2 has 65. "
     assert len(set(found)) == 1
     assert found[0].startswith(said)
 
@@ -243,7 +244,7 @@ class FileOpenedLate(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         assert os.getpid() != self.parent, "read in the parent"
         if self.file is None:
-            self.file = open(self.path, "rb")  # type: ignore[assignment]  # noqa: SIM115
+            self.file = Path(self.path).open("rb")  # type: ignore[assignment]  # noqa: SIM115
         self.file.seek(index)  # type: ignore[attr-defined]
         return torch.tensor(self.file.read(1)[0] + self.rank), index  # type: ignore[attr-defined]
 
