@@ -41,7 +41,7 @@ class Stream(Dataset[Any]):
 
     Samples are counted when it is made: for Parquet, Arrow and MDS from what the files say, for tokens from the size of
     the file. JSON lines and tar files are read once as a whole; the result is kept in a hidden file beside each of
-    them, or in ``~/.cache/lockstep/index`` if that folder cannot be written.
+    them, or one in the folder of more than 16, or in ``~/.cache/lockstep/index`` if that folder cannot be written.
 
     Indexing it by hand reads the block of the sample, and keeps the last 4 blocks.
 
