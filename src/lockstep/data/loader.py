@@ -27,7 +27,7 @@ from typing_extensions import Never, Self
 
 from .. import communicator
 from ..argument_checks import check_callable, check_flag, keyword_names
-from ..errors import CheckpointError, ConfigError, DataError, MismatchError, unexpected_argument
+from ..errors import CheckpointError, ConfigError, MismatchError, unexpected_argument
 from ..flight_recorder import named, note_batch
 from ..invariance.fingerprints import checksum_of
 from ..invariance.randomness import preserve_generators
