@@ -204,6 +204,36 @@ def test_workers_may_begin_from_nothing(tmp_path: Path, method: str) -> None:
 # --- what is shown ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_exception_of_a_data_set_is_one_line_and_nothing_waits(processes: int, tmp_path: Path, here: Here) -> None:
+    body = f"""
+        import torch, lockstep
+
+        class Photos(torch.utils.data.Dataset):
+            def __len__(self):
+                return 16
+            def __getitem__(self, index):
+                if index == 7:
+                    open("img7.png")
+                return torch.randn(4), 0
+
+        model = torch.nn.Linear(4, 2)
+        data = torch.utils.data.DataLoader(Photos(), 8, num_workers={processes})
+        model, optimizer, loader = lockstep.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    """
+    ended = here("run", "-np", 2, "--quiet", write(tmp_path, body))
+    where = " (in loader process 0)" if processes else ""
+    said = (
+        "lockstep run: error: sample 7 of Photos: FileNotFoundError: [Errno 2] No such file or directory: 'img7.png', "
+    )
+    assert ended.stderr.strip() == f"{said}at program.py:13 in __getitem__{where} [rank 1]"
+    assert ended.returncode == 2
+
+
 def test_each_rank_may_have_a_file(tmp_path: Path, here: Here) -> None:
     program = write(tmp_path, "print('out of', rank); print('err of', rank, file=sys.stderr)")
     ended = here("run", "-np", 2, "--output-dir", tmp_path / "logs", program)

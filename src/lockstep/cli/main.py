@@ -6,13 +6,14 @@ import argparse
 import atexit
 import functools
 import gc
+import re
 import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 
 from ..environment import debugging
-from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
+from ..errors import ConfigError, DataError, InterruptedRunError, LockstepError, WorkerError, unknown_name
 from ..interruption import resume_hint
 from . import bench, doctor, explain, horovodrun, join, plan, resize, run, submit, timeline, top, train, verify
 from .explain import failure_text
@@ -179,6 +180,8 @@ def _print_error(
         name = error.argument if error.call_site else option_name(error.argument)
         place = f"{error.call_site}: " if error.call_site else ""
         message = f"error: {place}{_in_one_line(error.render(name))}"
+    elif isinstance(error, WorkerError) and _names_its_line(error) and not debug:
+        message = f"error: {_worker_message(error, option_name)}"
     elif error.report_json:
         message = f"error: {failure_text(sys.stderr, error, len(f'{command}: error: '))}"
     elif isinstance(error, WorkerError):
@@ -204,6 +207,14 @@ def _worker_message(error: WorkerError, option_name: Callable[[str], str]) -> st
         argument, colon, rest = error.reason.partition(":")
         return _in_one_line(f"{option_name(argument)}{colon}{rest} [rank {error.rank}]")
     return str(error)
+
+
+def _names_its_line(error: WorkerError) -> bool:
+    """Return whether this is an exception of a data set, which names sample and line of the program by itself.
+
+    The traceback would show frames of Lockstep, and the state of the other ranks says nothing about it.
+    """
+    return error.kind == DataError.__name__ and re.search(r", at [^ ]+:\d+ in ", error.reason) is not None
 
 
 def _in_one_line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copyreg
 import io
 import multiprocessing
@@ -10,11 +11,13 @@ import pickle
 import random
 import signal
 import sys
+import sysconfig
 import traceback
+import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
@@ -32,6 +35,7 @@ from ..errors import ConfigError, DataError, LockstepError
 from ..invariance.randomness import preserve_generators
 from ..invariance.shards import mix
 from ..system.processes import signal_name
+from .digest import Digest, DigestRequest, SampleDigests, preserve_own_generators, read_digests
 from .nested import map_tensors
 
 __all__ = [
@@ -201,6 +205,7 @@ class ReadRequest:
         key: key of its random draws.
         parts: for each part, where to begin if it is not open, and the number of samples to read.
         keep: returns for the number of samples read the range of those to return; None to return all.
+        compared: which of the samples that are read first are compared among the workers, by number.
     """
 
     run: int
@@ -208,6 +213,7 @@ class ReadRequest:
     key: int
     parts: list[tuple[PartPosition, int]]
     keep: Callable[[int], tuple[int, int]] | None = None
+    compared: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +226,7 @@ class SamplesRead:
         samples: those to be returned; one of them, for its shapes, if none is.
         state: the data set's own `state_dict` after them; None without one.
         first: a digest of the part's first sample; None if that was not read.
+        digests: those of the samples that are compared, by number; empty but for the first that are read.
     """
 
     part: int
@@ -227,9 +234,10 @@ class SamplesRead:
     samples: list[Any]
     state: Any = None
     first: int | None = None
+    digests: dict[int, Digest] = field(default_factory=dict)
 
 
-_AnyRequest = Request | BatchInParts | BlockRequest | ReadRequest
+_AnyRequest = Request | BatchInParts | BlockRequest | ReadRequest | DigestRequest
 
 
 class _Batches(Dataset[Any]):
@@ -260,11 +268,13 @@ class _Batches(Dataset[Any]):
             if isinstance(request, ReadRequest):
                 found = self._read(request)
                 return found if get_worker_info() is None else self._packed(found)
+            if isinstance(request, DigestRequest):
+                return self._digests(request)
             key, indices = request
             if isinstance(indices, tuple):
                 return [self._batch(key, part) if part else None for part in indices]
             return self._batch(key, indices)
-        except DataError as error:
+        except LockstepError as error:
             process = get_worker_info()
             if process is None:
                 raise
@@ -306,6 +316,20 @@ class _Batches(Dataset[Any]):
             self.reader = self.dataset.reader()
         found: list[SamplesRead] = self.reader.read(request)
         return found
+
+    def _digests(self, request: DigestRequest) -> SampleDigests:
+        """Read samples as for a batch, and leave no trace of it in random generators or the blocks that are kept."""
+        source = self.dataset.reader() if hasattr(self.dataset, "reader") else self.dataset
+
+        def read(index: int) -> Any:
+            seed_draws(request.key, index)
+            if hasattr(source, "__getitem__") or not self.by_batch:
+                with suppress(NotImplementedError):  # of torch's Dataset, where only whole batches are made
+                    return source[index]
+            return source.collated_batch([index])
+
+        with preserve_generators(), preserve_own_generators(self.dataset):
+            return read_digests(request, read)
 
     def _from_blocks(self, request: BlockRequest) -> list[Any]:
         if self.reader is None:
@@ -413,9 +437,18 @@ def describe_exception(error: Exception) -> str:
     """Return an exception of a data set in one line, with the line of the program that raised it."""
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the frame here
-    own = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
+    own = [frame for frame in frames if not _is_of_a_library(frame.filename)] or frames
     place = f", at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
     return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
+
+
+_STANDARD = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def _is_of_a_library(file: str) -> bool:
+    """Return whether a file belongs to an installed package, to Python or to Lockstep, and not to the program."""
+    return f"{os.sep}site-packages{os.sep}" in file or file.startswith((*_STANDARD, _OWN, "<frozen "))
 
 
 class _RequestSampler:
@@ -479,6 +512,16 @@ class Fetcher:
         for found in self._fetch(requests, pin=False):
             yield found.samples() if isinstance(found, _Packed) else found
 
+    def digests(self, request: DigestRequest) -> SampleDigests:
+        """Read samples for a comparison where `fetch` reads them: in the first loader process, if there is any.
+
+        This process does not read then: files that a data set opens when it is first read would be shared with all
+        loader processes, and so would the positions in them.
+        """
+        (found,) = self._fetch([request], pin=False)
+        assert isinstance(found, SampleDigests)
+        return found
+
     def collated(self, key: int, samples: list[Any], indices: list[int]) -> Any:
         """Return samples as a batch, with the random draws of the collate function keyed by its first sample.
 
@@ -529,6 +572,7 @@ class Fetcher:
         self._sampler.requests = requests
         if self._loader is None:
             self._loader = self._start()
+            _with_processes.add(self)
         loaded = iter(self._loader)
         while True:
             try:
@@ -574,6 +618,17 @@ class Fetcher:
         if iterator is not None:
             # Dropping the reference would do the same, unless a traceback still holds one of its frames.
             iterator._shutdown_workers()
+
+
+# Those whose loader processes may run. Where an exception ends the program within an epoch, nobody closes them; the
+# processes pass over the first SIGTERM, with which multiprocessing ends them, and it would wait for them for ever.
+_with_processes: weakref.WeakSet[Fetcher] = weakref.WeakSet()
+
+
+@atexit.register  # after that of multiprocessing, so it is called before
+def _close_all() -> None:
+    for fetcher in list(_with_processes):
+        fetcher.close()
 
 
 def _describe_dead_process(loader: DataLoader[Any]) -> str | None:

@@ -21,6 +21,7 @@ from ..activity import Activity
 from ..errors import ConfigError, DataError, LockstepError, MismatchError
 from ..flight_recorder import named, note_batch
 from ..invariance.shards import bounds, local_range, mix
+from .digest import Digest, compare_samples, digest_of, places
 from .fetching import (
     Fetcher,
     PartPosition,
@@ -41,6 +42,7 @@ __all__ = [
     "StreamPosition",
     "Substreams",
     "is_iterable",
+    "no_samples",
     "substreams_of",
 ]
 
@@ -140,7 +142,7 @@ class _Reader:
             part = self._open.get(start.part)
             if part is None:
                 part = self._open[start.part] = _OpenPart(self._source, start, request)
-            found.append(part.take(count, request.keep))
+            found.append(part.take(count, request.keep, request.compared))
         return found
 
 
@@ -153,6 +155,7 @@ class _OpenPart:
         self._stateful = _keeps_position(self._dataset)
         self._key, self._samples = mix((request.key, start.part)), 0
         self._first: int | None = None
+        self._was_read = False
         self._start(request.epoch, start)
         skipped = len(self._read(start.samples - self._samples, lambda _: None))
         if self._samples < start.samples:
@@ -177,13 +180,19 @@ class _OpenPart:
         with self._as_a_loader_process():
             self._iterator = self._guarded(lambda: iter(self._dataset))
 
-    def take(self, count: int, keep: Callable[[int], tuple[int, int]] | None) -> SamplesRead:
+    def take(
+        self, count: int, keep: Callable[[int], tuple[int, int]] | None, compared: frozenset[int] = frozenset()
+    ) -> SamplesRead:
         """Read the next `count` samples, fewer at the end, and return the range that `keep` gives for their number."""
+        before, digests = self._samples, {}
         samples = self._read(count, lambda sample: sample)
+        if not self._was_read:
+            digests = {before + number: digest_of(samples[number]) for number in compared if number < len(samples)}
+        self._was_read = True
         low, high = keep(len(samples)) if keep is not None else (0, len(samples))
         shown = samples[low:high] or samples[:1]  # one for its shapes, though none is asked for
         state = self._dataset.state_dict() if self._stateful else None
-        return SamplesRead(self._number, len(samples), shown, state, self._first)
+        return SamplesRead(self._number, len(samples), shown, state, self._first, digests)
 
     def _read(self, count: int, kept: Callable[[Any], Any]) -> list[Any]:
         samples: list[Any] = []
@@ -290,6 +299,7 @@ def _digest(sample: Any) -> int:
 # --- Global batches, in the process that trains ----------------------------------------------------------------------
 
 _AHEAD = 4  # batches on which the workers agree at once
+_COMPARISON = "comparison of the samples"
 
 
 class StreamPosition(NamedTuple):
@@ -346,6 +356,7 @@ class BatchSettings(NamedTuple):
         virtual_workers: number of shards of a global batch, None without.
         drop_last: whether a smaller last batch is left out.
         needs_whole: whether less than one whole batch is an error.
+        role: what the data set is for, for messages; "" if that is not known.
     """
 
     size: int
@@ -353,14 +364,21 @@ class BatchSettings(NamedTuple):
     virtual_workers: int | None
     drop_last: bool
     needs_whole: bool
+    role: str = ""
+
+
+def no_samples(name: str, role: str) -> DataError:
+    """Return the error for an iterable data set without samples."""
+    return DataError(f"{name}: no samples{f' in {role}' if role else ''}")
 
 
 class EpochOfStream:
     """This worker's parts of the global batches of an epoch of an iterable data set.
 
-    With one part, every worker reads all samples and uses its own; workers compare the first sample and the number of
-    them. With several parts, a worker reads those that its samples come from, and the workers agree on the number of
-    batches to come of which each part has its share. When a part has ended, whoever reads a part sends what is left.
+    With one part, every worker reads all samples and uses its own; workers compare samples of the first batch, and the
+    number of them. With several parts, a worker reads those that its samples come from; workers that read the same part
+    compare what they read first. The workers agree on the number of batches to come of which each part has its share.
+    When a part has ended, whoever reads a part sends what is left.
 
     Args:
         settings: of the global batches.
@@ -383,7 +401,7 @@ class EpochOfStream:
         start: StreamPosition,
     ) -> None:
         EpochOfStream._runs += 1
-        self._size, self._comm, virtual_workers, self._drop_last, self._needs_whole = settings
+        self._size, self._comm, virtual_workers, self._drop_last, self._needs_whole, self._role = settings
         self._source, self._epoch, self._start = source, epoch, start
         self._range = partial(local_range, workers=self._comm.size, virtual_workers=virtual_workers)
         self._cuts = [bounds(self._size, source.parts, part) for part in range(source.parts)]
@@ -395,6 +413,7 @@ class EpochOfStream:
         self._states: dict[int, Any] = {}  # of the parts, behind the last batch
         self._ended, self._first = False, start.first
         self._any: list[Any] = []  # a sample, once there was one
+        self._digests: dict[int, dict[int, Digest]] = {}  # of the samples that were read first, by part
         self._processes = fetcher.parts
         self._reads = fetcher.fetch_parts(self._requests(EpochOfStream._runs, epoch, key))
 
@@ -444,9 +463,15 @@ class EpochOfStream:
             parts = self._mine[slice(*bounds(len(self._mine), self._processes, process))]
             shares = [(part, self._share(part)) for part in parts]
             starts = [(self._start.of_part(part, share), share) for part, share in shares]
-            requests.append(ReadRequest(run, epoch, key, starts, keep))
+            requests.append(ReadRequest(run, epoch, key, starts, keep, self._compared_samples()))
         while not self._ended:
             yield from requests
+
+    def _compared_samples(self) -> frozenset[int]:
+        """Return which of the samples that are read first of a part are compared."""
+        if self._comm.group is None or self._comm.size == 1:
+            return frozenset()
+        return frozenset(places(max(self._share(part) for part in range(self._source.parts)), in_blocks=False))
 
     def _share(self, part: int) -> int:
         start, stop = self._cuts[part]
@@ -464,6 +489,8 @@ class EpochOfStream:
         for each in found:
             if each.first is not None and not each.part:
                 self._note_first(each.first)
+            if each.digests:
+                self._digests[each.part] = each.digests
         return found
 
     def _again(self) -> str:
@@ -493,8 +520,8 @@ class EpochOfStream:
         step, count = self._start.step, self._size
         while count == self._size:
             (read,) = self._read()
-            if not step:
-                self._compare(read.first, "its first sample")
+            if step == self._start.step:
+                self._compare_first(read)
             count = read.count
             if count:
                 step += 1
@@ -503,7 +530,7 @@ class EpochOfStream:
                 low, high = self._range(count, rank=self._comm.rank)
                 yield PartOfBatch(read.samples, low, high, count, position)
         if not step:
-            raise DataError(f"{self._source.name}: no samples")
+            raise no_samples(self._source.name, self._role)
         self._compare((step, count), "the number of its samples")
 
     def _compare(self, value: Any, what: str) -> None:
@@ -512,13 +539,45 @@ class EpochOfStream:
         Raises:
             MismatchError: on every worker, if they have not.
         """
-        for rank, other in enumerate(self._gather(value, "comparison of the samples")):
+        for rank, other in enumerate(self._gather(value, _COMPARISON)):
             if other != value:
-                raise MismatchError(
-                    f"{self._source.name}: {what} differs on ranks {self._comm.rank} and {rank}. Each worker reads the "
-                    "whole data set, and uses its part of each global batch: it must not be divided by rank, and what "
-                    "is shuffled needs a seed that is the same on all workers."
-                )
+                raise self._differs(what, self._comm.rank, rank)
+
+    def _differs(self, what: str, one: int, other: int) -> MismatchError:
+        return MismatchError(
+            f"{self._source.name}: {what} differs on ranks {one} and {other}. Each worker reads the whole data set, "
+            "and uses its part of each global batch: it must not be divided by rank, and what is shuffled needs a seed "
+            "that is the same on all workers."
+        )
+
+    def _compare_first(self, read: SamplesRead) -> None:
+        """Check that all workers have read the same first batch.
+
+        Raises:
+            MismatchError: on every worker, if they have not.
+        """
+        if self._comm.group is None:
+            return
+        gathered = self._gather((read.count, self._digests), _COMPARISON)
+        self._compare_digests([digests for _, digests in gathered])
+        for rank, (count, _) in enumerate(gathered):
+            if count != gathered[0][0]:
+                raise self._differs("the number of its samples", 0, rank)
+
+    def _compare_digests(self, by_rank: list[dict[int, dict[int, Digest]]]) -> None:
+        """Check that what several workers have read of the same part is the same.
+
+        Raises:
+            MismatchError: on every worker, if it is not.
+        """
+        seen: dict[int, int] = {}  # by part, the first rank that has read it
+        for rank, digests in enumerate(by_rank):
+            for part, samples in digests.items():
+                first = seen.setdefault(part, rank)
+                number = compare_samples(by_rank[first][part], samples)
+                if number is not None:
+                    of = f" of part {part}" if self._source.parts > 1 else ""
+                    raise self._differs(f"its sample {number}{of}" if number or of else "its first sample", first, rank)
 
     # --- several parts ------------------------------------------------------------------------------------------------
 
@@ -537,9 +596,12 @@ class EpochOfStream:
         """Return the number of batches, at most `_AHEAD`, of which every part has its share, and the position now."""
         self._read_ahead(_AHEAD)
         ready = min((self._whole_shares(part) for part in self._mine), default=_AHEAD)
-        gathered = self._gather((ready, self._states, self._first), "agreement on the next samples")
+        shared = {part: each for part, each in self._digests.items() if self._is_shared(part)}
+        gathered = self._gather((ready, self._states, self._first, shared), "agreement on the next samples")
+        self._compare_digests([digests for *_, digests in gathered])
+        self._digests = {}
         by_part: dict[int, Any] = {}
-        for _, states, first in gathered:
+        for _, states, first, _ in gathered:
             by_part |= states
             self._first = self._first if first is None else first
         position = position._replace(first=self._first)
@@ -547,6 +609,10 @@ class EpochOfStream:
             states = [by_part.get(part) for part in range(self._source.parts)]
             position = position._replace(state_step=position.step, states=states)
         return min(ready for ready, *_ in gathered), position
+
+    def _is_shared(self, part: int) -> bool:
+        """Return whether several workers read a part."""
+        return sum(part in self._parts_of(rank) for rank in range(self._comm.size)) > 1
 
     def _read_ahead(self, batches: int) -> None:
         """Read until each part has its share of so many batches, or has ended."""
@@ -590,7 +656,7 @@ class EpochOfStream:
             what = f"fewer than the {position.step} batches that had been read before the run was resumed"
             raise DataError(f"{self._source.name}: {what}. It must yield the same samples whenever it is read")
         if not position.step:
-            raise DataError(f"{self._source.name}: no samples")
+            raise no_samples(self._source.name, self._role)
 
     def _exchange(self) -> list[Any]:
         """Return the next share of each part, from the worker that reads it, in the order of the parts."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ..argument_checks import check_callable, check_instance
 from ..communicator import Communicator, init
@@ -303,9 +303,15 @@ def _check_arguments(model: Any, precision: Any) -> None:
 
 @contextmanager
 def _opened(loader: Loader | DataLoader[Any]) -> Iterator[Loader]:
+    prepared = getattr(loader, "loader", None)  # of `prepare`
+    loader = prepared if isinstance(prepared, Loader) else loader
     if isinstance(loader, Loader):
         yield loader
         return
+    if not isinstance(loader, DataLoader):
+        found = "a data set" if isinstance(loader, Dataset) else f"one of type {type(loader).__name__}"
+        hint = "lockstep.Loader(dataset, global_batch_size=256, shuffle=False) makes one of a data set."
+        raise ConfigError("loader", "a lockstep.Loader, or a DataLoader", found=found, hint=hint)
     size, comm = int(loader.batch_size or 1), init()
     settings = dataloader_settings(loader, "loader", size, warns=comm.rank == 0)
     opened = Loader(**settings, global_batch_size=size, comm=comm)

@@ -54,7 +54,14 @@ _log = logging.getLogger(__name__)
 # --- Position in the training data ------------------------------------------------------------------------------------
 
 
-_POSITION_KEYS = ("epoch", "step", "ended", "batches", "stream")  # other keys say in which data it is a position
+_POSITION_KEYS = (
+    "epoch",
+    "step",
+    "ended",
+    "batches",
+    "batch_order",
+    "stream",
+)  # other keys say in which data it is a position
 
 
 class Position:

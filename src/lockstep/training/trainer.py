@@ -57,6 +57,8 @@ _log = logging.getLogger(__name__)
 
 _LOCK_PATIENCE_S = 3.0
 
+_ROLES = {"train": "the training data", "validate": "the data of validate="}  # in messages
+
 
 class Trainer:
     """Trains a model on all workers of the job. A trainer is one run, with any number of calls of `fit`.
@@ -460,10 +462,21 @@ class Trainer:
         return self._loader(dataset, "train" if shuffle else "dataset", shuffle)
 
     def _loader(self, dataset: Any, argument: str, shuffle: bool) -> Loader:
-        if isinstance(dataset, Loader):
-            return dataset
+        loader = dataset
         if isinstance(dataset, (str, bytes, Path)):
-            raise ConfigError(argument, "a data set, a Loader or a DataLoader", dataset)
+            hint = 'Files of samples are read by lockstep.data.Stream("data/*.jsonl").'
+            raise ConfigError(argument, "a data set, a Loader or a DataLoader", dataset, hint)
+        if not isinstance(loader, Loader):
+            try:
+                loader = self._make_loader(dataset, argument, shuffle)
+            except ConfigError as error:
+                if error.argument != "dataset":
+                    raise
+                raise ConfigError(argument, error.expected, error.got, error.hint, found=error.found) from None
+        loader.role = _ROLES.get(argument, loader.role)
+        return loader
+
+    def _make_loader(self, dataset: Any, argument: str, shuffle: bool) -> Loader:
         settings: dict[str, Any] = {"dataset": dataset, "shuffle": shuffle, "num_workers": self._num_workers}
         if isinstance(dataset, DataLoader):
             warns = self.comm.rank == 0 and (argument, dataset.batch_size) not in self._dataloaders_warned_of

@@ -438,3 +438,18 @@ def test_a_sampler_with_a_generator_of_its_own_is_found_out_on_resuming() -> Non
 def test_bad_batch_samplers(sampler: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"batch_sampler: .*{message}"):
         next(iter(Loader(numbers(6), 2, batch_sampler=sampler, comm=rank_of(0, 1), **options)))
+
+
+@pytest.mark.parametrize("lengths", [[index % 7 for index in range(50)], [70_000 + index % 7 for index in range(50)]])
+def test_batches_as_tensors_are_those_that_are_iterated_over(lengths: list[int]) -> None:
+    for sampler in (LengthBatchSampler(lengths, 8, pool=2), TokenBatchSampler([1 + each for each in lengths], 300_000)):
+        torch.manual_seed(0)
+        as_tensors = [batch.tolist() for batch in sampler.tensors()]
+        torch.manual_seed(0)
+        order, batches = torch.randperm(50), []
+        pools = order.split(16) if isinstance(sampler, LengthBatchSampler) else [order]
+        for pool in pools:
+            by_length = pool[torch.tensor(lengths)[pool].argsort(stable=True)]
+            batches += by_length.split(8 if isinstance(sampler, LengthBatchSampler) else sampler._sizes)
+        expected = [batches[number].tolist() for number in torch.randperm(len(batches))]
+        assert as_tensors == expected

@@ -268,6 +268,37 @@ def test_the_index_of_a_folder_that_cannot_be_written_is_in_the_home(
     assert len(Stream(path)) == 3
 
 
+def test_many_files_of_a_folder_have_one_index(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(40):
+        (tmp_path / f"{number:02d}.jsonl").write_text(f"{number}\n")
+    pattern, kept = str(tmp_path / "*.jsonl"), tmp_path / ".folder.lockstep-index.json"
+    stream = Stream(pattern)
+    assert list(stream) == list(range(40))
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == [kept]
+    with monkeypatch.context() as patched:
+        patched.setattr(shard_readers.JsonLines, "blocks", None)
+        again = Stream(pattern)
+        assert list(again) == list(range(40))
+        assert again.order_settings() == stream.order_settings()
+        assert list(Stream(sorted(tmp_path.glob("[0-2]*.jsonl")))) == list(range(30))
+    (tmp_path / "07.jsonl").write_text("700\n701\n")
+    changed = [*range(7), 700, 701, *range(8, 40)]
+    assert list(Stream(pattern)) == changed
+    for damaged in ("", "{}", kept.read_text().replace("[1]", "[0]"), kept.read_text().replace("[1]", "[1,1]")):
+        kept.write_text(damaged)
+        assert list(Stream(pattern)) == changed, damaged
+    kept.unlink()
+    kept.mkdir()  # root may write into any folder, but not over this
+    assert list(Stream(pattern)) == changed
+    assert len([*(home / ".cache" / "lockstep" / "index").iterdir()]) == 1
+
+
+def test_the_settings_of_the_order_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(write_jsonl(tmp_path / "a.jsonl"))
+    monkeypatch.setattr(stream, "_files", None)  # which a position of the loader does not go through
+    assert stream.order_settings()["files"].startswith("1 from a.jsonl, ")
+
+
 # --- damage ---------------------------------------------------------------------------------------------------
 
 

@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "DataLoader with a list. Lockstep divides .* takes one that yields the indices of global batches",
     ),
     "no batches": (lambda: DataLoader(DATA, batch_size=None), "batch_size=None. Pass the data set itself"),
-    "a generator": (lambda: (each for each in DATA), "dataset: expected an iterable data set, got a generator"),
+    "a generator": (lambda: (each for each in DATA), "train: expected an iterable data set, got a generator"),
 }
 
 
