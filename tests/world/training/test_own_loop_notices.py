@@ -152,11 +152,16 @@ def test_gradients_dropped_by_the_model_are_dropped_on_a_worker_without_samples_
 # --- losses of the whole batch ------------------------------------------------------------------------------
 
 
-def contrastive(samples: int, own_rows: bool) -> list[torch.Tensor]:
+def without_marked(samples: list[Any]) -> Any:
+    """A collate function that leaves samples out: parts have other numbers of rows than they were cut for."""
+    return torch.utils.data.default_collate([sample for sample in samples if not sample[1]] or samples[:1])
+
+
+def contrastive(samples: int, own_rows: bool, collate: Any = None) -> list[torch.Tensor]:
     """In-batch negatives, of the whole batch on each worker or of its own rows against all columns."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = DataLoader(torch.utils.data.Subset(data(), range(samples)), BATCH)
+    loader = DataLoader(torch.utils.data.Subset(data(), range(samples)), BATCH, collate_fn=collate)
     model, optimizer, loader = lockstep.prepare(model, optimizer, loader)
     losses = []
     for _ in range(3):
@@ -187,6 +192,10 @@ def test_in_batch_negatives_of_the_whole_batch_give_the_same_numbers(pool: Pool,
     results = on_workers(pool, contrastive, samples, own_rows)
     check_equal(results, exact=False)
     assert results[0][-1].max() > 0.5
+
+
+def test_the_whole_batch_is_what_was_collated(pool: Pool) -> None:
+    check_equal(on_workers(pool, contrastive, 24, False, without_marked, counts=(1, 2)), exact=False)
 
 
 # --- what is said -------------------------------------------------------------------------------------------
