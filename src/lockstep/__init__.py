@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .training.schedules import make_schedule
     from .training.step import TrainStep
     from .training.trainer import Trainer
+    from .training.whole_batch import whole_batch
 
 __all__ = [
     "LAMB",
@@ -79,6 +80,7 @@ __all__ = [
     "ray",
     "replicas",
     "synchronize",
+    "whole_batch",
     "whole_set",
 ]
 
@@ -112,6 +114,7 @@ _LAZY = {
     "ray": "ray",
     "replicas": "replicas",
     "synchronize": "communicator:synchronize",
+    "whole_batch": "training.whole_batch:whole_batch",
     "whole_set": "training.evaluate:whole_set",
 }
 

@@ -92,7 +92,8 @@ class BucketExchange:
         self._slice = -(-bucket.numel // size)
         # Zeros, because the gaps between parameters are sent and added as well.
         self._local = torch.zeros(rows, self._slice * size, dtype=first.dtype, device=first.device)
-        self._views = [bucket.views(row) for row in self._local]
+        # Through .data each has a version of its own, by which a change of one gradient is told from that of another.
+        self._views = [[view.data for view in bucket.views(row)] for row in self._local]
         self._sent = self._local if rows == 1 else self._local.new_empty(size, rows, self._slice)
         rows_received = 0 if self._plain else sum(len(subtrees) for subtrees in layout.by_rank)
         self._received = self._local.new_empty(rows_received, self._slice)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import weakref
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from typing_extensions import Never, Self
 
@@ -25,21 +25,25 @@ from ..data.nested import map_tensors, narrow, sample_count
 from ..errors import ConfigError, unexpected_argument
 from ..flight_recorder import note_samples
 from ..invariance.determinism import DeterminismSettings
-from ..invariance.gradient_buckets import Bucket, Gradients
-from ..invariance.ordered_reducer import BucketExchange, SubtreeLayout, gather_sum, make_exchanges, set_sums
+from ..invariance.fingerprints import checksum_of
+from ..invariance.gradient_buckets import Gradients
+from ..invariance.ordered_reducer import SubtreeLayout, gather_sum
 from ..invariance.randomness import preserve_generators, seed_shard
 from ..invariance.shards import bounds, check_virtual_workers, mix
 from ..other_names import in_training
-from ..strategies.base import accumulation_dtype
 from ..strategies.buffers import MutatedBuffers
 from ..strategies.invariant import ShardBuffers
 from ..strategies.module_sync import sync_module
 from ..strategies.unsupported_layers import check_supported
+from . import bodies
 from .divided_batches import describe_division
+from .free_losses import Outputs, compares_samples, comparison_error, parameters_reached, sum_error, undivided_sum
 from .model_changes import ModelChanges
-from .precision import Precision, clip, full_precision, scale_gradients
-from .replica_check import ReplicaCheck
-from .step import check_max_grad_norm, check_threads, parameters_of, refuse_closure
+from .precision import Precision, full_precision
+from .prepared_optimizer import PreparedOptimizer
+from .shard_gradients import is_due
+from .step import check_max_grad_norm, check_threads
+from .whole_batch import gather_rows
 
 __all__ = ["PreparedLoader", "prepare"]
 
@@ -63,9 +67,11 @@ def prepare(
         for epoch in range(10):
             for inputs, targets in loader:                  # this worker's part of each global batch
                 optimizer.zero_grad()
-                loss = loss_fn(model(inputs), targets)
+                loss = loss_fn(model(inputs), targets)      # the mean over this part
                 loss.backward()
-                optimizer.step()                            # with the mean gradient over the global batch
+                mean = optimizer.step(loss=loss)            # with the mean gradient over the global batch
+                if optimizer.stepped:                       # this body has completed a step
+                    losses.append(mean)
 
     Each object is changed in place, except that a `DataLoader` becomes a `PreparedLoader`:
 
@@ -73,15 +79,19 @@ def prepare(
     - The batch size of a loader is that of the *global* batch, which all workers share.
     - ``optimizer.step()`` first sums the gradients over the workers. Each worker's gradient is weighted by its samples,
       so that the sum is the gradient of the mean over the global batch. For a mean over something else, such as tokens,
-      give the denominator of this worker's loss: ``optimizer.step(count=tokens)``. With ``optimizer.step(loss=loss)``
-      it returns the mean loss over the global batch, a 0-dim tensor. Parameters without a gradient get one of zeros.
-    - Gradients of several batches may be accumulated before one step, as on one device.
-    - ``optimizer.zero_grad()`` sets gradients to None.
+      give the denominator of this worker's loss: ``optimizer.step(count=tokens)``; a part whose count is 0 adds
+      nothing, and if nothing counts in the whole batch, that is an error. Parameters without a gradient get one of
+      zeros.
+    - ``optimizer.step(loss=loss)`` returns the mean loss over the global batch, a 0-dim tensor, in the body that
+      completes a step, and None in others; ``optimizer.stepped`` says which it is.
+    - Gradients of several batches may be accumulated before one step, as on one device, and zeroed in any way:
+      ``optimizer.zero_grad()``, ``model.zero_grad()`` or ``p.grad = None``.
+    - A scheduler or an `AveragedModel` acts once a step, and the buffers of an average are those of the global batch.
 
     With `virtual_workers`, each global batch is cut into so many shards, and the results have the same bits at any
-    number of workers. A worker with several shards runs the body of the loop once for each of them;
-    ``optimizer.step()`` and ``scheduler.step()`` do nothing but in the last one, and return None. A loop in which a
-    model is updated and used again within one batch, as in a GAN, says which part of it belongs to which optimizer::
+    number of workers. A worker with several shards runs the body of the loop once for each of them; what acts once a
+    step does nothing but in the last one. A loop in which a model is updated and used again within one batch, as in a
+    GAN, says which part of it belongs to which optimizer::
 
         for batch in loader.batches():
             for images, _ in optimizer_d.shards(batch):     # this worker's shards
@@ -95,9 +105,34 @@ def prepare(
     of samples, of which it yields slices. The global random generators are seeded for each shard, and restored after
     the last one.
 
+    **What is an error, on one worker too**: gradients changed by hand between ``backward()`` and ``step()``; a loss
+    that is a sum over samples; without virtual workers, one that compares samples with each other (see `whole_batch`);
+    with virtual workers, a scheduler or an `AveragedModel` that was not given and acts in each shard, and
+    hyperparameters that differ from shard to shard. Hyperparameters are compared over the ranks as well. Losses are
+    looked at in batch 0, 1, 2, 4, … 1,024 and every 1,024th, changes of ``p.grad.data`` before step 0, 1, 2, 4 and so
+    on.
+
+    **What is not checked**, and may depend on the number of workers:
+
+    - a sum that is multiplied or divided, e.g. by a fixed batch size, and a sum of products such as
+      ``(log_prob * advantage).sum()``: divide by ``len(inputs)``, the samples of this part;
+    - a loss that compares samples through a model's methods or parts, a compiled model, a selection (``topk``) or
+      numbers without a gradient, such as advantages normalised over the batch, and one with fewer than 4 samples in a
+      part; without count=, a mean over something else than samples, such as tokens;
+    - gradients that the loop computes itself (``p.grad = ...``), changes between two backward passes of one body, and
+      hooks of parameters: each sees the samples of one part;
+    - turns of the loop that are counted by hand, with virtual workers: count where ``optimizer.stepped`` is true; the
+      same holds for averages of other classes than `AveragedModel`, and schedulers that are none of torch;
+    - data that differ from process to process where the loop makes them, and numbers that it draws, without virtual
+      workers;
+    - buffers after ``break`` in the body that completes a step: they are those of one's own part. Leave the loop at the
+      beginning of the next body, or after the last one.
+
+    ``lockstep verify SCRIPT`` runs a loop on several numbers of workers and compares.
+
     Args:
-        objects: any number of modules, optimizers over their parameters, `DataLoader`s or `lockstep.Loader`s, and
-            learning-rate schedulers of these optimizers that are stepped once a batch.
+        objects: any number of modules, optimizers over their parameters, `DataLoader`s or `lockstep.Loader`s,
+            learning-rate schedulers of these optimizers that are stepped once a batch, and `AveragedModel`s.
         virtual_workers: number of shards of each global batch; as many as there are workers when None.
         max_grad_norm: maximum 2-norm of each optimizer's whole gradient, which is then in ``optimizer.grad_norm``.
         precision: "fp32", or "bf16": forward passes run with autocast, and floating outputs are converted to float32.
@@ -118,28 +153,6 @@ def prepare(
     job = _OwnLoop(objects, virtual_workers, max_grad_norm, precision, seed, threads)
     prepared = tuple(job.prepare_one(each) for each in objects)
     return prepared[0] if len(prepared) == 1 else prepared
-
-
-@dataclass(slots=True)
-class _Shard:
-    """The shard whose passes are running.
-
-    Attributes:
-        number: its number.
-        weight: its share of the samples of the global batch; 0 if its data is a sample that stands in for none.
-        last: whether it is this worker's last one.
-        one_of_several: whether this worker has other shards of the same batch.
-        total: samples of the global batch.
-        left_out: in the last shard, the samples that a collate function has left out of this worker's shards; None if
-            there is no such function.
-    """
-
-    number: int
-    weight: float
-    last: bool
-    one_of_several: bool
-    total: int = 1
-    left_out: int | None = None
 
 
 class PreparedLoader:
@@ -167,6 +180,7 @@ class PreparedLoader:
 
     def batches(self) -> Iterator[Batch]:
         """Iterate over the global batches of the next epoch, for `shards` of the optimizers."""
+        bodies.watch()  # classes of schedulers may have been defined since
         for batch in self.loader:
             self._job.source = self.loader
             yield batch
@@ -224,25 +238,36 @@ class _OwnLoop:
         self.local_shards = range(*bounds(self.virtual_workers, self.comm.size, self.comm.rank))
         self.max_grad_norm, self._precision = max_grad_norm, Precision(precision, self.comm.device)
         self._determinism = DeterminismSettings(self.comm.device, threads) if self.exact else None
-        models = [each for each in objects if isinstance(each, nn.Module)]
-        self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self._averages = [each for each in objects if isinstance(each, AveragedModel)]
+        self._models = [each for each in objects if isinstance(each, nn.Module) and not isinstance(each, AveragedModel)]
+        self.model = self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
         self._prepare_model()
-        self._changes, self._buffers = ModelChanges(self.model), _Buffers(self)
+        self._changes, self._buffers = ModelChanges(self.model), self._make_buffers()
         self._has_described = self.exact or self.comm.rank != 0
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
-        self.optimizers = {id(each): _PreparedOptimizer(each, self) for each in optimizers}
-        self.current: _Shard | None = None
+        self.optimizers = {id(each): PreparedOptimizer(each, self) for each in optimizers}
+        self.current: bodies.Shard | None = None
         self.source: Loader | None = None  # that of the latest batch
+        self._batch_size = 0  # samples in the global batch
         self._passes: dict[Any, int] = {}  # how often `shards` has been called for the current batch
         self._deferred: list[tuple[nn.Parameter, Any, int]] = []
+        self._after_batch: list[Callable[[], None]] = []
+        self._looks = Counter[int]()  # at losses, by the number of the pass over a batch
+        self._outputs: Outputs | None = None  # of the running body, if its losses are looked at
+        self._has_loader = any(isinstance(each, (Loader, DataLoader)) for each in objects)
+        bodies.watch()
 
     def _prepare_model(self) -> None:
         if self.exact:
             check_supported(self.model, self.comm.device)
-        self.model.to(self.comm.device)
-        sync_module(self.model, self.comm)
+        for module in (self.model, *self._averages):
+            module.to(self.comm.device)
+            sync_module(module, self.comm)
         if self._determinism is not None and self.comm.size > 1:
             self._determinism.check_same(self.comm)
+
+    def _make_buffers(self) -> _Buffers:
+        return _Buffers(self, nn.ModuleList([*self._models, *(each.module for each in self._averages)]))
 
     def _look_at_model(self) -> None:
         """Say once what depends on the number of workers, and give all workers rank 0's values of new parameters."""
@@ -253,7 +278,7 @@ class _OwnLoop:
         if self._changes.found():
             self._prepare_model()
             self._changes.note()
-            self._buffers = _Buffers(self)
+            self._buffers = self._make_buffers()
 
     def prepare_one(self, given: Any) -> Any:
         """Return what `prepare` returns for one of its objects."""
@@ -263,7 +288,7 @@ class _OwnLoop:
         elif isinstance(given, Optimizer):
             self.optimizers[id(given)].install()
         elif isinstance(given, LRScheduler):
-            self._prepare_scheduler(given)
+            _in_last_shard_only(given, self._acts)
         else:
             return PreparedLoader(self, self._loader(given))
         return given
@@ -278,14 +303,9 @@ class _OwnLoop:
         settings = dataloader_settings(given, "loader", size, warns=self.comm.rank == 0)
         return Loader(**settings, global_batch_size=size, seed=self.seed, comm=self.comm, virtual_workers=wanted)
 
-    def _prepare_scheduler(self, scheduler: LRScheduler) -> None:
-        step = scheduler.step
-
-        def step_once(*args: Any, **kwargs: Any) -> None:
-            if self.current is None or self.current.last:
-                step(*args, **kwargs)
-
-        scheduler.step = step_once  # type: ignore[method-assign]
+    def _acts(self) -> bool:
+        """Return whether what acts once a step acts now: outside of a batch, and in the last shard of one."""
+        return self.current is None or self.current.last
 
     # --- shards of a batch -------------------------------------------------------------------------------------------
 
@@ -302,6 +322,8 @@ class _OwnLoop:
             parts = [(self.local_shards[0], self._stand_in(batch), 0)]
         empty = [shard for shard in self.local_shards if shard not in [number for number, *_ in parts]]
         left_out = self._left_out(batch)
+        looks = self._looks_at_losses(batch)
+        self._batch_size, self._after_batch = total, []
         with ExitStack() as stack:
             if self._determinism is not None:
                 stack.enter_context(self._determinism.applied())
@@ -314,21 +336,30 @@ class _OwnLoop:
             for position, (number, data, samples) in enumerate(parts):
                 last = position == len(parts) - 1
                 several, missing = len(self.local_shards) > 1, left_out if last else left_out and 0
-                shard = _Shard(number, samples / total, last, several, total, missing)
-                self._begin_shard(shard, first=position == 0)
+                shard = bodies.Shard(number, samples, samples / total, last, several, total, missing)
+                self._begin_shard(shard, first=position == 0, looks=looks)
                 seed_shard(self.seed, key, number, self.comm.device)
                 yield data
                 self._buffers.end_shard(number, samples)
                 self._end_shard()
             self._buffers.end(total, left_out)
+            for optimizer in self.optimizers.values():
+                optimizer.end_batch()
+            for call in self._after_batch:
+                call()
             note_samples(sum(samples for *_, samples in parts))
 
-    def _begin_shard(self, shard: _Shard, first: bool) -> None:
+    def _begin_shard(self, shard: bodies.Shard, first: bool, looks: bool) -> None:
         self.current = shard
+        bodies.begin(self)
         if not first:
             self._buffers.restore()
         for optimizer in self.optimizers.values():
             optimizer.begin_shard(shard, first)
+        if looks and shard.samples:
+            # The shards of virtual workers are the same on any number of workers, and so is what is compared in them.
+            models = [] if self.exact else [model for model in self._models if not _is_compiled(model)]
+            self._outputs = Outputs(models, shard.samples)
 
     def _end_shard(self) -> None:
         assert self.current is not None
@@ -339,6 +370,106 @@ class _OwnLoop:
 
     def _leave(self) -> None:
         self.current, self._deferred = None, []
+        bodies.end(self)
+        if self._outputs is not None:
+            self._outputs.close()
+            self._outputs = None
+
+    # --- what the body calls -----------------------------------------------------------------------------------------
+
+    def whole_batch(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all workers for the running batch, see `whole_batch.whole_batch`."""
+        if self.exact and self.virtual_workers > 1:
+            raise ConfigError(
+                "virtual_workers",
+                "none in a loop that uses the whole batch at once",
+                self.virtual_workers,
+                "A worker computes its shards one after another, so that the outputs of all are never there at once.",
+            )
+        shard = self.current
+        assert shard is not None
+        rows = len(output) if output.dim() else 0
+        if shard.samples and rows != shard.samples:
+            hint = "Call it for each view of the samples: first, second = output.chunk(2)."
+            raise ConfigError("output", f"{shard.samples} rows, one for each sample of this part", rows, hint)
+        shard.whole_batch = True
+        if self.comm.size == 1:
+            return output
+        if shard.left_out is None:
+            cuts = [bounds(self._batch_size, self.comm.size, rank) for rank in range(self.comm.size)]
+            sizes = [stop - start for start, stop in cuts]
+        else:
+            sizes = self.comm.allgather_object(shard.samples)
+        return gather_rows(output, sizes, self.comm)
+
+    def _looks_at_losses(self, batch: Any) -> bool:
+        """Return whether the losses of a pass over `batch` are looked at: not of each, as that costs time."""
+        number = self._passes.get((batch.epoch, batch.step), 0) if isinstance(batch, Batch) else 0
+        self._looks[number] += 1
+        return is_due(self._looks[number] - 1)
+
+    def before_backward(self, roots: list[torch.Tensor]) -> Callable[[], None]:
+        """Look at the losses of a backward pass; the returned function records what is wrong with them."""
+        found: list[tuple[ConfigError, set[int]]] = []
+        if self._outputs is not None and self.current is not None:
+            samples, outputs, of_whole_batch = self._outputs.samples, self._outputs, self.current.whole_batch
+            for root in roots:
+                if root.numel() != 1 or root.grad_fn is None:
+                    continue
+                with suppress(RuntimeError):  # a graph of which a part has been freed
+                    what = undivided_sum(root, samples)
+                    if what is not None:
+                        found.append((sum_error(what), parameters_reached(root)))
+                    elif not of_whole_batch and compares_samples(root, outputs):
+                        found.append((comparison_error(samples), parameters_reached(root)))
+
+        def record() -> None:
+            for error, reached in found:
+                for optimizer in self.optimizers.values():
+                    optimizer.refuse(error, reached)
+
+        return record
+
+    def check_scheduler(self, scheduler: LRScheduler) -> None:
+        """Check that a scheduler of a prepared optimizer acts once a batch."""
+        if id(scheduler.optimizer) in self.optimizers and not self._acts():
+            raise _not_given("scheduler", "scheduler.step()")
+
+    def update_average(self, average: AveragedModel, model: Any, update: Callable[[], None]) -> None:
+        """Update an average of a prepared model once a batch.
+
+        The buffers of a model have their values of the global batch when the batch ends.
+        """
+        known = {id(p) for p in self.model.parameters()}
+        if not any(id(p) in known for p in model.parameters()):
+            update()
+        elif not self._acts():
+            if not any(each is average for each in self._averages):
+                raise _not_given("average", "update_parameters()")
+        elif self.virtual_workers == 1 or not any(True for _ in model.buffers()):
+            update()
+        elif average.use_buffers:
+            self._after_batch.append(update)
+        else:
+            update()
+            self._after_batch.append(partial(_copy_buffers, average, model))
+
+    def look_at_repeated(self, gradients: Gradients) -> None:
+        """Say so once, on rank 0, if no loader was given and the workers' first gradients are all the same."""
+        if self._has_loader or self.comm.size == 1 or self.source is not None:
+            return
+        self._has_loader = True  # once
+        present = [gradient.detach() for gradient in gradients if gradient is not None]
+        digest = checksum_of(present).to(self.comm.device) if present else torch.zeros((), dtype=torch.int64)
+        digest = digest.to(self.comm.device)
+        largest, negated_smallest = self.comm.allreduce(torch.stack([digest, -digest]), "max")
+        if present and bool(largest == -negated_smallest) and self.comm.rank == 0:
+            _log.warning(
+                "lockstep.prepare() was given no loader, and all %d workers have computed the same gradients: each of "
+                "them repeats the same batches, and more workers make nothing faster. Give the DataLoader to "
+                "lockstep.prepare(), or loop over optimizer.shards(batch).",
+                self.comm.size,
+            )
 
     def _parts(self, batch: Any) -> tuple[list[tuple[int, Any, int]], int]:
         """Return (number, data, samples) of each of this worker's shards that has samples, and the batch's samples."""
@@ -408,14 +539,70 @@ def _check_kinds(objects: tuple[Any, ...]) -> None:
         if not isinstance(given, (nn.Module, Optimizer, Loader, DataLoader, LRScheduler)):
             expected = "modules, optimizers, DataLoaders or lockstep.Loaders, and learning-rate schedulers"
             raise ConfigError("objects", expected, found=type(given).__name__)
-    if not any(isinstance(given, nn.Module) for given in objects):
+    if not any(isinstance(given, nn.Module) and not isinstance(given, AveragedModel) for given in objects):
         raise ConfigError("objects", "at least one module, whose parameters are trained", found="none")
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Return whether a hook on `model` would have it compiled once more."""
+    compiled = any(getattr(layer, "_compiled_call_impl", None) is not None for layer in model.modules())
+    return compiled or isinstance(model, torch._dynamo.OptimizedModule) if "torch._dynamo" in sys.modules else compiled
 
 
 def _forward_with_autocast(forward: Callable[..., Any], precision: Precision, *args: Any, **kwargs: Any) -> Any:
     with precision.autocast():
         output = forward(*args, **kwargs)
     return map_tensors(full_precision, output)
+
+
+# --- Schedulers and averages ------------------------------------------------------------------------------------------
+
+
+def _in_last_shard_only(given: LRScheduler, acts: Callable[[], bool]) -> None:
+    """Change a scheduler in place, so that its `step` does nothing unless `acts()`.
+
+    It gets a class of its own. An attribute of the object would be part of its `state_dict()`, and could not be saved.
+    """
+    kind: Any = type(given)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        if acts():
+            kind.step(self, *args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:  # a copy, or what is pickled, is of the class that others know
+        parts: tuple[Any, ...] = object.__reduce_ex__(self, max(protocol, 2))  # type: ignore[assignment]
+        return _new, (kind, *parts[1][1:]), *parts[2:]
+
+    step._lockstep_watched = True  # type: ignore[attr-defined]  # the class's own step, which it calls, is watched
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    prepared: Any = type(kind.__name__, (kind,), {**names, "step": step, "__reduce_ex__": reduce})
+    given.__class__ = prepared
+
+
+def _new(kind: Any, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)
+
+
+def _not_given(what: str, call: str) -> ConfigError:
+    """Return the error for an object that acts in a shard that is not the last one of a batch.
+
+    Args:
+        what: "scheduler" or "average".
+        call: what the loop calls.
+    """
+    kind = "a learning-rate scheduler" if what == "scheduler" else "an AveragedModel"
+    return ConfigError(
+        what,
+        f"{call} once a global batch",
+        found=f"{kind} that lockstep.prepare() was not given, in each of several shards of a batch",
+        hint=f"Give the {what} to lockstep.prepare() too, or call {call} only if optimizer.stepped.",
+    )
+
+
+def _copy_buffers(average: AveragedModel, model: nn.Module) -> None:
+    """Copy the buffers of a model to its average, as `AveragedModel.update_parameters` does."""
+    for ours, theirs in zip(average.module.buffers(), model.buffers(), strict=True):
+        ours.detach().copy_(theirs.detach())
 
 
 # --- Buffers --------------------------------------------------------------------------------------------------------
@@ -427,11 +614,11 @@ class _Buffers:
     Running statistics become the mean over the shards, weighted by samples; all others become those of shard 0.
     """
 
-    def __init__(self, job: _OwnLoop) -> None:
+    def __init__(self, job: _OwnLoop, model: nn.Module) -> None:
         self._comm, self._layout = job.comm, SubtreeLayout(job.comm, job.virtual_workers)
-        self._shards, self._present = job.local_shards, any(True for _ in job.model.buffers())
-        self._statistics = ShardBuffers(job.model, job.comm.device)
-        self._mutated = MutatedBuffers(job.model, job.comm, at_once=job.exact)
+        self._shards, self._present = job.local_shards, any(True for _ in model.buffers())
+        self._statistics = ShardBuffers(model, job.comm.device)
+        self._mutated = MutatedBuffers(model, job.comm, at_once=job.exact)
         self._sums: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
@@ -456,7 +643,7 @@ class _Buffers:
 
         Args:
             samples: samples of the global batch.
-            left_out: see `_Shard`, of the last one.
+            left_out: see `Shard`, of the last one.
         """
         if not self._present:
             return
@@ -470,318 +657,3 @@ class _Buffers:
         self._statistics.set_statistics(sums[:-2], samples if left_out is None else samples - sums[-1])
         if self._comm.size > 1:
             self._mutated.sync(changed, sums[-2])
-
-
-# --- Optimizers -----------------------------------------------------------------------------------------------------
-
-
-class _PreparedOptimizer:
-    """Replaces `step` and `zero_grad` of an optimizer, and sums the gradients of its parameters over all shards.
-
-    Each shard has gradients of its own, as if each were a process: a worker with several shards puts those of a shard
-    into ``.grad`` while its passes run. Gradients that stay for a later batch are rescaled to the weight of the shard
-    then, because the parts of a smaller batch may have other weights.
-    """
-
-    def __init__(self, optimizer: Optimizer, job: _OwnLoop) -> None:
-        if hasattr(optimizer, "shards"):
-            raise ConfigError("optimizer", "each optimizer in one call of prepare() only", found="one in two")
-        refuse_closure(optimizer)
-        self._optimizer, self._job = optimizer, job
-        self._original_step, self._original_zero_grad = optimizer.step, optimizer.zero_grad
-        self._layout = SubtreeLayout(job.comm, job.virtual_workers)
-        self._replicas = ReplicaCheck(job.comm, job.model, optimizer, exact=job.exact)
-        self._steps = 0
-        self._trained: list[nn.Parameter] = []
-        self._buckets: list[Bucket] = []
-        self._exchanges: list[BucketExchange] = []
-        self._hook: Any = None
-        self._arrived: tuple[torch.Tensor, int] | None = None  # the gradient of one parameter, and its version
-        self._own: dict[int, Gradients] = {}  # those that stay for a later batch, by shard
-        self._weights: dict[int, float] = {}  # and the weights of their shards then
-        self._left: list[tuple[torch.Tensor | None, int]] = []  # gradients at the beginning of the batch, with versions
-        self._added_to_left = False  # whether a shard, but not all shards, has added to gradients of an earlier step
-        self._aside: tuple[Gradients, float] | None = None
-        self._empty: list[int] = []
-        self._stepped: list[int] = []
-        self._counted = False
-        self._left_out_before = 0  # samples left out of batches whose gradients stay for a later one
-        self._numbers = self._layout.tree()
-        self._rates: list[Any] = []
-        self._refresh()
-
-    def install(self) -> None:
-        """Replace the optimizer's methods."""
-        optimizer: Any = self._optimizer
-
-        def step(_: Optimizer, closure: Any = None, *, loss: Any = None, count: Any = None) -> torch.Tensor | None:
-            return self.step(closure, loss, count)
-
-        def zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
-            self.zero_grad()
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers of torch look for it
-        optimizer.step, optimizer.zero_grad = MethodType(step, optimizer), MethodType(zero_grad, optimizer)
-        optimizer.shards, optimizer.grad_norm = self._job.shards, None
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the trained parameters."""
-        return self._trained
-
-    def _refresh(self) -> None:
-        """Find out which parameters are trained now."""
-        trained = [p for p in parameters_of(self._job.model, self._optimizer) if p.requires_grad]
-        if [id(p) for p in trained] == [id(p) for p in self._trained]:
-            return
-        self._trained = trained
-        self._buckets, self._exchanges = make_exchanges(trained[::-1], self._layout)
-        if self._hook is not None:
-            self._hook.remove()
-        if trained:
-            hook = partial(_record_gradient, weakref.ref(self))  # a cycle through a hook would never be freed
-            self._hook = trained[0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def record_gradient(self, gradient: torch.Tensor) -> None:
-        """Record the gradient of the first parameter as a backward pass has left it."""
-        self._arrived = gradient, gradient._version
-
-    # --- gradients of each shard -------------------------------------------------------------------------------------
-
-    def begin_batch(self, empty: list[int]) -> None:
-        """Begin a global batch, of which this worker's shards `empty` have no samples."""
-        self._refresh()
-        self._empty, self._stepped, self._aside, self._arrived, self._counted = empty, [], None, None, False
-        self._numbers.clear()
-        for bucket in self._buckets:
-            bucket.tree.clear()
-        self._left = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._trained]
-        self._rates = [group["lr"] for group in self._optimizer.param_groups]
-
-    def begin_shard(self, shard: _Shard, first: bool) -> None:
-        """Put the gradients of `shard` into ``.grad``; those that an earlier step has left stay for the first one."""
-        for bucket in self._buckets:
-            bucket.release()
-        if shard.one_of_several:
-            own = self._own.pop(shard.number, None)
-            if own is not None or not first:
-                self._set_gradients(own or [None] * len(self._trained))
-            if not first and any(
-                gradient is not None and gradient._version != version for gradient, version in self._left
-            ):
-                self._added_to_left = True
-        self._rescale(shard)
-        if [group["lr"] for group in self._optimizer.param_groups] != self._rates:
-            raise ConfigError(
-                "scheduler",
-                "a learning rate that changes once a global batch",
-                found="one that changed between two shards of a batch",
-                hint="Give the scheduler to lockstep.prepare() too.",
-            )
-
-    def _set_gradients(self, gradients: Gradients) -> None:
-        for p, gradient in zip(self._trained, gradients, strict=True):
-            p.grad = gradient
-
-    def _rescale(self, shard: _Shard) -> None:
-        """Rescale gradients from earlier batches to the weight that the shard has in this one."""
-        before = self._weights.pop(shard.number, None)
-        if before is None or before == shard.weight:
-            return
-        gradients = [p.grad for p in self._trained]
-        if shard.weight == 0:
-            self._aside = gradients, before
-            self._set_gradients([None] * len(gradients))
-        else:
-            _multiply(gradients, before / shard.weight)
-
-    def end_shard(self, shard: _Shard) -> None:
-        """Keep the gradients of `shard` for a later batch, unless they were used."""
-        if shard.number in self._stepped:
-            return
-        if self._stepped:
-            raise self._incomplete()
-        gradients, weight = [p.grad for p in self._trained], shard.weight
-        if self._aside is not None:
-            gradients, weight = self._aside
-            self._set_gradients(gradients)
-        if any(gradient is not None for gradient in gradients):
-            self._weights[shard.number] = weight
-            self._left_out_before += shard.left_out or 0
-        if shard.one_of_several:
-            self._own[shard.number] = gradients
-            self._set_gradients([None] * len(gradients))
-        self._arrived = None
-
-    def zero_grad(self) -> None:
-        """Set the gradients of the running shard to None; outside of a batch, those of all shards."""
-        self._original_zero_grad(set_to_none=True)
-        self._arrived = self._aside = None
-        self._added_to_left = False
-        if self._job.current is None or len(self._job.local_shards) == 1:
-            self._left_out_before = 0
-        if self._job.current is None:
-            self._own.clear()
-            self._weights.clear()
-
-    # --- the step ----------------------------------------------------------------------------------------------------
-
-    def step(self, closure: Any, loss: Any, count: Any) -> torch.Tensor | None:
-        """Add the gradients of the running shard to the sum; after this worker's last one, update the parameters."""
-        if closure is not None:
-            hint = "It could call it any number of times, on each worker another."
-            raise ConfigError("closure", "none for an optimizer of prepare()", found="one", hint=hint)
-        shard = self._job.current or self._outside()
-        self._check_step(shard, count)
-        self._arrived = None
-        self._collect(shard, loss, count)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's own wrapper does
-        if not shard.last:
-            self._job.record_deferred_step()
-            return None
-        sums = self._reduce()
-        divisor = sums[1]
-        if shard.left_out is not None and not self._counted:
-            self._check_left_out(sums[7])
-            divisor = (shard.total - sums[6]) / shard.total
-        if (self._counted or shard.left_out is not None) and self._job.virtual_workers > 1:
-            scale_gradients([p.grad for p in self._trained if p.grad is not None], 1 / divisor)
-        if self._job.max_grad_norm is not None:
-            self._optimizer.grad_norm = clip(self._trained, self._job.max_grad_norm)  # type: ignore[attr-defined]
-        self._check_replicas(sums[2:6])
-        self._original_step()
-        self._steps += 1
-        return None if loss is None else sums[0] / sums[1]
-
-    def _check_left_out(self, left_out: torch.Tensor) -> None:
-        """Check that no samples were left out of batches whose gradients are accumulated.
-
-        Raises:
-            ConfigError: on every worker, as the mean over what is left of each batch is not known any more.
-        """
-        self._left_out_before = 0
-        if float(left_out):
-            hint = "Or leave them out of the data set, or give count= in a step for each batch."
-            expected = "a collate function that keeps all samples of batches whose gradients are accumulated"
-            raise ConfigError("collate_fn", expected, found=f"one that left out {float(left_out):g}", hint=hint)
-
-    def _outside(self) -> _Shard:
-        """Return what stands for the shard of a step outside of a loop over a loader or `shards`."""
-        job = self._job
-        if job.virtual_workers != job.comm.size:
-            hint = "Or use a loop over optimizer.shards(batch)."
-            expected = "a step within a loop over the prepared loader, with virtual workers"
-            raise ConfigError("step", expected, found="one outside", hint=hint)
-        arrived = self._arrived
-        self.begin_batch([])
-        self._arrived = arrived  # the backward pass has run already
-        return _Shard(job.comm.rank, 1 / job.comm.size, last=True, one_of_several=False)
-
-    def _check_step(self, shard: _Shard, count: Any) -> None:
-        self._job.check_deferred_step()
-        if self._added_to_left:
-            raise ConfigError(
-                "gradients",
-                "optimizer.zero_grad() in each shard, or after the step",
-                found="gradients of an earlier step that a shard has added to",
-            )
-        if shard.number in self._stepped:
-            raise ConfigError("step", "one step of an optimizer in each batch", found="two")
-        if count is not None and shard.number in self._weights:
-            hint = "Accumulate within one batch, or use means over samples."
-            raise ConfigError("count", "no gradients of earlier batches in a step with count=", found="some", hint=hint)
-        if self._stepped and (count is not None) != self._counted:
-            raise ConfigError("count", "a count in each shard, or in none", found="one in some")
-        if shard.last and len(self._stepped) + len(self._empty) + 1 < len(self._job.local_shards):
-            raise self._incomplete()
-        first = self._trained[0].grad if self._trained else None
-        if self._arrived is not None and (first is not self._arrived[0] or first._version != self._arrived[1]):
-            raise ConfigError(
-                "gradients",
-                "gradients that are not changed between backward() and step(), e.g. clipped or unscaled",
-                found="others than backward() has left, which on several workers are those of one's own samples only",
-                hint="Use max_grad_norm= of lockstep.prepare(), or optimizer.register_step_pre_hook(), which sees "
-                "those of the global batch.",
-            )
-
-    def _incomplete(self) -> ConfigError:
-        return ConfigError(
-            "step",
-            "a step of the optimizer in each shard of a batch, or in none",
-            found="one in some: this worker has several shards of each batch, for which the loop's body runs in turn",
-            hint="Count global batches, not turns of the loop.",
-        )
-
-    def _collect(self, shard: _Shard, loss: Any, count: Any) -> None:
-        """Move the weighted gradients and numbers of `shard` into the trees."""
-        marks = self._replicas.marks(self._steps) if shard.last else None
-        device = self._job.comm.device
-        weight = torch.tensor(0.0, dtype=accumulation_dtype(device), device=device)
-        if shard.weight:
-            weight = weight.fill_(shard.weight) if count is None else weight + count
-        numbers = torch.zeros(8, dtype=weight.dtype, device=device)
-        if loss is not None and shard.weight:
-            numbers[0] = torch.as_tensor(loss).detach() * weight
-        numbers[1] = weight
-        if marks is not None:
-            numbers[2 : 2 + len(marks)] = marks
-        if shard.left_out is not None:
-            accumulates = shard.number in self._weights or self._left_out_before
-            numbers[6] = shard.left_out
-            numbers[7] = self._left_out_before + (shard.left_out if accumulates else 0)
-        self._numbers.push((shard.number, 1), numbers)
-        self._counted = count is not None
-        self._stepped.append(shard.number)
-        self._weights.pop(shard.number, None)
-        if self._job.virtual_workers > 1:
-            self._weigh_gradients(shard, weight)
-            for bucket in self._buckets:
-                bucket.collect((shard.number, 1))
-        if shard.last:
-            for number in self._empty:
-                self._numbers.push((number, 1), torch.zeros_like(numbers))
-                earlier = self._own.pop(number, [None] * len(self._trained))
-                _multiply(earlier, self._weights.pop(number, 0.0))
-                self._set_gradients(earlier)
-                for bucket in self._buckets:
-                    bucket.collect((number, 1))
-
-    def _weigh_gradients(self, shard: _Shard, weight: torch.Tensor) -> None:
-        gradients = [p.grad for p in self._trained]
-        if shard.weight == 0:  # of a sample that stands in for none, and may be anything
-            gradients, before = self._aside or ([None] * len(gradients), 0.0)
-            _multiply(gradients, before)
-            self._set_gradients(gradients)
-        elif self._counted:
-            scale_gradients([gradient for gradient in gradients if gradient is not None], weight)
-        else:
-            _multiply(gradients, shard.weight)
-
-    def _reduce(self) -> torch.Tensor:
-        """Sum the gradients over all shards, and put the sums into ``.grad``; returns the sums of the numbers."""
-        job = self._job
-        finish = self._numbers.total if job.comm.size == 1 else gather_sum(self._numbers.partial_sums, self._layout)
-        for bucket, exchange in zip(self._buckets, self._exchanges, strict=False):
-            exchange.start(bucket.tree.partial_sums)
-            bucket.retire()
-        if job.virtual_workers > 1:
-            set_sums(self._buckets, self._exchanges)
-        for p in self._trained:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        return finish()
-
-    def _check_replicas(self, marks: torch.Tensor) -> None:
-        if self._job.comm.size > 1 and (marks.device.type == "cpu" or self._steps & (self._steps - 1) <= 0):
-            self._replicas.settle(self._steps, marks.tolist())
-
-
-def _record_gradient(optimizer: weakref.ref[_PreparedOptimizer], parameter: nn.Parameter) -> None:
-    recorder = optimizer()
-    if recorder is not None and parameter.grad is not None:
-        recorder.record_gradient(parameter.grad)
-
-
-def _multiply(gradients: Gradients, factor: float) -> None:
-    present = [gradient for gradient in gradients if gradient is not None]
-    if present:
-        torch._foreach_mul_(present, factor)

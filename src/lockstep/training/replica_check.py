@@ -119,6 +119,12 @@ class ReplicaCheck:
     def _equal(self, total: float, squares: float) -> bool:
         return self._comm.size * int(squares) == int(total) ** 2
 
+    def hyperparameters(self) -> dict[tuple[int, str], Any]:
+        """Return the hyperparameters of this worker, by parameter group and name; those on a device without values."""
+        values, _ = self._read_hyperparameters()
+        pairs = enumerate(zip(self._names, values, strict=True))
+        return {(group, name): value for group, (names, row) in pairs for name, value in zip(names, row, strict=True)}
+
     def _update_hyperparameters(self) -> list[torch.Tensor]:
         """Read the hyperparameters, and update their marks; returns those that are on a device."""
         values, on_device = self._read_hyperparameters()

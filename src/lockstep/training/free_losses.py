@@ -1,0 +1,342 @@
+"""Losses of a loop of one's own, read off their graphs: sums over samples, and losses that compare samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ..data.nested import tensors_of
+from ..errors import ConfigError
+
+__all__ = ["Outputs", "compares_samples", "comparison_error", "parameters_reached", "sum_error", "undivided_sum"]
+
+Node = Any  # torch.autograd.graph.Node, whose saved values differ from class to class
+
+# How many nodes of a graph are looked at: a language model of 48 layers has some 3,000.
+_MOST_NODES = 50_000
+
+
+def _next(node: Node) -> list[Node]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _walk(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
+    """Yield each node below `roots` once; not what is below a node at which `stop` is true."""
+    seen, waiting = set[Node](), list(roots)
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not stop(node):
+            waiting += _next(node)
+
+
+def _kind(node: Node) -> str:
+    """Return the class of a node without its number: "MulBackward" for "MulBackward0"."""
+    return str(node.name()).rstrip("0123456789")
+
+
+def parameters_reached(root: torch.Tensor) -> set[int]:
+    """Return the ids of the leaf tensors that a backward pass from `root` reaches."""
+    leaves = (getattr(node, "variable", None) for node in _walk([root.grad_fn]))
+    return {id(leaf) for leaf in leaves if leaf is not None}
+
+
+# --- Sums over samples ------------------------------------------------------------------------------------------------
+
+# A loss that is a sum of several has these between its root and each of them.
+_TERMS = {
+    *("AddBackward", "SubBackward", "NegBackward", "RsubBackward", "CloneBackward", "AliasBackward", "ToCopyBackward"),
+    *("SqueezeBackward", "UnsqueezeBackward", "ViewBackward", "ReshapeAliasBackward", "SelectBackward"),
+    *("StackBackward", "CatBackward", "UnbindBackward"),
+}
+# One number for each number: what is below is as large as what is above.
+_ELEMENTWISE = {
+    *_TERMS,
+    *("PowBackward", "AbsBackward", "ExpBackward", "LogBackward", "Log1PBackward", "SqrtBackward", "SigmoidBackward"),
+    *("LogSigmoidBackward", "SoftplusBackward", "ReluBackward", "ClampBackward", "ClampMinBackward", "TanhBackward"),
+    *(
+        "WhereBackward",
+        "MaskedFillBackward",
+        "IndexBackward",
+        "MaskedSelectBackward",
+        "GatherBackward",
+        "SliceBackward",
+    ),
+    *("SumBackward", "PermuteBackward", "TransposeBackward", "UnsafeViewBackward", "XlogyBackward", "SquareBackward"),
+}
+# Numbers that may be divided by the number of samples already, or are statistics of the batch.
+_SCALED = (
+    *("Mul", "Div", "Mean", "Var", "Std", "Norm", "Median", "Logsumexp", "Amax", "Amin", "Aminmax"),
+    *("MaxBackward", "MinBackward", "Topk", "Sort", "Kthvalue", "Cumsum"),
+)
+# Layers that a batch enters as a constant. Terms of the weights alone have none.
+_ENTRANCES = {
+    "AddmmBackward": "_saved_mat1",
+    "MmBackward": "_saved_self",
+    "BmmBackward": "_saved_self",
+    "ConvolutionBackward": "_saved_input",
+    "EmbeddingBackward": "_saved_indices",
+}
+# The input of each of these, as an argument of the node: 0 but for addmm(bias, input, weight).
+_INPUTS = {"AddmmBackward": 1}
+
+
+def undivided_sum(root: torch.Tensor, samples: int | None) -> str | None:
+    """Return what makes `root` a sum over samples that nothing divides; None if it is not certain that it is one.
+
+    It must be called before the backward pass, which frees what the graph has saved. Certain are the losses of torch
+    with ``reduction="sum"``, and ``.sum()`` over numbers of which none has been scaled. A sum of products may be a
+    mean by its weights, and so may one that is multiplied by a constant; a term of the weights alone may be any sum.
+
+    Args:
+        root: a loss.
+        samples: samples of the part of a batch that it is of; None if that is not known.
+    """
+    for node in _terms(root.grad_fn):
+        kind = _kind(node)
+        if getattr(node, "_saved_reduction", None) == 2:
+            weighted = kind.startswith("Binary") and getattr(node, "_saved_weight", None) is not None
+            rows = getattr(node, "_saved_self", None)
+            if not weighted and rows is not None and rows.dim() and rows.shape[0] > 1 and not _of_weights(node):
+                return f'reduction="sum" ({node.name()})'
+        elif kind == "SumBackward" and samples is not None and samples > 1:
+            if _sums_samples(node, samples) and _is_unscaled(node, samples) and _has_data(node, samples):
+                return f"sum() over a tensor of shape {list(node._saved_self_sym_sizes)}"
+    return None
+
+
+def _terms(root: Node | None) -> Iterator[Node]:
+    """Yield the nodes of the single terms of a loss that no constant multiplies."""
+    if root is None:
+        return
+    for node in _walk([root], stop=lambda node: not _passes_on(node)):
+        if _kind(node) not in _TERMS:
+            yield node
+
+
+def _passes_on(node: Node) -> bool:
+    """Return whether terms are below a node: it adds them up, or a sum of another dimension."""
+    if _kind(node) == "SumBackward":
+        return any(_kind(below) in ("StackBackward", "SumBackward") for below in _next(node))
+    return _kind(node) in _TERMS
+
+
+def _sums_samples(node: Node, samples: int) -> bool:
+    """Return whether a sum is over the dimension of the samples."""
+    sizes, dims = node._saved_self_sym_sizes, getattr(node, "_saved_dim", None)
+    leading = bool(sizes) and sizes[0] > 0 and sizes[0] % samples == 0
+    if dims is None:
+        return leading or samples in sizes
+    numbers = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in dims]  # negative ones are shown as unsigned
+    return any(not dim % len(sizes) if leading else sizes[dim] == samples for dim in numbers)
+
+
+def _of_weights(node: Node) -> bool:
+    """Return whether a term is of parameters alone: elementwise operations lead to leaves only."""
+    below = list(_walk(_next(node), stop=lambda each: _kind(each) not in _ELEMENTWISE))
+    return all(_kind(each) in _ELEMENTWISE or hasattr(each, "variable") for each in below)
+
+
+def _is_unscaled(node: Node, samples: int) -> bool:
+    """Return whether the numbers of a sum have been scaled by nothing that could divide them by their number."""
+
+    def ends(each: Node) -> bool:
+        return _kind(each) not in _ELEMENTWISE and not _is_mask(each, samples)
+
+    return not any(_may_scale(each, samples) for each in _walk(_next(node), stop=ends))
+
+
+def _may_scale(node: Node, samples: int) -> bool:
+    kind = _kind(node)
+    if "SoftmaxBackward" in kind:
+        result = node._saved_result
+        return bool(node._saved_dim % (1 << 64) in (0, (1 << 64) - result.dim()))
+    return any(part in kind for part in _SCALED) and not _is_mask(node, samples)
+
+
+def _is_mask(node: Node, samples: int) -> bool:
+    """Return whether a product has a factor of zeros and ones, or of distributions: one that divides by nothing."""
+    if _kind(node) != "MulBackward" or len(_next(node)) != 1:
+        return False
+    factors = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
+    factor = next((each for each in factors if isinstance(each, torch.Tensor) and not each.requires_grad), None)
+    if factor is None:
+        return False
+    values = factor.detach().double()
+    if values.numel() == 1:
+        return bool(values.abs() == 1)
+    total = float(values.sum())
+    is_mask = bool(((values == 0) | (values == 1)).all()) and total > 1
+    return is_mask or abs(total - samples) <= 1e-4 * samples
+
+
+def _has_data(node: Node, samples: int) -> bool:
+    """Return whether data enters a layer below `node`."""
+    for each in _walk([node]):
+        kind = _kind(each)
+        if kind not in _ENTRANCES:
+            continue
+        entered = each.next_functions[_INPUTS.get(kind, 0)][0] is None or kind == "EmbeddingBackward"
+        values = getattr(each, _ENTRANCES[kind], None)
+        if entered and values is not None and values.numel() and values.numel() % samples == 0:
+            return True
+    return False
+
+
+# --- Losses that compare samples --------------------------------------------------------------------------------------
+
+# Numbers of classes, channels and views are often smaller.
+_FEWEST_SAMPLES = 4
+# Elements of outputs beyond which they are not compared: it needs their memory three times.
+_MOST_ELEMENTS = 1 << 23
+# Of the second derivatives within one sample. Without a comparison they are zero exactly.
+_TOLERANCE = 1e-5
+
+
+class Outputs:
+    """The outputs of prepared models in a body: those with a row, or two, for each sample.
+
+    A first dimension may have that size by chance, as that of an output for one sample alone. So inputs must have it
+    too, it must not be small, and a model that is called for each sample is not looked at.
+
+    Args:
+        models: the models.
+        samples: samples of the body's part of a batch.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], samples: int) -> None:
+        self.samples = samples
+        self._tensors: list[torch.Tensor] = []
+        self._calls = 0
+        looks = models if samples >= _FEWEST_SAMPLES else []
+        self._hooks = [model.register_forward_hook(self._record, with_kwargs=True) for model in looks]
+
+    def _record(self, _module: Any, inputs: Any, named: Any, output: Any) -> None:
+        self._calls += 1
+        sizes = {tensor.shape[0] for tensor in (*tensors_of(inputs), *tensors_of(named)) if tensor.dim()}
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None and tensor.dim() > 1 and tensor.shape[0] in sizes:
+                self._tensors.append(tensor)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the outputs."""
+        rows = (self.samples, 2 * self.samples)
+        return [tensor for tensor in self._tensors if tensor.shape[0] in rows] if self._calls < self.samples else []
+
+    def close(self) -> None:
+        """Remove the hooks, and forget the outputs."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._tensors = [], []
+
+
+def compares_samples(root: torch.Tensor, outputs: Outputs) -> bool:
+    """Return whether a loss depends on several samples together, as one with in-batch negatives does.
+
+    A mean over samples has no second derivative with respect to the outputs of two samples: the gradient for one half
+    of them does not change with the other half. False if that cannot be found out: without outputs, with a loss that
+    has no second derivatives, or batch norm or a function of one's own between outputs and loss.
+
+    Args:
+        root: a loss, before its backward pass.
+        outputs: the outputs that it was computed from.
+    """
+    samples, found = outputs.samples, {tensor.grad_fn: tensor for tensor in outputs.tensors()}
+    if not found or sum(tensor.numel() for tensor in found.values()) > _MOST_ELEMENTS:
+        return False
+    above = list(_walk([root.grad_fn], stop=lambda node: node in found))
+    tensors = [found[node] for node in above if node in found]
+    if not tensors or not all(_can_be_derived(node) for node in above if node not in found):
+        return False
+    if any(node in found for tensor in tensors for node in _walk(_next(tensor.grad_fn))):
+        return False  # an output is computed from another one, and may be compared within the model
+    with suppress(RuntimeError, NotImplementedError):
+        return _depend_on_each_other(root, tensors, samples)
+    return False
+
+
+def _can_be_derived(node: Node) -> bool:
+    own = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return not own and "BatchNorm" not in node.name() and "CppNode" not in node.name()
+
+
+def _depend_on_each_other(root: torch.Tensor, tensors: list[torch.Tensor], samples: int) -> bool:
+    """Return whether the gradient of one half of the samples depends on the other half, however rows are counted."""
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(root, tensors, create_graph=True, allow_unused=True)
+    for halves in _ways_to_halve(tensors, samples):
+        terms = [
+            torch.where(half, gradient, 0).mul(_directions(gradient)).sum()
+            for gradient, half in zip(gradients, halves, strict=True)
+            if gradient is not None and gradient.requires_grad
+        ]
+        if not terms:
+            return False  # a loss that is linear in its outputs
+        second = torch.autograd.grad(torch.stack(terms).sum(), tensors, retain_graph=True, allow_unused=True)
+        largest = [
+            (torch.where(half, each, 0).abs().max(), torch.where(half, 0, each).abs().max())
+            for each, half in zip(second, halves, strict=True)
+            if each is not None
+        ]
+        own = max((float(same) for same, _ in largest), default=0.0)
+        other = max((float(across) for _, across in largest), default=0.0)
+        if not other > _TOLERANCE * own:  # also if one is no number
+            return False
+    return True
+
+
+def _ways_to_halve(tensors: list[torch.Tensor], samples: int) -> Iterator[list[torch.Tensor]]:
+    """Yield masks of what belongs to the first half of the samples in each tensor, for each possible order of rows."""
+    half = samples // 2
+
+    def mask(tensor: torch.Tensor, dim: int, neighbours: bool = False) -> torch.Tensor:
+        size = tensor.shape[dim]
+        numbers = torch.arange(size, device=tensor.device)
+        numbers = numbers * samples // size if neighbours else numbers % samples
+        return (numbers < half).view([-1 if d == dim else 1 for d in range(tensor.dim())])
+
+    yield [mask(tensor, 0) for tensor in tensors]  # a row each, or all of them once more in a second view
+    if any(tensor.shape[0] > samples for tensor in tensors):
+        yield [mask(tensor, 0, neighbours=True) for tensor in tensors]
+    if any(_may_be_second(tensor, samples) for tensor in tensors):
+        yield [mask(tensor, int(_may_be_second(tensor, samples))) for tensor in tensors]
+
+
+def _may_be_second(tensor: torch.Tensor, samples: int) -> bool:
+    """Return whether the second dimension may be that of the samples, as in sequences of (time, sample, …)."""
+    return tensor.dim() > 1 and tensor.shape[1] == samples
+
+
+def _directions(like: torch.Tensor) -> torch.Tensor:
+    """Return numbers between 0.5 and 1.5 that follow no pattern, without a random draw."""
+    places = torch.arange(like.numel(), device=like.device, dtype=torch.float32)
+    return ((places * 0.6180339887) % 1 + 0.5).to(like.dtype).view(like.shape)
+
+
+def sum_error(what: str) -> ConfigError:
+    """Return the error for a loss that is a sum over samples."""
+    return ConfigError(
+        "loss",
+        "a mean over the samples of the body's part of the batch, or over what optimizer.step(count=...) counts",
+        found=f"a sum: {what}. Gradients of parts are weighted by their samples, so that a sum would be weighted twice",
+        hint='Use reduction="mean", or divide the sum by the number of samples in this part, len(inputs). Divided by '
+        "something else, such as its tokens, give that: optimizer.step(count=tokens).",
+    )
+
+
+def comparison_error(samples: int) -> ConfigError:
+    """Return the error for a loss that compares samples."""
+    return ConfigError(
+        "loss",
+        "a mean over samples, each of which counts for itself",
+        found=f"one in which the {samples} samples of a part of the batch depend on each other, such as in-batch "
+        "negatives; on several workers each would see those of its own part only",
+        hint="Compute it from the outputs of the whole batch, lockstep.whole_batch(output): the page on training has "
+        "an example. Or use virtual_workers=: their shards are the same on any number of workers.",
+    )

@@ -1,0 +1,358 @@
+"""Optimizers of a prepared loop: gradients summed over all shards, and one update for each global batch."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..communicator import Communicator
+from ..errors import ConfigError
+from ..invariance.gradient_buckets import Bucket
+from ..invariance.ordered_reducer import BucketExchange, SubtreeLayout, gather_sum, make_exchanges, set_sums
+from ..strategies.base import accumulation_dtype
+from .bodies import Shard
+from .in_flight import LAG, HostCopy
+from .precision import clip, scale_gradients
+from .replica_check import ReplicaCheck
+from .shard_gradients import ShardGradients, is_due, multiply
+from .step import parameters_of, refuse_closure
+
+__all__ = ["PreparedOptimizer"]
+
+
+class Job(Protocol):
+    """What an optimizer asks of the loop that it was prepared for."""
+
+    comm: Communicator
+    exact: bool
+    virtual_workers: int
+    local_shards: range
+    model: nn.Module
+    max_grad_norm: float | None
+    current: Shard | None
+
+    def shards(self, batch: Any) -> Any:
+        """Yield the data of each of this worker's shards of a global batch."""
+        ...
+
+    def record_deferred_step(self) -> None:
+        """Record that a step is put off until this worker's last shard."""
+        ...
+
+    def check_deferred_step(self) -> None:
+        """Check that no backward pass has run since a step was put off."""
+        ...
+
+    def look_at_repeated(self, gradients: list[torch.Tensor | None]) -> None:
+        """Say so if all workers repeat the same batches."""
+        ...
+
+
+class PreparedOptimizer:
+    """Replaces `step` and `zero_grad` of an optimizer, and sums the gradients of its parameters over all shards.
+
+    Gradients that stay for a later batch are rescaled to the weight of the shard then, because the parts of a smaller
+    batch may have other weights.
+    """
+
+    def __init__(self, optimizer: Optimizer, job: Job) -> None:
+        if hasattr(optimizer, "shards"):
+            raise ConfigError("optimizer", "each optimizer in one call of prepare() only", found="one in two")
+        refuse_closure(optimizer)
+        self._optimizer, self._job = optimizer, job
+        self._original_step, self._original_zero_grad = optimizer.step, optimizer.zero_grad
+        self._layout = SubtreeLayout(job.comm, job.virtual_workers)
+        self._replicas = ReplicaCheck(job.comm, job.model, optimizer, exact=job.exact)
+        self._gradients = ShardGradients()
+        self._steps = 0
+        self._buckets: list[Bucket] = []
+        self._exchanges: list[BucketExchange] = []
+        self._empty: list[int] = []
+        self._stepped: list[int] = []
+        self._counted = False
+        self._accumulates = False  # whether a shard of this batch has gradients of an earlier one
+        self._left_out_before = 0  # samples left out of batches whose gradients stay for a later one
+        self._numbers = self._layout.tree()
+        self._settings: dict[tuple[int, str], Any] = {}  # of the first shard that has stepped
+        self._counts: list[HostCopy] = []  # of steps whose sum has not been read yet
+        self._refresh()
+
+    def install(self) -> None:
+        """Replace the optimizer's methods."""
+        optimizer: Any = self._optimizer
+
+        def step(_: Optimizer, closure: Any = None, *, loss: Any = None, count: Any = None) -> torch.Tensor | None:
+            return self.step(closure, loss, count)
+
+        def zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
+            self.zero_grad()
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers of torch look for it
+        optimizer.step, optimizer.zero_grad = MethodType(step, optimizer), MethodType(zero_grad, optimizer)
+        optimizer.shards, optimizer.grad_norm, optimizer.stepped = self._job.shards, None, False
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the trained parameters."""
+        return self._gradients.trained
+
+    def refuse(self, error: ConfigError, reached: set[int]) -> None:
+        """Let the next step raise `error`, if it would use gradients of the backward pass that has just ended."""
+        self._gradients.refuse(error, reached)
+
+    def _refresh(self) -> None:
+        """Find out which parameters are trained now."""
+        trained = [p for p in parameters_of(self._job.model, self._optimizer) if p.requires_grad]
+        if self._gradients.train(trained):
+            self._buckets, self._exchanges = make_exchanges(trained[::-1], self._layout)
+
+    # --- shards -------------------------------------------------------------------------------------------------------
+
+    def begin_batch(self, empty: list[int]) -> None:
+        """Begin a global batch, of which this worker's shards `empty` have no samples."""
+        self._refresh()
+        self._gradients.begin_batch(is_due(self._steps))
+        self._begin(empty)
+
+    def _begin(self, empty: list[int]) -> None:
+        self._empty, self._stepped, self._counted, self._accumulates = empty, [], False, False
+        self._numbers.clear()
+        for bucket in self._buckets:
+            bucket.tree.clear()
+
+    def begin_shard(self, shard: Shard, first: bool) -> None:
+        """Put the gradients of `shard` into ``.grad``; those that an earlier step has left stay for the first one."""
+        self._set_stepped(False)
+        for bucket in self._buckets:
+            bucket.release()
+        self._gradients.open(shard, first)
+
+    def end_shard(self, shard: Shard) -> None:
+        """Keep the gradients of `shard` for a later batch, unless they were used."""
+        if shard.number in self._stepped:
+            return
+        if self._stepped:
+            raise self._incomplete()
+        if shard.last:
+            self._gradients.drop_in(self._empty)
+        if self._gradients.keep(shard):
+            self._left_out_before += shard.left_out or 0
+
+    def end_batch(self) -> None:
+        """End a global batch after this worker's last shard."""
+        self._gradients.end_batch(self._job.local_shards[0])
+
+    def zero_grad(self) -> None:
+        """Set the gradients of the running shard to None; outside of a batch, those of all shards."""
+        self._original_zero_grad(set_to_none=True)
+        self._gradients.zero(everywhere=self._job.current is None)
+
+    def _set_stepped(self, stepped: bool) -> None:
+        self._optimizer.stepped = stepped  # type: ignore[attr-defined]
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any, loss: Any, count: Any) -> torch.Tensor | None:
+        """Add the gradients of the running shard to the sum; after this worker's last one, update the parameters."""
+        if closure is not None:
+            hint = "It could call it any number of times, on each worker another."
+            raise ConfigError("closure", "none for an optimizer of prepare()", found="one", hint=hint)
+        shard = self._job.current or self._outside()
+        self._check_step(shard, count)
+        if self._job.current is None:
+            self._job.look_at_repeated(self._gradients.current())
+        self._collect(shard, loss, count)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's own wrapper does
+        if not shard.last:
+            self._gradients.release()
+            self._job.record_deferred_step()
+            return None
+        sums = self._reduce()
+        if self._counted:
+            self._divide_by_count(sums[1])
+        elif shard.left_out is not None:
+            self._check_left_out(sums[7])
+            if self._job.virtual_workers > 1:
+                gradients = [p.grad for p in self._gradients.trained if p.grad is not None]
+                scale_gradients(gradients, shard.total / (shard.total - sums[6]))
+        if self._job.max_grad_norm is not None:
+            norm = clip(self._gradients.trained, self._job.max_grad_norm)
+            self._optimizer.grad_norm = norm  # type: ignore[attr-defined]
+        self._check_replicas(sums[2:6])
+        self._original_step()
+        self._steps += 1
+        self._gradients.release()
+        self._set_stepped(True)
+        return None if loss is None else sums[0] / sums[1]
+
+    def _check_left_out(self, left_out: torch.Tensor) -> None:
+        """Check that no samples were left out of batches whose gradients are accumulated.
+
+        Raises:
+            ConfigError: on every worker, as the mean over what is left of each batch is not known any more.
+        """
+        self._left_out_before = 0
+        if float(left_out):
+            hint = "Or leave them out of the data set, or give count= in a step for each batch."
+            expected = "a collate function that keeps all samples of batches whose gradients are accumulated"
+            raise ConfigError("collate_fn", expected, found=f"one that left out {float(left_out):g}", hint=hint)
+
+    def _outside(self) -> Shard:
+        """Return what stands for the shard of a step outside of a loop over a loader or `shards`."""
+        job = self._job
+        if job.virtual_workers != job.comm.size:
+            hint = "Or use a loop over optimizer.shards(batch)."
+            expected = "a step within a loop over the prepared loader, with virtual workers"
+            raise ConfigError("step", expected, found="one outside", hint=hint)
+        self._refresh()
+        self._begin([])
+        return Shard(job.comm.rank, 1, 1 / job.comm.size, last=True, one_of_several=False)
+
+    def _check_step(self, shard: Shard, count: Any) -> None:
+        self._job.check_deferred_step()
+        if shard.number in self._stepped:
+            raise ConfigError("step", "one step of an optimizer in each batch", found="two")
+        if isinstance(count, torch.Tensor) and count.requires_grad:
+            found, hint = "one that requires a gradient", "It is the number of tokens, labels or weights that count."
+            raise ConfigError("count", "a number", found=found, hint=hint)
+        if count is not None and self._gradients.any_carried():
+            hint = "Accumulate within one batch, or use means over samples."
+            raise ConfigError("count", "no gradients of earlier batches in a step with count=", found="some", hint=hint)
+        if count is not None and shard.whole_batch:
+            hint = "The loss is that of the whole batch already: divide it by what counts there."
+            raise ConfigError("count", "none with lockstep.whole_batch()", found="one", hint=hint)
+        if self._stepped and (count is not None) != self._counted:
+            raise ConfigError("count", "a count in each shard, or in none", found="one in some")
+        if shard.last and len(self._stepped) + len(self._empty) + 1 < len(self._job.local_shards):
+            raise self._incomplete()
+        self._gradients.check_not_of_step()
+        self._gradients.check_unchanged()
+        self._gradients.check_allowed()
+        if shard.one_of_several:
+            self._check_settings()
+
+    def _check_settings(self) -> None:
+        """Check that the step of each shard of a batch would be taken with the same hyperparameters."""
+        settings = self._replicas.hyperparameters()
+        if not self._stepped:
+            self._settings = settings
+        for (group, name), value in settings.items():
+            first = self._settings.get((group, name))
+            if value != first:
+                raise ConfigError(
+                    "scheduler" if name == "lr" else name,
+                    "a learning rate that changes once a global batch" if name == "lr" else "one value in each batch",
+                    found=f"{name!r} of parameter group {group} is {first} in one shard of a batch, {value} in another",
+                    hint="Give the scheduler to lockstep.prepare() too; what you set yourself, set where "
+                    "optimizer.stepped is true.",
+                )
+
+    def _incomplete(self) -> ConfigError:
+        return ConfigError(
+            "step",
+            "a step of the optimizer in each shard of a batch, or in none",
+            found="one in some: this worker has several shards of each batch, for which the loop's body runs in turn",
+            hint="Count global batches, not turns of the loop.",
+        )
+
+    def _collect(self, shard: Shard, loss: Any, count: Any) -> None:
+        """Move the weighted gradients and numbers of `shard` into the trees."""
+        marks = self._replicas.marks(self._steps) if shard.last else None
+        if shard.last:
+            self._gradients.drop_in(self._empty)
+        device = self._job.comm.device
+        weight = torch.tensor(0.0, dtype=accumulation_dtype(device), device=device)
+        if shard.samples:
+            weight = weight.fill_(shard.weight) if count is None else weight + count
+        numbers = torch.zeros(8, dtype=weight.dtype, device=device)
+        if loss is not None and shard.samples:
+            # Where nothing counts, a mean is no number.
+            numbers[0] = torch.where(weight == 0, 0.0, torch.as_tensor(loss).detach() * weight)
+        numbers[1] = weight
+        if marks is not None:
+            numbers[2 : 2 + len(marks)] = marks
+        self._accumulates |= self._gradients.any_carried()
+        if shard.left_out is not None:
+            numbers[6] = shard.left_out
+            numbers[7] = self._left_out_before + shard.left_out if self._accumulates else 0
+        self._numbers.push((shard.number, 1), numbers)
+        self._counted = count is not None
+        self._stepped.append(shard.number)
+        self._weigh(shard, weight)
+        if self._job.virtual_workers > 1:
+            for bucket in self._buckets:
+                bucket.collect((shard.number, 1))
+        if shard.last:
+            for number in self._empty:
+                self._numbers.push((number, 1), torch.zeros_like(numbers))
+                earlier, before = self._gradients.take(number)
+                multiply(earlier, before)
+                self._gradients.put(earlier)
+                for bucket in self._buckets:
+                    bucket.collect((number, 1))
+
+    def _weigh(self, shard: Shard, weight: torch.Tensor) -> None:
+        """Multiply the gradients of `shard` by its weight, if there are others to add them to."""
+        several = self._job.virtual_workers > 1
+        if not shard.samples:  # of a sample that stands in for none, and may be anything
+            gradients, before = self._gradients.aside()
+            multiply(gradients, before)
+            self._gradients.put(gradients)
+        elif self._counted:
+            present = [gradient for gradient in self._gradients.current() if gradient is not None]
+            if several:
+                scale_gradients(present, weight)
+            _clear_where(weight == 0, present)
+        elif several:
+            multiply(self._gradients.current(), shard.weight)
+
+    def _divide_by_count(self, total: torch.Tensor) -> None:
+        """Divide the sums by what counts in the whole batch, on all workers the same.
+
+        Off the CPU nothing waits: where nothing counts, gradients are zero, and the error comes a few steps later.
+        """
+        counts = HostCopy(total.detach().reshape(1))
+        self._counts.append(counts)
+        lag = 0 if total.device.type == "cpu" else LAG
+        while len(self._counts) > lag:
+            if not self._counts.pop(0).read()[0]:
+                raise ConfigError(
+                    "count",
+                    "something that counts in each global batch",
+                    found=f"a count of 0 in the whole batch, {'in' if not lag else f'at most {lag} steps before'} step "
+                    f"{self._steps}",
+                    hint="Its mean is no number. Leave such batches out, in the same way on every worker.",
+                )
+        if self._job.virtual_workers > 1:
+            gradients = [p.grad for p in self._gradients.trained if p.grad is not None]
+            scale_gradients(gradients, torch.where(total == 0, 0.0, 1 / total))
+
+    def _reduce(self) -> torch.Tensor:
+        """Sum the gradients over all shards, and put the sums into ``.grad``; returns the sums of the numbers."""
+        job = self._job
+        finish = self._numbers.total if job.comm.size == 1 else gather_sum(self._numbers.partial_sums, self._layout)
+        for bucket, exchange in zip(self._buckets, self._exchanges, strict=False):
+            exchange.start(bucket.tree.partial_sums)
+            bucket.retire()
+        if job.virtual_workers > 1:
+            set_sums(self._buckets, self._exchanges)
+        for p in self._gradients.trained:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        return finish()
+
+    def _check_replicas(self, marks: torch.Tensor) -> None:
+        if self._job.comm.size > 1 and (marks.device.type == "cpu" or self._steps & (self._steps - 1) <= 0):
+            self._replicas.settle(self._steps, marks.tolist())
+
+
+def _clear_where(empty: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+    """Set `gradients` to zero where nothing counts: 0 times what is no number is no number."""
+    if empty.device.type != "cpu":
+        for gradient in gradients:
+            gradient.masked_fill_(empty, 0.0)
+    elif empty and gradients:
+        torch._foreach_zero_(gradients)

@@ -1,0 +1,328 @@
+"""The gradients of each shard of a prepared loop: which are kept, and whether the loop has changed them by hand."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..invariance.gradient_buckets import Gradients
+from .bodies import Shard
+from .precision import full_precision
+
+__all__ = ["ShardGradients", "is_due", "multiply"]
+
+Seen = tuple[torch.Tensor | None, int]
+"""A gradient, and its version."""
+
+
+def is_due(count: int) -> bool:
+    """Return whether a check that costs time is due: at 0, 1, 2, 4, … 1,024 and then at every 1,024th."""
+    return not count & (count - 1) if count <= 1024 else count % 1024 == 0
+
+
+@dataclass
+class _Kept:
+    """Gradients of a shard that took no step, for a later batch.
+
+    Attributes:
+        gradients: one for each parameter, or None.
+        weight: the weight of the shard in its batch then.
+        of_step: for each of them, whether it includes the sum that an earlier step has left.
+    """
+
+    gradients: Gradients
+    weight: float
+    of_step: list[bool]
+
+
+@dataclass
+class _Problem:
+    """A backward pass whose gradients may not be part of a step, and one gradient that it has reached."""
+
+    error: ConfigError
+    number: int
+    gradient: torch.Tensor | None
+    version: int
+    passes: int
+
+
+class ShardGradients:
+    """The gradients of an optimizer's parameters in each shard, as if each shard were a process.
+
+    A worker with several shards puts those of a shard into ``.grad`` while its passes run. What a loop does to them
+    there is found out from the tensors: ``None``, another tensor or a version that passes do not explain. So it does
+    not matter which of the ways to zero them a loop uses.
+
+    Attributes:
+        trained: the parameters that require a gradient.
+        carried: whether the running shard began with gradients of an earlier batch.
+    """
+
+    def __init__(self) -> None:
+        self.trained: list[nn.Parameter] = []
+        self.carried = False
+        self._hooks: list[Any] = []
+        self._opened: list[Seen] = []  # as the running shard began
+        self._after: list[Seen] = []  # as its latest backward pass has left them
+        self._passes: list[int] = []  # how many have reached each of them
+        self._of_step: list[bool] = []
+        self._norms: list[torch.Tensor | None] = []
+        self._due = False
+        self._zeroed = False  # whether the optimizer's own zero_grad() was called for the running shard
+        self._aside: _Kept | None = None  # what the shard began with, while a sample stands in for none
+        self._own: dict[int, _Kept] = {}
+        self._shown: list[Seen] = []  # at the end of a batch
+        self._first = 0  # the shard whose gradients they are
+        self._problems: list[_Problem] = []
+
+    def train(self, trained: list[nn.Parameter]) -> bool:
+        """Set the trained parameters; returns whether they are others than before."""
+        if len(trained) == len(self.trained) and all(map(_is, trained, self.trained)):
+            return False
+        for hook in self._hooks:
+            hook.remove()
+        self.trained, self._own, self._shown, self._problems = trained, {}, [], []
+        me = weakref.ref(self)  # a cycle through a hook would never be freed
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(_recorder(me, number))  # type: ignore[no-untyped-call]
+            for number, p in enumerate(trained)
+        ]
+        self.reopen()
+        return True
+
+    def record(self, number: int, gradient: torch.Tensor) -> None:
+        """Record a gradient as a backward pass has left it."""
+        self._after[number] = gradient, gradient._version
+        self._passes[number] += 1
+        if self._due and gradient.layout is torch.strided:
+            self._norms[number] = _norm(gradient)
+
+    def release(self) -> None:
+        """Forget what the passes of a shard have left, after its step; nothing that follows is compared with it."""
+        self._begin([(None, -1)] * len(self.trained))
+
+    def current(self) -> Gradients:
+        """Return what is in ``.grad``."""
+        return [p.grad for p in self.trained]
+
+    def put(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Set ``.grad`` of each parameter."""
+        for p, gradient in zip(self.trained, gradients, strict=True):
+            p.grad = gradient
+
+    # --- a shard ------------------------------------------------------------------------------------------------------
+
+    def begin_batch(self, due: bool) -> None:
+        """Begin a global batch: gradients that the loop has dropped since the last one are dropped in all shards.
+
+        Args:
+            due: whether to notice changes of values through ``.data``, which leave no trace in the version.
+        """
+        self._due = due
+        for number, ((shown, version), p) in enumerate(zip(self._shown, self.trained, strict=False)):
+            if shown is None or (p.grad is shown and shown._version == version):
+                continue
+            if p.grad is shown and bool(shown.any()):
+                raise _changed()
+            for shard, kept in self._own.items():
+                kept.gradients[number], kept.of_step[number] = p.grad if shard == self._first else None, False
+        self._shown = []
+
+    def open(self, shard: Shard, first: bool) -> None:
+        """Put the gradients of `shard` into ``.grad``; what an earlier step has left stays there for the first one."""
+        self._zeroed = False
+        kept = self._own.pop(shard.number, None)
+        of_step = [False] * len(self.trained)
+        self._aside, self.carried = None, kept is not None
+        if kept is not None:
+            of_step = kept.of_step
+            if not shard.samples:
+                self._aside = kept
+                kept = _Kept([None if g is None else g.clone() for g in kept.gradients], 1.0, of_step)
+            elif kept.weight != shard.weight:
+                multiply(kept.gradients, kept.weight / shard.weight)
+            self.put(kept.gradients)
+        elif not first:
+            self.put([None] * len(self.trained))
+        elif shard.one_of_several:
+            of_step = [p.grad is not None for p in self.trained]
+        self.reopen()
+        self._of_step = of_step
+
+    def reopen(self) -> None:
+        """Take what is in ``.grad`` as what the passes begin with."""
+        self._begin([(p.grad, -1 if p.grad is None else p.grad._version) for p in self.trained])
+
+    def _begin(self, opened: list[Seen]) -> None:
+        count = len(opened)
+        self._opened, self._after = opened, [(None, -1)] * count
+        self._passes, self._norms, self._of_step = [0] * count, [None] * count, [False] * count
+        self._problems = []
+
+    def keep(self, shard: Shard) -> bool:
+        """End a shard without a step: keep its gradients for a later batch; returns whether there are any."""
+        self.check_unchanged()
+        gradients, weight = self.current(), shard.weight
+        of_step = [is_of_step and self._is_kept(number) for number, is_of_step in enumerate(self._of_step)]
+        if not shard.samples:
+            gradients, weight = self.aside()
+        found = any(gradient is not None for gradient in gradients)
+        if found:
+            self._own[shard.number] = _Kept(gradients, weight, of_step)
+        if shard.one_of_several:
+            self.put([None] * len(gradients))
+        elif not shard.samples:
+            self.put(gradients)
+        return found
+
+    def end_batch(self, first: int) -> None:
+        """End a batch; the gradients that are kept for shard `first` are in ``.grad`` until the next one."""
+        self._first = first
+        if self._own:
+            if first in self._own:
+                self.put(self._own[first].gradients)
+            self._shown = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.trained]
+        self.release()
+
+    def zero(self, everywhere: bool) -> None:
+        """Forget the gradients of the running shard, which the loop has set to None; `everywhere`: of all shards."""
+        self._aside, self._shown, self._zeroed = None, [], True
+        if everywhere:
+            self._own.clear()
+        self.release()
+
+    def drop_in(self, shards: Sequence[int]) -> None:
+        """Drop in shards without samples, for which no body runs, what the loop has dropped in the running one."""
+        dropped = [opened is not None and not self._is_kept(number) for number, (opened, _) in enumerate(self._opened)]
+        any_dropped = self._zeroed or any(dropped)
+        for kept in (self._own[shard] for shard in shards if shard in self._own):
+            for number, (opened, _) in enumerate(self._opened):
+                if dropped[number] or (any_dropped and opened is None):
+                    kept.gradients[number], kept.of_step[number] = None, False
+
+    def aside(self) -> tuple[Gradients, float]:
+        """Return what a shard without samples keeps of what it began with, and the weight of the shard then."""
+        if self._aside is None:
+            return [None] * len(self.trained), 0.0
+        kept = [g if self._is_kept(number) else None for number, g in enumerate(self._aside.gradients)]
+        return kept, self._aside.weight
+
+    def take(self, number: int) -> tuple[Gradients, float]:
+        """Take the gradients that are kept for a shard of which this batch has no samples, and its weight then."""
+        kept = self._own.pop(number, None)
+        return ([None] * len(self.trained), 0.0) if kept is None else (kept.gradients, kept.weight)
+
+    def _is_kept(self, number: int) -> bool:
+        """Return whether the gradient that the shard began with is still a part of the present one.
+
+        A pass adds to it in place, which its version counts. Zeros in place are one change more.
+        """
+        (opened, version), gradient = self._opened[number], self.trained[number].grad
+        return opened is not None and gradient is opened and opened._version - version == self._passes[number]
+
+    # --- what is noticed ----------------------------------------------------------------------------------------------
+
+    def any_carried(self) -> bool:
+        """Return whether gradients of an earlier batch are a part of the running shard's."""
+        return self.carried and any(self._is_kept(number) for number in range(len(self.trained)))
+
+    def check_not_of_step(self) -> None:
+        """Check that no shard has added to the sum that an earlier step has left; others have not got it.
+
+        Raises:
+            ConfigError: otherwise.
+        """
+        if any(is_of_step and self._is_kept(number) for number, is_of_step in enumerate(self._of_step)):
+            raise ConfigError(
+                "gradients",
+                "optimizer.zero_grad() in each shard, or after the step",
+                found="gradients of an earlier step that a shard has added to",
+            )
+
+    def check_unchanged(self) -> None:
+        """Check that gradients are as the latest backward pass has left them, or gone.
+
+        Raises:
+            ConfigError: if one has been changed by hand. It is that of one's own samples only, so that anything but a
+                multiple depends on how the batch is divided.
+        """
+        norms: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number, p in enumerate(self.trained):
+            gradient, (after, version) = p.grad, self._after[number]
+            if gradient is None:
+                continue
+            if after is None:  # reached by no pass; a loop may set what torch.autograd.grad() has given
+                after, version = self._opened[number]
+                unchanged = gradient is not after or gradient._version == version
+            else:
+                unchanged = gradient is after and gradient._version == version
+            if not unchanged and bool(gradient.any()):
+                raise _changed()
+            norm = self._norms[number]
+            if norm is not None and unchanged:
+                norms.append((norm, _norm(gradient)))
+        if norms:
+            before, now = (torch.stack([pair[side] for pair in norms]) for side in (0, 1))
+            if not torch.allclose(before, now, rtol=1e-5, atol=0.0, equal_nan=True) and bool(now.any()):
+                raise _changed()
+
+    def refuse(self, error: ConfigError, reached: set[int]) -> None:
+        """Record that gradients of the backward pass that has just ended may be no part of a step.
+
+        Args:
+            error: why.
+            reached: ids of the parameters that the pass may have reached.
+        """
+        for number, p in enumerate(self.trained):
+            if id(p) in reached and p.grad is not None and self._passes[number]:
+                self._problems.append(_Problem(error, number, p.grad, p.grad._version, self._passes[number]))
+                return
+
+    def check_allowed(self) -> None:
+        """Raise the error of a pass that `refuse` was told of, if its gradients are still there."""
+        for problem in self._problems:
+            gradient = self.trained[problem.number].grad
+            later = self._passes[problem.number] - problem.passes
+            if gradient is not None and gradient is problem.gradient and gradient._version - problem.version == later:
+                raise problem.error
+
+
+def multiply(gradients: Gradients, factor: float) -> None:
+    """Multiply the gradients that there are by a number, in place."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if present:
+        torch._foreach_mul_(present, factor)
+
+
+def _is(left: object, right: object) -> bool:
+    return left is right
+
+
+def _recorder(owner: Callable[[], ShardGradients | None], number: int) -> Callable[[nn.Parameter], None]:
+    def record(parameter: nn.Parameter) -> None:
+        gradients, gradient = owner(), parameter.grad
+        if gradients is not None and gradient is not None:
+            gradients.record(number, gradient)
+
+    return record
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(full_precision(gradient.detach()))
+    return norm.float()
+
+
+def _changed() -> ConfigError:
+    return ConfigError(
+        "gradients",
+        "gradients that are not changed between backward() and step(), e.g. clipped or unscaled",
+        found="others than backward() has left, which on several workers are those of one's own samples only",
+        hint="Use max_grad_norm= of lockstep.prepare(), or optimizer.register_step_pre_hook(), which sees those of the "
+        "global batch.",
+    )

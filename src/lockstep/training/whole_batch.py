@@ -1,0 +1,87 @@
+"""Outputs of the whole global batch on each worker, for losses in which samples are compared with each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..communicator import Communicator
+from ..errors import ConfigError
+from ..flight_recorder import named
+from . import bodies
+
+__all__ = ["whole_batch"]
+
+
+def whole_batch(output: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `output` for all samples of the global batch, in a loop prepared with `lockstep.prepare`.
+
+    A loss that compares the samples of a batch, such as one with in-batch negatives, is computed from them on every
+    worker, and has the value that it has on one worker::
+
+        for images, texts in loader:
+            optimizer.zero_grad()
+            left, right = lockstep.whole_batch(image_model(images)), lockstep.whole_batch(text_model(texts))
+            loss = F.cross_entropy(left @ right.T, torch.arange(len(left), device=left.device))
+            loss.backward()
+            optimizer.step(loss=loss)
+
+    Gradients go back through it to the worker that has computed the rows. Each worker calls it equally often in each
+    body. It is not for loops with virtual workers, in which a worker computes its shards one after another.
+
+    Args:
+        output: a tensor with one row for each sample of this worker's part of the batch, (n, …). For several views
+            call it for each: ``first, second = output.chunk(2)``.
+
+    Returns:
+        The rows of all workers in the order of the samples in the global batch, (global n, …).
+
+    Raises:
+        ConfigError: outside of the body of a loop over a prepared loader or `shards`, with virtual workers, or for
+            another number of rows than there are samples.
+    """
+    loop = bodies.running()
+    if loop is None:
+        hint = "In an evaluation workers have different numbers of batches: use a metric with lockstep.whole_set."
+        expected = "a call in the body of a loop over a prepared loader or optimizer.shards(batch)"
+        raise ConfigError("whole_batch", expected, found="one outside, or where gradients are disabled", hint=hint)
+    return loop.whole_batch(output)
+
+
+def gather_rows(output: torch.Tensor, sizes: list[int], comm: Communicator) -> torch.Tensor:
+    """Return the rows of all workers, which have `sizes`; this worker's `output` may have others if it has none."""
+    rows: torch.Tensor = _GatherRows.apply(output, sizes, comm)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _GatherRows(torch.autograd.Function):
+    """Gathers rows; in the backward pass sums the gradients of all workers' losses, by their weights in the step.
+
+    With weights w and losses L of the workers, the gradient of a step is that of the sum of w·L, and each worker adds
+    w times its own ``.grad``. So its rows get the sum of w·dL/drows over all workers, divided by its own w.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, sizes: list[int], comm: Communicator) -> torch.Tensor:
+        ctx.sizes, ctx.comm, ctx.shape = sizes, comm, output.shape
+        own = output.detach()[: sizes[comm.rank]]
+        padded = own.new_zeros(max(sizes), *own.shape[1:])
+        padded[: len(own)] = own
+        with named("rows of the whole batch"):
+            parts = comm.allgather(padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        sizes, comm = ctx.sizes, ctx.comm
+        size, total = sizes[comm.rank], sum(sizes)
+        weighted = gradient * (size / total) if size else torch.zeros_like(gradient)
+        with named("gradients of the rows of the whole batch"):
+            summed = comm.allreduce(weighted.contiguous())
+        own = gradient.new_zeros(ctx.shape)
+        if size:
+            start = sum(sizes[: comm.rank])
+            own[:size] = summed[start : start + size] * (total / size)
+        return own, None, None
