@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..communicator import Communicator
+from ..communicator.elastic_communicator import ElasticCommunicator
 from ..data.nested import map_tensors
 from ..errors import ConfigError
 from ..invariance import tree_sum
@@ -216,9 +217,9 @@ def convert(model: nn.Module, comm: Communicator) -> nn.Module:
     """Replace the batch-norm layers of `model` by `SyncBatchNorm`, in place, with the same parameters and buffers.
 
     Returns the model, or its replacement if it is a batch-norm layer itself. On a single worker it only marks the
-    layers for `convert_marked`.
+    layers for `convert_marked`, except in an elastic job, in which others may join.
     """
-    if comm.size == 1:
+    if comm.size == 1 and not isinstance(comm, ElasticCommunicator):
         for layer in model.modules():
             if isinstance(layer, _BatchNorm):
                 layer.synchronised = True  # type: ignore[assignment]

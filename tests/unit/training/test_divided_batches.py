@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.communicator.elastic_communicator import ElasticCommunicator
 from lockstep.errors import ConfigError
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.training.divided_batches import describe_division
@@ -89,3 +90,15 @@ def test_sync_batchnorm_is_an_argument() -> None:
     with pytest.raises(ConfigError, match="sync_batchnorm: expected False with strategy='replicas', got True"):
         fit(nn.Sequential(nn.Linear(4, 1)), strategy="replicas", devices=["cpu", "cpu"], sync_batchnorm=True)
     fit(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), sync_batchnorm=True)
+
+
+class AloneAsYet(ElasticCommunicator):
+    size, rank = 1, 0  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_batch_norm_is_synchronised_from_the_start_where_others_may_join() -> None:
+    model = convert(nn.Sequential(nn.BatchNorm1d(4)), AloneAsYet())
+    assert isinstance(model[0], SyncBatchNorm)  # type: ignore[index]
