@@ -130,8 +130,7 @@ class ElasticHost:
         self._state = JobState(0)
         self._job: ElasticJob | None = None
         self._workers = HostWorkers(setup, folder, selector, self._from_worker)
-        self._control = ControlSocket(str(folder / "control"), self._ask_from_user)
-        selector.register(self._control.listener, selectors.EVENT_READ, self._control.answer)
+        self._control = ControlSocket(str(folder / "control"), self._ask_from_user, selector)
         self._replies: dict[int, Callable[[str, bool], None]] = {}
         self._asked = 0
         self._own: deque[tuple[int, Any]] = deque()  # messages to this host
@@ -289,8 +288,11 @@ class ElasticHost:
     def wait(self) -> None:
         """Wait for messages, for a moment at most, and take them."""
         for key, _ in self._selector.select(_POLL_S):
-            if key.fd in self._selector.get_map():  # it may have been closed by an earlier one
+            current = self._selector.get_map().get(key.fd)
+            if current is not None and current.fileobj is key.fileobj:  # it may have been closed by an earlier one
                 key.data()
+        self._control.tick()
+        self._workers.tick()
         if self._mesh is not None:
             self._mesh.tick()
 

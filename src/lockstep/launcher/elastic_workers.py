@@ -185,6 +185,10 @@ class HostWorkers:
             self._supervisor.kill([number])
             self._supervisor.killed_ranks.discard(number)  # it is lost as any other
 
+    def tick(self) -> None:
+        """Do what is due with the connections of workers."""
+        self._roster.tick()
+
     def newest_checkpoint(self) -> str:
         """Return the newest checkpoint that one of the workers has saved; "" without one."""
         return newest_checkpoint(self._folder) or ""

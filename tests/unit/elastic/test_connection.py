@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -100,39 +103,56 @@ def resize(what: str, number: int, host: str, answer: Answer) -> None:
 
 
 def test_a_request_gets_its_answer(tmp_path: Path) -> None:
-    path = str(tmp_path / "control")
-    control = ControlSocket(path, resize)
-    try:
-        assert _ask(control, path, 3) == "resize to 3"
+    with controlled(tmp_path) as (path, selector):
+        assert _ask(selector, path, 3) == "resize to 3"
         with pytest.raises(LockstepError, match="resize to 4"):
-            _ask(control, path, 4)
-    finally:
-        control.close()
+            _ask(selector, path, 4)
 
 
-def _ask(control: ControlSocket, path: str, workers: int) -> str:
-    control.listener.setblocking(True)
-    answering = threading.Thread(target=control.answer)
-    answering.start()
-    try:
-        return request(path, "resize", workers)
-    finally:
-        answering.join()
+@contextmanager
+def controlled(folder: Path) -> Iterator[tuple[str, selectors.BaseSelector]]:
+    """The path of a control socket, and the selector of its loop."""
+    path = str(folder / "control")
+    with selectors.DefaultSelector() as selector:
+        control = ControlSocket(path, resize, selector)
+        try:
+            yield path, selector
+        finally:
+            control.close()
+
+
+def turn(selector: selectors.BaseSelector, seconds: float) -> None:
+    """One turn of a launcher's loop."""
+    for key, _ in selector.select(seconds):
+        key.data()
+
+
+def _ask(selector: selectors.BaseSelector, path: str, workers: int) -> str:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(request, path, "resize", workers)
+        while not asked.done():
+            turn(selector, 0.01)
+        return asked.result()
 
 
 @pytest.mark.parametrize("data", [b"\n", b'{"what": 3}\n', b'{"what": "", "number": 1e99}\n', b"[" * 60000])
 def test_a_damaged_request_is_refused(data: bytes, tmp_path: Path) -> None:
-    path = str(tmp_path / "control")
-    control = ControlSocket(path, resize)
+    with controlled(tmp_path) as (path, selector), socket.socket(socket.AF_UNIX) as end:
+        end.connect(path)
+        end.sendall(data)
+        end.shutdown(socket.SHUT_WR)
+        end.setblocking(False)
+        while (answer := received(end)) is None:
+            turn(selector, 20.0)
+        assert b'"accepted": false' in answer
+
+
+def received(end: socket.socket) -> bytes | None:
+    """What has come; None for nothing."""
     try:
-        with socket.socket(socket.AF_UNIX) as end:
-            end.connect(path)
-            end.sendall(data)
-            end.shutdown(socket.SHUT_WR)
-            control.answer()
-            assert b'"accepted": false' in end.recv(4096)
-    finally:
-        control.close()
+        return end.recv(4096)
+    except BlockingIOError:
+        return None
 
 
 def test_a_launcher_that_is_gone_is_an_error(tmp_path: Path) -> None:

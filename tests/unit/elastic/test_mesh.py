@@ -198,8 +198,9 @@ def _ends(end: socket.socket) -> bool:
 
 
 def test_a_stranger_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "_KNOCK_S", 0.05)
     with a_host(0) as host, stranger(host) as end:
+        turn_until(lambda: len(host.mesh._strangers), host)
+        monkeypatch.setattr(host.mesh._strangers, "_limit_s", 0.05)
         turn_until(lambda: is_closed(end), host)
 
 
