@@ -32,11 +32,13 @@ __all__ = [
     "ASKS",
     "NEW",
     "NOBODY_LEADS",
+    "WAITS_TO_JOIN",
     "HostEntry",
     "Knock",
     "Mesh",
     "NobodyLeadsError",
     "Refused",
+    "WaitsToJoinError",
     "Welcome",
     "knock",
 ]
@@ -460,8 +462,16 @@ NOBODY_LEADS = "no launcher of the job leads at the moment; try again"
 """The reason for which a host is refused that may be let in a moment later."""
 
 
+WAITS_TO_JOIN = "this host takes no part in the job, and waits for a launcher that leads it"
+"""The reason with which a host refuses that is in no job itself: it cannot let anybody in, now or later."""
+
+
 class NobodyLeadsError(LockstepError):
     """A host cannot be let in at the moment."""
+
+
+class WaitsToJoinError(LockstepError):
+    """A host cannot be let in by this one, which takes no part in the job either."""
 
 
 def knock(
@@ -480,6 +490,7 @@ def knock(
     Raises:
         OSError: no launcher answers there.
         NobodyLeadsError: the job does not know at the moment.
+        WaitsToJoinError: the launcher there takes no part in the job either.
         LockstepError: it refuses, or another program answers.
     """
     dials, answers = _halves(key)
@@ -501,6 +512,7 @@ def knock(
         if not isinstance(answer, Refused):
             raise LockstepError(f"{address}:{port} has another key")
         if answer.ask is None:
-            raise (NobodyLeadsError if answer.reason == NOBODY_LEADS else LockstepError)(answer.reason)
+            kinds = {NOBODY_LEADS: NobodyLeadsError, WAITS_TO_JOIN: WaitsToJoinError}
+            raise kinds.get(answer.reason, LockstepError)(answer.reason)
         address, port = answer.ask.address, answer.ask.port
     raise NobodyLeadsError(NOBODY_LEADS)

@@ -22,7 +22,7 @@ import msgspec
 from .. import environment, messages
 from ..elastic.control import ControlSocket
 from ..elastic.membership import Change, Events, HostMemory, HostReport, Publish, Up
-from ..elastic.mesh import ASKS, NOBODY_LEADS, HostEntry, Knock, Mesh, Refused, Welcome, Wire
+from ..elastic.mesh import ASKS, NOBODY_LEADS, WAITS_TO_JOIN, HostEntry, Knock, Mesh, Refused, Welcome, Wire
 from ..elastic.succession import Accept, HostMessage, HostView, Key, Link, Succession
 from ..errors import InterruptedRunError, LockstepError, TransportError, WorkerError
 from ..interruption import collect_signals
@@ -229,6 +229,8 @@ class ElasticHost:
     def _let_in(self, knock: Knock) -> Welcome | Refused:
         """Answer a host that wants to join, or only asks what the job is."""
         leader = self._hosts.get(self._succession.leader)
+        if self._alone_since < math.inf:
+            return Refused(WAITS_TO_JOIN)  # and will not lead: it would wait for who waits for it
         if not self._leads:
             is_known = leader is not None and leader.number != self._me and self._succession.has_leader
             return Refused(NOBODY_LEADS, leader if is_known else None)

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ import pytest
 from lockstep.elastic.connection import Connection, from_worker
 from lockstep.elastic.control import Answer, ControlSocket, request
 from lockstep.elastic.membership import Arrived, Down, Get, Hello, Set, Up, View
+from lockstep.elastic.roster import Roster
 from lockstep.errors import LockstepError
 
 
@@ -158,3 +159,82 @@ def received(end: socket.socket) -> bytes | None:
 def test_a_launcher_that_is_gone_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match="does not answer"):
         request(str(tmp_path / "none"), "resize", 2)
+
+
+def test_who_sends_no_request_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    path = str(tmp_path / "control")
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        control = ControlSocket(path, resize, selector)
+        stack.callback(control.close)
+        monkeypatch.setattr(control._strangers, "_clock", lambda: now)
+        ends = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
+        for end in ends:
+            end.setblocking(False)
+            end.connect(path)
+        turn(selector, 20.0)
+        for _ in range(10):
+            now += 1
+            ends[0].send(b"{")
+            turn(selector, 20.0)
+            control.tick()
+        assert [received(end) for end in ends] == [None] * 3
+        now += 0.1
+        control.tick()
+        assert [received(end) for end in ends] == [b""] * 3
+
+
+def test_who_is_gone_before_the_answer_is_no_error(tmp_path: Path) -> None:
+    path, answers = str(tmp_path / "control"), list[Answer]()
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        control = ControlSocket(path, lambda what, number, host, answer: answers.append(answer), selector)
+        stack.callback(control.close)
+        with socket.socket(socket.AF_UNIX) as end:
+            end.connect(path)
+            end.sendall(b'{"what": "resize"}\n')
+            while not answers:
+                turn(selector, 20.0)
+        while control._asked:
+            turn(selector, 20.0)
+        answers[0]("done", True)
+
+
+# --- the socket of the workers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xff\xff\xff", b"\0\0\0\2\xc1\xc1", b"\0\0\xea\x60" + b"\x91" * 60000, b"\0" * 100],
+    ids=["too long", "no message", "nested", "zeros"],
+)
+def test_who_is_no_worker_is_closed(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        roster = Roster(tmp_path, selector, lambda number, message: pytest.fail(f"{number} {message}"))
+        stack.callback(roster.close)
+        monkeypatch.setattr(roster._strangers, "_clock", lambda: now)
+        garbage, idle = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+        for end in (garbage, idle):
+            end.connect(roster.path)
+            end.setblocking(False)
+        with suppress(BlockingIOError, OSError):
+            garbage.sendall(data)
+        while not is_closed(garbage):
+            turn(selector, 20.0)
+        Connection[Down, Up](idle, Down).send(Set(0, "key", b""))  # not what a worker sends first
+        while not is_closed(idle):
+            turn(selector, 20.0)
+        late = stack.enter_context(socket.socket(socket.AF_UNIX))
+        late.connect(roster.path)
+        late.setblocking(False)
+        turn(selector, 20.0)
+        now = 10.1
+        roster.tick()
+        assert is_closed(late)
+
+
+def is_closed(end: socket.socket) -> bool:
+    try:
+        return received(end) == b""
+    except ConnectionResetError:
+        return True
