@@ -53,7 +53,8 @@ class Cut:
         host: that is cut off.
         seconds: for how long.
         overlap: seconds before its end at which the next one begins.
-        meanwhile: what happens `after` seconds: "kill" a host that is not cut off, "end" the training, or "".
+        meanwhile: what happens `after` seconds: "kill" a host that is not cut off, "end" the training, or "". With "win"
+            the winner is killed as soon as another host wants to join again, or else at the end.
         which: of the hosts that are not cut off.
         after: seconds after its beginning.
     """
@@ -76,7 +77,7 @@ def cuts_of(seed: int) -> list[Cut]:
             draw.randrange(HOSTS),
             draw.uniform(4.0, 7.0),
             draw.uniform(-1.0, 2.0),
-            draw.choice(["kill", "end", "end", "kill"]) if index == fatal else "",
+            draw.choice(["kill", "end", "win", "win"]) if index == fatal else "",
             draw.randrange(HOSTS - 1),
             draw.uniform(0.5, 6.0),
         )
@@ -93,6 +94,7 @@ class CutJob(Job):
         self.program = write_program(folder, EPOCHS, run, virtual_workers=HOSTS)
         self.net, self.cuts = net, cuts
         self.timers: list[threading.Timer] = []
+        self.kills_winner = False
 
     def start_on(self, host: int, *words: object) -> None:
         """Start a launcher on a host."""
@@ -105,6 +107,28 @@ class CutJob(Job):
             thread = threading.Thread(target=self.read, args=(index, stream), daemon=True)
             thread.start()
             self.readers.append(thread)
+
+    def read(self, index: int, stream: object) -> None:
+        for line in stream:  # type: ignore[attr-defined]
+            self.note(f"host {index}: {line.rstrip()}")
+            if "which joins them again" in line and self.kills_winner:
+                self.kill_winner()
+
+    def kill_winner(self) -> None:
+        """Kill the host that goes on, if there is one."""
+        for host in self.running:
+            said = [line for line in list(self.lines) if f"host {host}: lockstep: " in line]
+            if not (said and re.search("paused|joins them again", said[-1])):
+                self.kills_winner = False
+                self.kill_host(host)
+                return
+
+    def kill_host(self, host: int) -> None:
+        """Kill a host, and let the training of the others end with the epoch in progress."""
+        self.note(f"--- kill host {host}")
+        self.lost.add(host)
+        self.kill(self.hosts[host].pid)
+        self.enough()
 
     def link(self, host: int, state: str) -> None:
         """Set a host's network device "up" or "down"."""
@@ -160,14 +184,12 @@ class CutJob(Job):
     def meanwhile(self, cut: Cut) -> None:
         """Let the training end, or a host die."""
         running = [host for host in self.running if host != cut.host]
-        if cut.meanwhile == "end":
+        if cut.meanwhile == "win":
+            self.kills_winner = True
+        elif cut.meanwhile == "end":
             self.enough()
         elif running:
-            host = running[cut.which % len(running)]
-            self.note(f"--- kill host {host}")
-            self.lost.add(host)
-            self.kill(self.hosts[host].pid)
-            self.enough()
+            self.kill_host(running[cut.which % len(running)])
 
     def enough(self) -> None:
         """Let the training end with the epoch in progress."""

@@ -291,7 +291,7 @@ def found_job(config: RunConfig, setup: HostSetup, slots: int, listener: Listene
         addresses = listener.take_part(host, setup)
     if addresses:
         watch(None)
-        join_job(addresses, config, setup, slots, watch, math.inf)
+        join_job(addresses, config, setup, slots, watch, math.inf, listener)
 
 
 def _opened(setup: HostSetup, own: HostEntry, listener: Listener) -> Any:
@@ -353,6 +353,7 @@ def join_job(
     slots: int,
     watch: Watch,
     seconds: float,
+    listener: Listener | None = None,
 ) -> None:
     """Join the job of which a launcher listens at one of the addresses, and run this host's part of it.
 
@@ -365,6 +366,7 @@ def join_job(
         slots: of this host.
         watch: called with this host.
         seconds: how long to try at first.
+        listener: where this host listens already, if it has taken part before.
 
     Raises:
         ConfigError: nobody answers in time.
@@ -372,7 +374,7 @@ def join_job(
         as `ElasticHost.run`.
     """
     node = config.node_rank if config.nnodes > 1 else -1
-    listener = Listener(_own_address(addresses[0][0]))
+    listener = listener or Listener(_own_address(addresses[0][0]))
     while addresses:
         about = messages.encode(About(describe_host(slots), node))
         connection, welcome = _knock_until(addresses, listener, slots, about, seconds)

@@ -7,6 +7,7 @@ import selectors
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..environment import ElasticWorker
 from ..system.processes import TERM_GRACE_S, end_orphans
 from . import worker
 from .elastic_job import Ended, JobState, Limits, Start
-from .fork_server import hidden_main
+from .fork_server import note_how_to_know, starting_processes
 from .log_multiplexer import LogMultiplexer, OutputLine, PipedOutput, open_pipes
 from .run_config import WorkerOptions
 from .script import Script
@@ -125,8 +126,9 @@ class HostWorkers:
         worker_setup = worker.WorkerSetup(folder, 0, setup.options.threads, output, self._run_id, name)
         context: Any = multiprocessing.get_context(setup.options.start_method)
         process = context.Process(target=_run_worker, args=(setup.script.run, worker_setup, number, variables))
-        with hidden_main():
+        with starting_processes():
             process.start()
+        note_how_to_know(process, partial(self._status.is_finished, number))
         self._living.append(number)
         self._pids[number] = process.pid
         self._roster.add(number, process)

@@ -146,6 +146,10 @@ class HostJob:
         )  # it handles no signal
         return False
 
+    def is_finished(self, local_rank: int) -> bool:
+        """Return whether the work of a worker of this attempt is done."""
+        return self.supervisor is not None and self.supervisor.folder.is_finished(local_rank)
+
     def deliver_remote_failure(self) -> None:
         """Report another host's failure to this host's workers, once: no rank over there may be left to do so."""
         self._remote_failure_due = self._remote_failure_due or time.monotonic() + LOCAL_DETECTION_SECONDS

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from .. import watchdog
 from ..environment import emulated_network, find_world, records_dir, restart_count
 from ..errors import InterruptedRunError, LockstepError
-from ..system.processes import TERM_GRACE_S, end_orphans
+from ..system.processes import TERM_GRACE_S, ProcessLiveness, end_orphans
 from ..transports.runtime import host_identity
 from ..watchdog import jobs
 from ..watchdog.call_sites import user_call_site
@@ -48,6 +48,9 @@ PEER_FAILURE_WAIT_SECONDS = 10.0
 # A worker with an error of Lockstep waits this long for the others to raise the same one. If the input is bad, all do
 # so at nearly the same time; if only one worker fails, the launch fails this much later.
 SAME_ERROR_WAIT_SECONDS = 1.0
+
+# Between the moment in which the kernel closes the launcher's end of the pipe and that in which its process has ended.
+_LAUNCHER_ENDS_S = 5.0
 
 PR_SET_PDEATHSIG = 1
 _NEW_LINE = "\n"
@@ -162,12 +165,24 @@ def _set_up_signals() -> None:
 
 def _exit_with_launcher(setup: WorkerSetup) -> None:
     launcher = multiprocessing.parent_process()
-    assert launcher is not None
+    assert launcher is not None and launcher.pid is not None
+    liveness = ProcessLiveness({0: launcher.pid})
     launcher.join()  # reads a pipe whose other end only the launcher holds
     try:
-        _remove_traces(setup)
+        if _has_ended(liveness):
+            _remove_traces(setup)
     finally:
         os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _has_ended(liveness: ProcessLiveness) -> bool:
+    """Return whether the launcher has ended, and has not only given up this worker: its folder is its own then."""
+    deadline = time.monotonic() + _LAUNCHER_ENDS_S
+    while not liveness.poll():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _remove_traces(setup: WorkerSetup) -> None:
