@@ -53,8 +53,8 @@ class Cut:
         host: that is cut off.
         seconds: for how long.
         overlap: seconds before its end at which the next one begins.
-        meanwhile: what happens `after` seconds: "kill" a host that is not cut off, "end" the training, or "". With "win"
-            the winner is killed as soon as another host wants to join again, or else at the end.
+        meanwhile: what happens `after` seconds: "kill" a host that is not cut off, "end" the training, or "". With
+            "win" the winner is killed as soon as another host wants to join again.
         which: of the hosts that are not cut off.
         after: seconds after its beginning.
     """

@@ -8,6 +8,7 @@ certain can be told from a host that does not answer.
 from __future__ import annotations
 
 import hmac
+import math
 import selectors
 import socket
 import sys
@@ -178,6 +179,10 @@ class Mesh:
         on_message: called with the number of a host and each message from it.
         on_link: called when what is known of a host has changed.
         on_knock: called for a new host; returns the answer, with which its connection becomes that of a new number.
+        on_silence: called when a launcher has not answered for that many seconds, though its host does: it is stopped,
+            or hangs.
+        warning_s, launcher_limit_s: seconds after which that is called, and after which the host does not count as
+            connected any more.
     """
 
     def __init__(
@@ -194,6 +199,9 @@ class Mesh:
         self.on_message: Callable[[int, Any], None] = lambda host, message: None
         self.on_link: Callable[[int, Link], None] = lambda host, link: None
         self.on_knock: Callable[[Knock], Welcome | Refused] = lambda knock: Refused("this host is no job's")
+        self.on_silence: Callable[[int, float], None] = lambda host, seconds: None
+        self.warning_s = self.launcher_limit_s = math.inf
+        self._said_silent: set[int] = set()
         self._key, self._dials, self._answers = key, *_halves(key)
         self._listener, self._selector, self._kind, self._limit_s = listener, selector, kind, limit_s
         self._peers: dict[int, _Peer] = {}
@@ -260,9 +268,8 @@ class Mesh:
             self._next_ping = now + _PING_S
             for peer in list(self._peers.values()):
                 if now - self._pings_since > self._limit_s and _seconds_unanswered(peer) > self._limit_s:
-                    peer.heard = 0.0
-                    self._drop(peer)
-                else:
+                    self._lose(peer)
+                elif not self._is_silent(peer, now - max(peer.heard, self._pings_since)):
                     self._send(peer, Ping())
         self._strangers.tick()
         for peer in [peer for peer, since in self._answering.items() if now - since > LIMIT_S]:
@@ -270,6 +277,36 @@ class Mesh:
         for host in [host for host, due in self._dialling.items() if now >= due]:
             self._dialling[host] = now + _DIAL_S + _REDIAL_S
             self._dial(host, probes=False)
+
+    def _is_silent(self, peer: _Peer, seconds: float) -> bool:
+        """Say that a launcher has not answered for long; lose it, and return True, if that has lasted too long."""
+        if seconds <= self.warning_s and seconds <= self.launcher_limit_s:
+            self._said_silent.discard(peer.host)
+            return False
+        is_over = seconds > self.launcher_limit_s
+        if is_over or peer.host not in self._said_silent:
+            self._said_silent.add(peer.host)
+            self.on_silence(peer.host, self.launcher_limit_s if is_over else self.warning_s)
+        if is_over:
+            self._said_silent.discard(peer.host)
+            self._lose(peer)
+        return is_over
+
+    def _lose(self, peer: _Peer) -> None:
+        """End a connection whose other side may go on, or not."""
+        peer.heard = -math.inf
+        self._drop(peer)
+
+    def lose_all(self) -> None:
+        """End all connections, as the others have done that while this process did not run."""
+        for peer in list(self._peers.values()):
+            self._lose(peer)
+
+    def ping(self) -> None:
+        """Let the other launchers know that this one runs; another thread may call this."""
+        for peer in list(self._peers.values()):
+            with suppress(OSError):  # which the loop finds out
+                peer.connection.send(Ping())
 
     def close(self) -> None:
         """Listen no more, and close all connections."""

@@ -21,6 +21,7 @@ from . import worker
 from .elastic_job import Ended, JobState, Limits, Start
 from .fork_server import note_how_to_know, starting_processes
 from .log_multiplexer import LogMultiplexer, OutputLine, PipedOutput, open_pipes
+from .pulse import Patience
 from .run_config import WorkerOptions
 from .script import Script
 from .supervisor import StoppedWorkers, WatchdogFiles, WorkerSupervisor
@@ -39,6 +40,7 @@ class HostSetup:
         limits: of the number of workers of the job.
         multiplexer: prints the workers' lines.
         variables: for all workers of this host.
+        patience: with a launcher that does not answer.
     """
 
     script: Script
@@ -46,6 +48,7 @@ class HostSetup:
     limits: Limits
     multiplexer: LogMultiplexer
     variables: dict[str, str]
+    patience: Patience
 
 
 _END_S = 2.0  # for killed processes to end
@@ -123,7 +126,8 @@ class HostWorkers:
         self._pipes.add(number)
         name = Path(setup.script.name).name
         output, folder = PipedOutput(self._folder), StatusFolder(self._folder)
-        worker_setup = worker.WorkerSetup(folder, 0, setup.options.threads, output, self._run_id, name)
+        threads, patience = setup.options.threads, setup.patience
+        worker_setup = worker.WorkerSetup(folder, 0, threads, output, self._run_id, name, patience)
         context: Any = multiprocessing.get_context(setup.options.start_method)
         process = context.Process(target=_run_worker, args=(setup.script.run, worker_setup, number, variables))
         with starting_processes():

@@ -110,7 +110,7 @@ class _Process(popen_forkserver.Popen):
             self.sentinel = os.pidfd_open(self.pid)
         except (OSError, AttributeError):  # it has ended, or the kernel has no pidfds
             return
-        self._finalizers.append(util.Finalize(self, util.close_fds, (self.sentinel,)))
+        self._finalizers.append(util.Finalize(self, os.close, (self.sentinel,)))
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """Return the exit code; None if the process runs, and `flag` says not to wait for it."""
@@ -123,7 +123,7 @@ class _Process(popen_forkserver.Popen):
     def _code(self) -> int:
         if wait([self._status], _CODE_S):
             try:
-                return forkserver.read_signed(self._status)  # type: ignore[attr-defined,no-any-return]
+                return forkserver.read_signed(self._status)  # type: ignore[no-any-return]
             except (OSError, EOFError):  # the fork server is gone
                 pass
         return 0 if self.is_finished() else UNKNOWN_EXIT_CODE

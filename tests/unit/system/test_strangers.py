@@ -1,4 +1,4 @@
-"""Connections that have not identified themselves: how many there may be, for how long, and what happens to the rest."""
+"""Connections that have not identified themselves: how many there may be, and for how long."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def test_who_has_identified_itself_stays(stack: ExitStack, listener: socket.sock
     held.made[0].close()
 
 
-def test_a_flood_drops_its_own_connections_and_no_others(
-    stack: ExitStack, listener: socket.socket, held: Held
-) -> None:
+def test_a_flood_drops_its_own_connections_and_no_others(stack: ExitStack, listener: socket.socket, held: Held) -> None:
     connect(stack, listener, 2, "127.0.0.2")
     held.accept()
     connect(stack, listener, 3 * MOST)
