@@ -130,7 +130,7 @@ def heartbeat_timeout() -> float:
 
 
 def launcher_timeout() -> float | None:
-    """Return LOCKSTEP_LAUNCHER_TIMEOUT, the seconds after which a launcher that does not answer is out; None if unset."""
+    """Return LOCKSTEP_LAUNCHER_TIMEOUT: the seconds after which a launcher that does not answer is out; or None."""
     name = "LOCKSTEP_LAUNCHER_TIMEOUT"
     return _seconds(name, 1.0) if os.environ.get(name, "").strip() else None
 

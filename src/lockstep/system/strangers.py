@@ -37,8 +37,8 @@ class Strangers(Generic[T]):
     Args:
         close: called for each connection that is dropped here.
         limit_s: seconds that each of them may take from its acceptance.
-        most: the most of them; beyond it the oldest of the address that has the most of them is dropped, so that a flood
-            from one address does not drop those of others.
+        most: the most of them; beyond it the oldest of the address that has the most of them is dropped, so that a
+            flood from one address does not drop those of others.
         clock: returns the time in seconds.
     """
 
