@@ -427,6 +427,7 @@ def _knock_until(
                 now = time.monotonic()
                 nobody_since = math.inf if others else min(nobody_since, now)
                 if deadline == math.inf and now - nobody_since >= ALONE_S:
+                    listener.socket.close()  # who still waits would take this host for one that may answer
                     raise LockstepError(describe_ended(own.name))
                 if now > deadline:
                     expected = f"a launcher of the job that answers within {seconds:g} s"

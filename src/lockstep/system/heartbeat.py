@@ -14,6 +14,7 @@ import os
 import secrets
 import selectors
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,11 +31,14 @@ __all__ = [
     "address_in_a_network",
     "address_towards",
     "keep_alive",
+    "retransmit_often",
 ]
 
 PeerState = Literal["unknown", "alive", "left", "ended", "lost"]
 """A process is not connected (yet), alive, disconnected cleanly, ended without that, or unreachable with its host."""
 
+# TCP_RTO_MAX_MS and TCP_THIN_LINEAR_TIMEOUTS of include/uapi/linux/tcp.h
+_RETRANSMISSION = {44: 1000, 16: 1}
 _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 _GOODBYE = b"."
 _TOKEN = 32  # characters by which each side proves that it has read what the other published
@@ -60,6 +64,19 @@ def keep_alive(connection: socket.socket, limit_s: float) -> None:
         option = getattr(socket, name, None)
         if option is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    retransmit_often(connection)
+
+
+def retransmit_often(connection: socket.socket) -> None:
+    """Let the kernel send again at least once a second what is not acknowledged, where it can (Linux 6.15).
+
+    By default it waits twice as long each time, up to two minutes: a network that has been cut for 6 s may then be
+    whole for 6 s more before anybody tries it. Older kernels try six times without doubling, while little is in flight.
+    """
+    if sys.platform == "linux":
+        for option, value in _RETRANSMISSION.items():
+            with suppress(OSError):  # an older kernel
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def address_towards(host: str) -> str:

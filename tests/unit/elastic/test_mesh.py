@@ -278,6 +278,38 @@ def test_who_dribbles_an_answer_is_not_waited_for() -> None:
             thread.join()
 
 
+def test_a_launcher_that_does_not_answer_is_said_and_then_silent(two: tuple[Host, Host]) -> None:
+    """Its kernel answers: it is stopped, or hangs."""
+    first, _ = two
+    said: list[tuple[int, float]] = []
+    first.mesh.on_silence = lambda host, seconds: said.append((host, seconds))
+    first.mesh.warning_s, first.mesh.launcher_limit_s = 30.0, 120.0
+    peer = first.mesh._peers[1]
+
+    def not_heard_for(seconds: float) -> None:
+        now = time.monotonic()
+        peer.heard, first.mesh._next_ping, first.mesh._pings_since = now - seconds, now, -1000.0
+        first.mesh.tick()
+
+    not_heard_for(29)
+    assert not said
+    for _ in range(3):
+        not_heard_for(31)
+    assert said == [(1, 30.0)] and first.links[-1] == (1, Link.CONNECTED)
+    not_heard_for(0)
+    not_heard_for(31)
+    assert said == 2 * [(1, 30.0)]
+    not_heard_for(121)
+    assert said[2:] == [(1, 120.0)] and first.links[-1] == (1, Link.SILENT)
+
+
+def test_a_launcher_that_did_not_run_takes_all_others_for_silent(two: tuple[Host, Host]) -> None:
+    first, _ = two
+    first.mesh.lose_all()
+    assert first.links[-1] == (1, Link.SILENT)
+    turn_until(lambda: first.links[-1] == (1, Link.CONNECTED), *two)
+
+
 def test_a_launcher_that_has_joined_again_does_not_dial_itself(two: tuple[Host, Host]) -> None:
     first, _ = two
     again = HostEntry(-1, first.entry.name, first.entry.address, first.entry.port, 2)
