@@ -66,7 +66,7 @@ class ControlSocket:
         self._asked: set[_Asker] = set()  # who wait for an answer
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
-        self._listener.listen(8)
+        self._listener.listen(128)
         self._listener.setblocking(False)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
