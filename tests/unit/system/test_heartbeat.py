@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from lockstep.system.heartbeat import Heartbeat, HeartbeatClient, HeartbeatServer, _Connection, address_towards
+from lockstep.system.heartbeat import (
+    Heartbeat,
+    HeartbeatClient,
+    HeartbeatServer,
+    _Connection,
+    address_towards,
+    keep_alive,
+)
 
 LIMIT = 20.0
 
@@ -192,6 +200,18 @@ def test_without_a_route_to_the_server_the_state_is_unknown() -> None:
     assert impostor.state(0) == refused.state(0) == "unknown"
     for each in (impostor, refused):
         each.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an option of Linux")
+def test_what_is_not_acknowledged_is_sent_again_once_a_second() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as end:
+        keep_alive(end, 30.0)
+        assert end.getsockopt(socket.IPPROTO_TCP, 16) == 1  # TCP_THIN_LINEAR_TIMEOUTS
+        try:
+            longest_ms = end.getsockopt(socket.IPPROTO_TCP, 44)  # TCP_RTO_MAX_MS
+        except OSError:
+            pytest.skip("the kernel has no such option")
+        assert longest_ms == 1000
 
 
 def test_the_address_in_the_network_of_another() -> None:
