@@ -63,7 +63,8 @@ def interface_with_address(address: str) -> str | None:
 # --- Monitoring of the other hosts ------------------------------------------------------------------------------------
 
 _PERIOD_S = 0.25
-_ANSWER_S = 2.0  # in which the store answers, as long as its host's launcher runs
+_EXCHANGE_S = 1.0
+_ANSWER_S = 4.0  # in which the store answers, as long as its host's launcher runs
 
 
 class HostMonitor:
@@ -165,10 +166,14 @@ class _SilentLaunchers:
         self._names: list[str] = []
         self._pulses: list[int] = []
         self._answered = time.monotonic()
+        self._next = 0.0
         self._notes: list[str] = []
 
     def exchange(self, store: TCPStore, beats: bool) -> None:
-        """Tell the others that this launcher answers, if it does, and read what they tell; in the monitor's thread."""
+        """Once a second tell that this launcher answers, if it does, and read what the others tell; in a thread."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _EXCHANGE_S
         store.add(f"pulse/{self._node}", int(beats))
         keys = [f"pulse/{node}" for node in range(self._nodes)]
         if self._names or store.check(keys):
