@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from .system.heartbeat import keep_alive
+from .system.heartbeat import keep_alive, retransmit_often
 
 __all__ = ["SocketTracker", "abort_gloo", "interruptible_gloo", "keep_until_ended"]
 
@@ -122,6 +122,13 @@ class SocketTracker:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6):
                     keep_alive(copy, limit_s)
+
+    def retransmit_often(self) -> None:
+        """Let them not wait for long after a network that was cut is whole again."""
+        for descriptor in self._found:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                    retransmit_often(copy)
 
     def shutdown(self) -> None:
         """Shut all of them down."""

@@ -69,7 +69,8 @@ def network(count: int) -> Iterator[Network]:
             _ip(f"-n {name} link set lo up")
         yield Network(names, f"{address}.1")
     finally:
-        for command in (*(f"netns del {name}" for name in names), f"link del {bridge}"):
+        devices = (f"link del {bridge}v{i}" for i in range(count))  # those of a namespace go later, by and by
+        for command in (*devices, *(f"netns del {name}" for name in names), f"link del {bridge}"):
             with suppress(OSError, subprocess.CalledProcessError):
                 _ip(command)
 

@@ -66,6 +66,8 @@ def fork_instead(path, args, passfds):
         for low, high in zip(wanted, [*wanted[1:], 1 << 16]):
             os.closerange(low + 1, high)
         sys.argv, sys.orig_argv = ["-c"], [os.fsdecode(arg) for arg in args]
+        import weakref
+        weakref.finalize._registry.clear()  # of the launcher, such as that of its folder
         try:
             exec(sys.orig_argv[-1], {"__name__": "__main__"})
         finally:

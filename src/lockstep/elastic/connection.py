@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -13,13 +15,19 @@ import msgspec
 
 from .membership import Down, Up
 
-__all__ = ["Connection", "from_worker", "to_coordinator"]
+__all__ = ["AT_ONCE", "MOST_OF_STRANGERS", "Connection", "from_worker", "to_coordinator"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 _LENGTH = struct.Struct("!I")
 _MOST = 1 << 30  # bytes of a message; the largest are values that rank 0 has sent to all
+
+MOST_OF_STRANGERS = 1 << 16
+"""The most bytes of a message with which the other side identifies itself."""
+
+AT_ONCE = 1 << 20
+"""The bytes that are read of one connection before the others have their turn."""
 
 
 class Connection(Generic[In, Out]):
@@ -71,29 +79,40 @@ class Connection(Generic[In, Out]):
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
 
-    def receive(self) -> In | None:
+    def receive(self, deadline: float = math.inf) -> In | None:
         """Wait for the next message; returns None when the other side has closed the connection.
+
+        Args:
+            deadline: on the monotonic clock, for the whole message.
 
         Raises:
             OSError, msgspec.DecodeError: the connection is broken, or what has come is no message.
+            TimeoutError: the deadline has passed.
         """
         while (message := self._next()) is None:
+            if deadline < math.inf:
+                self.socket.settimeout(max(0.001, deadline - time.monotonic()))
             data = self.socket.recv(1 << 16)
             if not data:
                 return None
             self._received += data
         return message
 
-    def receive_available(self) -> Iterator[In]:
+    def receive_available(self, at_once: float = math.inf) -> Iterator[In]:
         """Yield the messages that have come.
+
+        Args:
+            at_once: the bytes after which the rest is left for the next call, as there is more on a connection whose
+                other side sends as fast as it can.
 
         Raises:
             EOFError: the other side has closed the connection.
             OSError, msgspec.DecodeError: the connection is broken, or what has come is no message.
         """
         with suppress(BlockingIOError):
-            while True:
+            while at_once > 0:
                 data = self.socket.recv(1 << 16)
+                at_once -= len(data)
                 self._received += data
                 while (message := self._next()) is not None:
                     yield message
@@ -110,7 +129,10 @@ class Connection(Generic[In, Out]):
             return None
         data = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
         del self._received[: _LENGTH.size + length]
-        return self._decoder.decode(data)
+        try:
+            return self._decoder.decode(data)
+        except RecursionError:
+            raise msgspec.DecodeError("expected a message, got deeply nested data") from None
 
     def close(self) -> None:
         """Close the socket."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 
 from .. import messages
 from ..errors import LockstepError
 from ..messages import Integer
+from ..system.strangers import Strangers
 
 __all__ = ["Answer", "ControlSocket", "request"]
 
@@ -36,43 +40,95 @@ class _Reply(msgspec.Struct, frozen=True):
     accepted: bool
 
 
+@dataclass(eq=False)
+class _Asker:
+    """A connection on which a request comes. Attributes: received, of the request so far; has_asked, all of it."""
+
+    socket: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+    has_asked: bool = False
+
+
 class ControlSocket:
-    """The launcher's end: a Unix socket in a private folder of this user.
+    """The launcher's end: a Unix socket in a private folder of this user. Nothing here waits for who asks.
 
     Args:
         path: of the socket.
         ask: called with the request, and what to call with the answer, which may come later.
+        selector: of the launcher's loop; the data of each key is a function to call when it is ready.
     """
 
-    def __init__(self, path: str, ask: Callable[[str, int, str, Answer], None]) -> None:
-        self._ask = ask
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(path)
-        self.listener.listen(8)
-        self.listener.setblocking(False)
+    def __init__(
+        self, path: str, ask: Callable[[str, int, str, Answer], None], selector: selectors.BaseSelector
+    ) -> None:
+        self._ask, self._selector = ask, selector
+        self._strangers: Strangers[_Asker] = Strangers(self._close)  # who have not asked yet
+        self._asked: set[_Asker] = set()  # who wait for an answer
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def answer(self) -> None:
-        """Answer a request; called when the listener can be read."""
-        with suppress(OSError):
-            end, _ = self.listener.accept()
-            end.settimeout(1.0)
-            self._answer(end)
+    def tick(self) -> None:
+        """Close the connections on which no request has come in time."""
+        self._strangers.tick()
 
-    def _answer(self, end: socket.socket) -> None:
+    def _accept(self) -> None:
+        self._strangers.accept(self._listener, self._open)
+
+    def _open(self, end: socket.socket) -> _Asker:
+        asker = _Asker(end)
+        self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(asker))
+        return asker
+
+    def _receive(self, asker: _Asker) -> None:
+        try:
+            data = asker.socket.recv(_MOST_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if asker.has_asked:  # it does not wait for the answer, or has not understood that one request is all
+            self._asked.discard(asker)
+            self._close(asker)
+            return
+        asker.received += data
+        if not data or asker.received.endswith(b"\n") or len(asker.received) >= _MOST_BYTES:
+            self._take(asker)
+
+    def _take(self, asker: _Asker) -> None:
+        """Pass on the request of `asker`, and its answer when that is known."""
+        asker.has_asked = True
+        self._strangers.identified(asker)
+        self._asked.add(asker)
+
         def answer(text: str, accepted: bool) -> None:
-            with suppress(OSError), end:  # who asked may be gone
-                end.sendall(messages.encode(_Reply(text, accepted)).encode() + b"\n")
+            with suppress(OSError):  # who asked may be gone
+                asker.socket.send(messages.encode(_Reply(text, accepted)).encode() + b"\n")
+            self._asked.discard(asker)
+            self._close(asker)
 
         try:
-            request = messages.decode(_receive(end), _Request)
+            request = messages.decode(bytes(asker.received), _Request)
         except ValueError as error:
             answer(f"the request is damaged: {error}", False)
         else:
             self._ask(request.what, request.number, request.host, answer)
 
+    def _close(self, asker: _Asker) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(asker.socket)
+        asker.socket.close()
+
     def close(self) -> None:
-        """Close the socket."""
-        self.listener.close()
+        """Close the socket and all connections."""
+        self._strangers.close()
+        for asker in self._asked:
+            self._close(asker)
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(self._listener)
+        self._listener.close()
 
 
 def request(path: str, what: str, number: int = 0, host: str = "") -> str:
@@ -86,7 +142,7 @@ def request(path: str, what: str, number: int = 0, host: str = "") -> str:
             end.settimeout(_TIMEOUT_S)
             end.connect(path)
             end.sendall(messages.encode(_Request(what, number, host)).encode() + b"\n")
-            reply = messages.decode(_receive(end), _Reply)
+            reply = messages.decode(_receive(end, time.monotonic() + _TIMEOUT_S), _Reply)
     except (OSError, ValueError) as error:
         raise LockstepError(f"the job's launcher does not answer: {error}") from None
     if not reply.accepted:
@@ -94,9 +150,10 @@ def request(path: str, what: str, number: int = 0, host: str = "") -> str:
     return reply.text
 
 
-def _receive(end: socket.socket) -> bytes:
+def _receive(end: socket.socket, deadline: float) -> bytes:
     data = b""
     while not data.endswith(b"\n") and len(data) < _MOST_BYTES:
+        end.settimeout(max(0.001, deadline - time.monotonic()))
         piece = end.recv(4096)
         if not piece:
             break

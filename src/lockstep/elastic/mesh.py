@@ -8,6 +8,7 @@ certain can be told from a host that does not answer.
 from __future__ import annotations
 
 import hmac
+import math
 import selectors
 import socket
 import sys
@@ -24,18 +25,21 @@ import msgspec
 from ..errors import LockstepError
 from ..messages import Integer, List, Tagged
 from ..system.heartbeat import keep_alive
-from .connection import Connection
+from ..system.strangers import LIMIT_S, Strangers
+from .connection import AT_ONCE, MOST_OF_STRANGERS, Connection
 from .succession import Link
 
 __all__ = [
     "ASKS",
     "NEW",
     "NOBODY_LEADS",
+    "WAITS_TO_JOIN",
     "HostEntry",
     "Knock",
     "Mesh",
     "NobodyLeadsError",
     "Refused",
+    "WaitsToJoinError",
     "Welcome",
     "knock",
 ]
@@ -112,9 +116,7 @@ _DIAL_S = 3.0
 _CLOSING_S = 1.0  # a process that ends closes its connections first, and a moment later the socket where it listens
 _REDIAL_S = 1.0
 _MOST = 1 << 30  # bytes of a message
-_MOST_OF_STRANGERS = 1 << 16
-_MOST_STRANGERS = 64  # connections that have not knocked yet
-_KNOCK_S = 10.0  # in which who has connected must knock
+_MOST_OF_ANSWER = 1 << 24  # to a new host, before it is known that this is a launcher of the job
 
 
 @dataclass(eq=False)
@@ -124,7 +126,6 @@ class _Peer:
     connection: Connection[Any, Any]
     host: int = -1
     heard: float = field(default_factory=time.monotonic)
-    is_dialled: bool = False
 
 
 def _seconds_unanswered(peer: _Peer) -> float:
@@ -178,6 +179,10 @@ class Mesh:
         on_message: called with the number of a host and each message from it.
         on_link: called when what is known of a host has changed.
         on_knock: called for a new host; returns the answer, with which its connection becomes that of a new number.
+        on_silence: called when a launcher has not answered for that many seconds, though its host does: it is stopped,
+            or hangs.
+        warning_s, launcher_limit_s: seconds after which that is called, and after which the host does not count as
+            connected any more.
     """
 
     def __init__(
@@ -194,10 +199,14 @@ class Mesh:
         self.on_message: Callable[[int, Any], None] = lambda host, message: None
         self.on_link: Callable[[int, Link], None] = lambda host, link: None
         self.on_knock: Callable[[Knock], Welcome | Refused] = lambda knock: Refused("this host is no job's")
+        self.on_silence: Callable[[int, float], None] = lambda host, seconds: None
+        self.warning_s = self.launcher_limit_s = math.inf
+        self._said_silent: set[int] = set()
         self._key, self._dials, self._answers = key, *_halves(key)
         self._listener, self._selector, self._kind, self._limit_s = listener, selector, kind, limit_s
         self._peers: dict[int, _Peer] = {}
-        self._strangers: list[_Peer] = []
+        self._strangers: Strangers[_Peer] = Strangers(self._close)  # who have not knocked yet
+        self._answering: dict[_Peer, float] = {}  # who were dialled and have not answered yet, and since when
         self._dialling: dict[int, float] = {}  # hosts that are dialled, or will be at this time
         self._results: SimpleQueue[tuple[int, socket.socket | None, bool, bool]] = SimpleQueue()
         self._wake, self._waker = socket.socketpair()
@@ -259,15 +268,45 @@ class Mesh:
             self._next_ping = now + _PING_S
             for peer in list(self._peers.values()):
                 if now - self._pings_since > self._limit_s and _seconds_unanswered(peer) > self._limit_s:
-                    peer.heard = 0.0
-                    self._drop(peer)
-                else:
+                    self._lose(peer)
+                elif not self._is_silent(peer, now - max(peer.heard, self._pings_since)):
                     self._send(peer, Ping())
-        for peer in [peer for peer in self._strangers if now - peer.heard > _KNOCK_S]:
+        self._strangers.tick()
+        for peer in [peer for peer, since in self._answering.items() if now - since > LIMIT_S]:
             self._drop(peer)
         for host in [host for host, due in self._dialling.items() if now >= due]:
             self._dialling[host] = now + _DIAL_S + _REDIAL_S
             self._dial(host, probes=False)
+
+    def _is_silent(self, peer: _Peer, seconds: float) -> bool:
+        """Say that a launcher has not answered for long; lose it, and return True, if that has lasted too long."""
+        if seconds <= self.warning_s and seconds <= self.launcher_limit_s:
+            self._said_silent.discard(peer.host)
+            return False
+        is_over = seconds > self.launcher_limit_s
+        if is_over or peer.host not in self._said_silent:
+            self._said_silent.add(peer.host)
+            self.on_silence(peer.host, self.launcher_limit_s if is_over else self.warning_s)
+        if is_over:
+            self._said_silent.discard(peer.host)
+            self._lose(peer)
+        return is_over
+
+    def _lose(self, peer: _Peer) -> None:
+        """End a connection whose other side may go on, or not."""
+        peer.heard = -math.inf
+        self._drop(peer)
+
+    def lose_all(self) -> None:
+        """End all connections, as the others have done that while this process did not run."""
+        for peer in list(self._peers.values()):
+            self._lose(peer)
+
+    def ping(self) -> None:
+        """Let the other launchers know that this one runs; another thread may call this."""
+        for peer in list(self._peers.values()):
+            with suppress(OSError):  # which the loop finds out
+                peer.connection.send(Ping())
 
     def close(self) -> None:
         """Listen no more, and close all connections."""
@@ -275,8 +314,9 @@ class Mesh:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(end)
             end.close()
-        for peer in [*self._peers.values(), *self._strangers]:
+        for peer in [*self._peers.values(), *self._answering]:
             self._close(peer)
+        self._strangers.close()
         self._waker.close()
 
     # --- dialling -----------------------------------------------------------------------------------------------------
@@ -311,8 +351,9 @@ class Mesh:
         if end is not None and (host in self._peers or host not in self._dialling):
             end.close()
         elif end is not None:
-            peer = _Peer(self._connection(end), host, is_dialled=True)
-            self._strangers.append(peer)
+            peer = _Peer(self._connection(end), host)
+            peer.connection.most = MOST_OF_STRANGERS
+            self._answering[peer] = time.monotonic()
             self._listen(peer)
             self._send(peer, Knock(self._dials, self.own, to=host))
         if end is None and refused:
@@ -334,14 +375,13 @@ class Mesh:
         return Connection(end, self._kind)
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            end, _ = self._listener.accept()
-            peer = _Peer(self._connection(end))
-            peer.connection.most = _MOST_OF_STRANGERS
-            self._strangers.append(peer)
-            self._listen(peer)
-            for dropped in self._strangers[:-_MOST_STRANGERS]:
-                self._drop(dropped)
+        self._strangers.accept(self._listener, self._open)
+
+    def _open(self, end: socket.socket) -> _Peer:
+        peer = _Peer(self._connection(end))
+        peer.connection.most = MOST_OF_STRANGERS
+        self._listen(peer)
+        return peer
 
     def _listen(self, peer: _Peer) -> None:
         self._selector.register(peer.connection.socket, selectors.EVENT_READ, lambda: self._receive(peer))
@@ -365,7 +405,7 @@ class Mesh:
         try:
             if peer.connection.has_unsent and peer.connection.flush():
                 self._want(peer, selectors.EVENT_READ)
-            for message in peer.connection.receive_available():
+            for message in peer.connection.receive_available(AT_ONCE):
                 self._handle(peer, message)
         except TimeoutError:
             peer.heard = 0.0  # the other kernel did not answer: nothing is certain
@@ -374,23 +414,28 @@ class Mesh:
             self._drop(peer)
 
     def _handle(self, peer: _Peer, message: object) -> None:
-        if isinstance(message, Knock):
+        if peer in self._strangers:
             self._answer(peer, message)
-        elif isinstance(message, Welcome) and peer.is_dialled and peer in self._strangers:
-            if not hmac.compare_digest(message.key, self._answers):
-                raise OSError("another program listens there")
-            self._strangers.remove(peer)
-            self._connect(peer, peer.host)
-        elif isinstance(message, Refused) and peer.is_dialled and peer in self._strangers:
-            self._refused.add(peer.host)
-            self.forget(peer.host)
-        elif peer.host >= 0 and self._peers.get(peer.host) is peer and not isinstance(message, Wire):
+        elif peer in self._answering:
+            self._take_answer(peer, message)
+        elif self._peers.get(peer.host) is peer and not isinstance(message, Wire):
             self.on_message(peer.host, message)
 
-    def _answer(self, peer: _Peer, knock: Knock) -> None:
-        if peer not in self._strangers or peer.is_dialled or not hmac.compare_digest(knock.key, self._dials):
+    def _take_answer(self, peer: _Peer, message: object) -> None:
+        """Take the answer of a host that was dialled."""
+        if isinstance(message, Welcome) and hmac.compare_digest(message.key.encode(), self._answers.encode()):
+            del self._answering[peer]
+            self._connect(peer, peer.host)
+        elif isinstance(message, Refused):
+            self._refused.add(peer.host)
+            self.forget(peer.host)
+        else:
+            raise OSError("another program listens there")
+
+    def _answer(self, peer: _Peer, knock: object) -> None:
+        if not isinstance(knock, Knock) or not hmac.compare_digest(knock.key.encode(), self._dials.encode()):
             raise OSError("a stranger")
-        self._strangers.remove(peer)
+        self._strangers.identified(peer)
         if knock.host.number >= 0 and knock.to != self.own.number:
             self._send(peer, Refused(f"host {knock.to} has joined again as {self.own.number}"))
             self._close(peer)
@@ -427,11 +472,11 @@ class Mesh:
 
     def _drop(self, peer: _Peer) -> None:
         """A connection has ended: find out whether the other launcher has."""
-        is_stranger = peer in self._strangers
+        if peer in self._strangers:
+            self._strangers.drop(peer)
+            return
         self._close(peer)
-        if is_stranger:
-            self._strangers.remove(peer)
-        elif self._peers.get(peer.host) is peer:
+        if self._answering.pop(peer, None) is None and self._peers.get(peer.host) is peer:
             del self._peers[peer.host]
             if time.monotonic() - peer.heard < _RECENT_S:
                 self._probing.add(peer.host)
@@ -454,8 +499,16 @@ NOBODY_LEADS = "no launcher of the job leads at the moment; try again"
 """The reason for which a host is refused that may be let in a moment later."""
 
 
+WAITS_TO_JOIN = "this host takes no part in the job, and waits for a launcher that leads it"
+"""The reason with which a host refuses that is in no job itself: it cannot let anybody in, now or later."""
+
+
 class NobodyLeadsError(LockstepError):
     """A host cannot be let in at the moment."""
+
+
+class WaitsToJoinError(LockstepError):
+    """A host cannot be let in by this one, which takes no part in the job either."""
 
 
 def knock(
@@ -474,18 +527,20 @@ def knock(
     Raises:
         OSError: no launcher answers there.
         NobodyLeadsError: the job does not know at the moment.
+        WaitsToJoinError: the launcher there takes no part in the job either.
         LockstepError: it refuses, or another program answers.
     """
     dials, answers = _halves(key)
     for _ in range(8):  # launchers that lead to another one
         end = socket.create_connection((address, port), seconds)
         connection: Connection[Any, Any] = Connection(end, kind)
+        connection.most = _MOST_OF_ANSWER
         try:
             connection.send(Knock(dials, own, about))
-            answer = connection.receive()
+            answer = connection.receive(time.monotonic() + seconds)
         except (OSError, msgspec.DecodeError):
             answer = None
-        if isinstance(answer, Welcome) and hmac.compare_digest(answer.key, answers):
+        if isinstance(answer, Welcome) and hmac.compare_digest(answer.key.encode(), answers.encode()):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection, answer
         connection.close()
@@ -494,6 +549,7 @@ def knock(
         if not isinstance(answer, Refused):
             raise LockstepError(f"{address}:{port} has another key")
         if answer.ask is None:
-            raise (NobodyLeadsError if answer.reason == NOBODY_LEADS else LockstepError)(answer.reason)
+            kinds = {NOBODY_LEADS: NobodyLeadsError, WAITS_TO_JOIN: WaitsToJoinError}
+            raise kinds.get(answer.reason, LockstepError)(answer.reason)
         address, port = answer.ask.address, answer.ask.port
     raise NobodyLeadsError(NOBODY_LEADS)

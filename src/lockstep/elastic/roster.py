@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from .connection import Connection, from_worker
+from ..system.strangers import Strangers
+from .connection import AT_ONCE, MOST_OF_STRANGERS, Connection, from_worker
 from .membership import Down, Hello, Up
 
 __all__ = ["SOCKET", "Roster"]
@@ -48,6 +49,7 @@ class Roster:
         self._on_message = on_message
         self._workers: dict[int, _Entry] = {}
         self._selector = selector
+        self._strangers: Strangers[Connection[Up, Down]] = Strangers(self._close)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen(128)
@@ -90,22 +92,34 @@ class Roster:
         with suppress(KeyError, ValueError):
             self._selector.modify(connection.socket, events, self._selector.get_key(connection.socket).data)
 
-    def _accept(self) -> None:
-        with suppress(BlockingIOError):
-            end, _ = self._listener.accept()
-            connection = from_worker(end)
-            self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(connection))
+    def tick(self) -> None:
+        """Close the connections that have not said whose they are."""
+        self._strangers.tick()
 
-    def _receive(self, connection: Connection[Up, Down]) -> None:
+    def _accept(self) -> None:
+        self._strangers.accept(self._listener, self._open)
+
+    def _open(self, end: socket.socket) -> Connection[Up, Down]:
+        connection = from_worker(end)
+        connection.most, most = MOST_OF_STRANGERS, connection.most
+        self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(connection, most))
+        return connection
+
+    def _receive(self, connection: Connection[Up, Down], most: int) -> None:
         received, is_open = [], True
         try:
             if connection.has_unsent and connection.flush():
                 self._listen(connection, selectors.EVENT_READ)
-            for message in connection.receive_available():
+            for message in connection.receive_available(AT_ONCE):
+                if connection in self._strangers and not isinstance(message, Hello):
+                    raise OSError("a stranger")
+                self._strangers.identified(connection)
+                connection.most = most
                 received.append(message)
         except (EOFError, OSError, msgspec.DecodeError):
             is_open = False
         if not (all(self._handle(connection, message) for message in received) and is_open):
+            self._strangers.identified(connection)
             self._close(connection)
 
     def _handle(self, connection: Connection[Up, Down], message: Up) -> bool:
@@ -149,6 +163,7 @@ class Roster:
                 self._selector.unregister(entry.process.sentinel)
             if entry.connection is not None:
                 self._close(entry.connection)
+        self._strangers.close()
         self._selector.unregister(self._listener)
         self._listener.close()
         with suppress(OSError):

@@ -40,6 +40,7 @@ __all__ = [
     "horovod_timeline",
     "is_launched",
     "job_key",
+    "launcher_timeout",
     "note_checkpoint",
     "position_variables",
     "records_dir",
@@ -126,6 +127,12 @@ def watchdog_mode() -> str:
 def heartbeat_timeout() -> float:
     """Return the seconds within which another host must answer, from LOCKSTEP_HEARTBEAT_TIMEOUT; 30 if unset."""
     return _seconds("LOCKSTEP_HEARTBEAT_TIMEOUT", 30.0)
+
+
+def launcher_timeout() -> float | None:
+    """Return LOCKSTEP_LAUNCHER_TIMEOUT: the seconds after which a launcher that does not answer is out; or None."""
+    name = "LOCKSTEP_LAUNCHER_TIMEOUT"
+    return _seconds(name, 1.0) if os.environ.get(name, "").strip() else None
 
 
 def stall_timeout() -> float:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Protocol, cast
 
@@ -16,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.utils.api import macros
 
 from ..activity import Activity
-from .fork_server import hidden_main
+from .fork_server import note_how_to_know, starting_processes
 from .rendezvous import HostRendezvous
 from .run_config import WorkerOptions
 
@@ -38,6 +39,9 @@ class AgentCallbacks(Protocol):
 
     def awaits_reports(self, restarts_left: int) -> bool:
         """Return whether to ignore the failure of a worker for now, because others may still report about it."""
+
+    def is_finished(self, local_rank: int) -> bool:
+        """Return whether the work of a worker of this attempt is done."""
 
 
 class WorkerVariables(LogsSpecs):
@@ -114,8 +118,12 @@ class Agent(LocalElasticAgent):
         count = worker_group.spec.local_world_size
         # a fork server that is still loading PyTorch is waited for
         activity = Activity(f"lockstep: starting {count} worker{'s'[: count != 1]}", self._job.shows_progress)
-        with activity, hidden_main():
-            return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+        with activity, starting_processes():
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        context: Any = self._pcontext  # torch has no public attribute for the processes
+        for local_rank, process in enumerate(context._pc.processes):
+            note_how_to_know(process, partial(self._job.is_finished, local_rank))
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._host_rendezvous.round in self._failed_attempts:

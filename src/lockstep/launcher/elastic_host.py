@@ -22,7 +22,7 @@ import msgspec
 from .. import environment, messages
 from ..elastic.control import ControlSocket
 from ..elastic.membership import Change, Events, HostMemory, HostReport, Publish, Up
-from ..elastic.mesh import ASKS, NOBODY_LEADS, HostEntry, Knock, Mesh, Refused, Welcome, Wire
+from ..elastic.mesh import ASKS, NOBODY_LEADS, WAITS_TO_JOIN, HostEntry, Knock, Mesh, Refused, Welcome, Wire
 from ..elastic.succession import Accept, HostMessage, HostView, Key, Link, Succession
 from ..errors import InterruptedRunError, LockstepError, TransportError, WorkerError
 from ..interruption import collect_signals
@@ -51,6 +51,7 @@ from .elastic_job import (
 )
 from .elastic_workers import HostSetup, HostWorkers
 from .host_protocol import HostDescription, check_compatible, describe_host
+from .pulse import Pulse
 from .worker_status import WorkerResults, raise_failure
 
 __all__ = ["ALONE_S", "About", "ElasticHost", "OutsideError", "WireMessage", "describe_ended", "run_on_one_host"]
@@ -130,8 +131,7 @@ class ElasticHost:
         self._state = JobState(0)
         self._job: ElasticJob | None = None
         self._workers = HostWorkers(setup, folder, selector, self._from_worker)
-        self._control = ControlSocket(str(folder / "control"), self._ask_from_user)
-        selector.register(self._control.listener, selectors.EVENT_READ, self._control.answer)
+        self._control = ControlSocket(str(folder / "control"), self._ask_from_user, selector)
         self._replies: dict[int, Callable[[str, bool], None]] = {}
         self._asked = 0
         self._own: deque[tuple[int, Any]] = deque()  # messages to this host
@@ -157,8 +157,10 @@ class ElasticHost:
         self._founding: set[int] = set()  # hosts with which the job begins
         self._spec = ""
         self._description: HostDescription | None = None
+        self._pulse = Pulse(folder, lambda: setup.multiplexer.is_blocked, self._beat)
         if mesh is not None:
-            mesh.on_message, mesh.on_link = self._from_host, self._link_changed
+            mesh.on_message, mesh.on_link, mesh.on_silence = self._from_host, self._link_changed, self._say_silent
+            mesh.warning_s, mesh.launcher_limit_s = setup.patience.warning_s, setup.patience.limit_s
 
     @classmethod
     @contextmanager
@@ -176,6 +178,7 @@ class ElasticHost:
             stack.enter_context(collect_signals(host.signals))
             stack.callback(host._control.close)
             stack.enter_context(host._workers)
+            stack.enter_context(host._pulse)
             yield host
 
     # --- start --------------------------------------------------------------------------------------------------------
@@ -230,6 +233,8 @@ class ElasticHost:
     def _let_in(self, knock: Knock) -> Welcome | Refused:
         """Answer a host that wants to join, or only asks what the job is."""
         leader = self._hosts.get(self._succession.leader)
+        if self._alone_since < math.inf:
+            return Refused(WAITS_TO_JOIN)  # and will not lead: it would wait for who waits for it
         if not self._leads:
             is_known = leader is not None and leader.number != self._me and self._succession.has_leader
             return Refused(NOBODY_LEADS, leader if is_known else None)
@@ -288,11 +293,37 @@ class ElasticHost:
 
     def wait(self) -> None:
         """Wait for messages, for a moment at most, and take them."""
-        for key, _ in self._selector.select(_POLL_S):
-            if key.fd in self._selector.get_map():  # it may have been closed by an earlier one
+        keys = [key for key, _ in self._selector.select(_POLL_S)]
+        self._note_turn()
+        for key in keys:
+            current = self._selector.get_map().get(key.fd)
+            if current is not None and current.fileobj is key.fileobj:  # it may have been closed by an earlier one
                 key.data()
+        self._control.tick()
+        self._workers.tick()
         if self._mesh is not None:
             self._mesh.tick()
+
+    def _note_turn(self) -> None:
+        """Note that this launcher runs; if it did not for so long that the others may be without it, believe nothing.
+
+        It would otherwise lead, and start workers, until it has read that the others have ended their connections.
+        """
+        self._pulse.turn()
+        if self._pulse.take_lapse_s() >= self._setup.patience.limit_s / 2 and self._mesh is not None:
+            self._mesh.lose_all()
+
+    def _beat(self) -> None:
+        """Let the other launchers know that this one runs, while it waits for who reads its output; in a thread."""
+        if self._mesh is not None and self._setup.multiplexer.is_blocked:
+            self._mesh.ping()
+
+    def _say_silent(self, host: int, seconds: float) -> None:
+        """Say that the launcher of another host is stopped, or hangs."""
+        if host in self._hosts_in_view():
+            limit = " (LOCKSTEP_LAUNCHER_TIMEOUT)" if seconds == self._setup.patience.limit_s else ""
+            name = self._hosts[host].name
+            self._log(f"lockstep: the launcher of host {name} has not answered for {seconds:g} s{limit}")
 
     def _tell_new_reader(self) -> None:
         if self.has_new_reader:

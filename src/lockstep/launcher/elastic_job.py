@@ -17,7 +17,7 @@ from ..elastic.membership import NO_STATE, Commit, Coordinator, Down, Enter, Eve
 from ..elastic.mesh import HostEntry
 from ..errors import LockstepError, counted
 from ..messages import Integer, List, Tagged
-from ..system.processes import signal_name
+from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
 from .worker_status import WorkerReport
 
 __all__ = [
@@ -743,4 +743,6 @@ def describe_workers(count: int, one: str = "goes", several: str = "go") -> str:
 
 
 def _how(code: int) -> str:
+    if code == UNKNOWN_EXIT_CODE:
+        return "its exit code is not known"
     return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"

@@ -15,17 +15,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from .. import environment, messages
 from ..activity import Activity
 from ..elastic.connection import Connection
-from ..elastic.mesh import ASKS, NEW, HostEntry, Knock, Mesh, NobodyLeadsError, Refused, Welcome, knock
+from ..elastic.mesh import (
+    ASKS,
+    NEW,
+    WAITS_TO_JOIN,
+    HostEntry,
+    Knock,
+    Mesh,
+    NobodyLeadsError,
+    Refused,
+    WaitsToJoinError,
+    Welcome,
+    knock,
+)
 from ..errors import ConfigError, LockstepError, counted
 from ..stores import listen
 from ..system.heartbeat import address_towards
@@ -40,10 +54,13 @@ from .rendezvous import interface_with_address
 from .run_config import OPTIONS, RunConfig
 from .script import HOROVOD_SETUP, Script
 
+T = TypeVar("T")
+
 __all__ = ["JobSpec", "join_job", "join_running_job", "run_as_node"]
 
 _KNOCK_S = 5.0
 _RETRY_S = 0.5
+_ANSWER_S = 0.02
 _LIMIT_S = 3.0  # in which the kernel of another host must answer; a host that is dropped in vain joins again
 
 
@@ -107,7 +124,8 @@ class Listener:
             host.run()
         except OutsideError as error:
             setup.multiplexer.write_message(f"lockstep: {error}")
-            return [(each.address, each.port) for each in host.other_hosts]
+            found = {(each.address, each.port) for each in host.other_hosts}
+            return sorted(found - {(self.address, self.port)})  # this host may have taken part under another number
         except BaseException:
             self.socket.close()
             raise
@@ -273,7 +291,7 @@ def found_job(config: RunConfig, setup: HostSetup, slots: int, listener: Listene
         addresses = listener.take_part(host, setup)
     if addresses:
         watch(None)
-        join_job(addresses, config, setup, slots, watch, math.inf)
+        join_job(addresses, config, setup, slots, watch, math.inf, listener)
 
 
 def _opened(setup: HostSetup, own: HostEntry, listener: Listener) -> Any:
@@ -335,6 +353,7 @@ def join_job(
     slots: int,
     watch: Watch,
     seconds: float,
+    listener: Listener | None = None,
 ) -> None:
     """Join the job of which a launcher listens at one of the addresses, and run this host's part of it.
 
@@ -347,6 +366,7 @@ def join_job(
         slots: of this host.
         watch: called with this host.
         seconds: how long to try at first.
+        listener: where this host listens already, if it has taken part before.
 
     Raises:
         ConfigError: nobody answers in time.
@@ -354,10 +374,10 @@ def join_job(
         as `ElasticHost.run`.
     """
     node = config.node_rank if config.nnodes > 1 else -1
-    listener = Listener(_own_address(addresses[0][0]))
+    listener = listener or Listener(_own_address(addresses[0][0]))
     while addresses:
         about = messages.encode(About(describe_host(slots), node))
-        connection, welcome = _knock_until(addresses, listener.entry(NEW, slots), about, seconds)
+        connection, welcome = _knock_until(addresses, listener, slots, about, seconds)
         with _opened(setup, listener.entry(welcome.number, slots), listener) as host:
             watch(host)
             host.join(connection, welcome)
@@ -378,29 +398,63 @@ def _own_address(job: str) -> str:
 
 
 def _knock_until(
-    addresses: list[tuple[str, int]], own: HostEntry, about: str, seconds: float
+    addresses: list[tuple[str, int]], listener: Listener, slots: int, about: str, seconds: float
 ) -> tuple[Connection[Any, Any], Welcome]:
-    """Knock at one address after another until one lets this host in; who has taken part before, until none listens."""
-    deadline, refused_since, problem = time.monotonic() + seconds, math.inf, ""
-    while True:
-        refusals = 0
-        for address, port in addresses:
-            try:
-                return knock(address, port, environment.job_key(), own, about, WireMessage, _KNOCK_S)
-            except (OSError, LockstepError) as error:
-                is_final = isinstance(error, LockstepError) and not isinstance(error, NobodyLeadsError)
-                if is_final and deadline < math.inf:
-                    raise
-                refusals += isinstance(error, ConnectionRefusedError)
-                problem = f"{address}:{port}: {error}"
-        now = time.monotonic()
-        refused_since = min(refused_since, now) if refusals == len(addresses) else math.inf
-        if deadline == math.inf and now - refused_since >= ALONE_S:
-            raise LockstepError(describe_ended(own.name))
-        if now > deadline:
-            expected = f"a launcher of the job that answers within {seconds:g} s"
-            raise ConfigError("master_addr", expected, found=problem)
-        time.sleep(_RETRY_S)
+    """Knock at one address after another until one lets this host in.
+
+    Meanwhile this host says to those who knock here that it takes no part: of hosts that were all cut off, and wait to
+    join again, none would ever let another in. Who has taken part before (`seconds` is infinite) gives up when nobody
+    has been left for `ALONE_S` who takes part.
+    """
+    own, key, kind = listener.entry(NEW, slots), environment.job_key(), WireMessage
+    deadline, nobody_since = time.monotonic() + seconds, math.inf
+    with selectors.DefaultSelector() as selector:
+        mesh = Mesh(own, key, listener.socket.dup(), selector, kind, _LIMIT_S)
+        mesh.on_knock = lambda knock: Refused(WAITS_TO_JOIN)
+        try:
+            while True:
+                others, problem = 0, ""
+                for address, port in addresses:
+                    try:
+                        answer = partial(knock, address, port, key, own, about, kind, _KNOCK_S)
+                        return _answering(mesh, selector, answer)
+                    except (OSError, LockstepError) as error:
+                        may_change = isinstance(error, OSError | NobodyLeadsError | WaitsToJoinError)
+                        if not may_change and deadline < math.inf:
+                            raise
+                        others += not isinstance(error, ConnectionRefusedError | WaitsToJoinError)
+                        problem = f"{address}:{port}: {error}"
+                now = time.monotonic()
+                nobody_since = math.inf if others else min(nobody_since, now)
+                if deadline == math.inf and now - nobody_since >= ALONE_S:
+                    listener.socket.close()  # who still waits would take this host for one that may answer
+                    raise LockstepError(describe_ended(own.name))
+                if now > deadline:
+                    expected = f"a launcher of the job that answers within {seconds:g} s"
+                    raise ConfigError("master_addr", expected, found=problem)
+                _answering(mesh, selector, partial(time.sleep, _RETRY_S))
+        finally:
+            mesh.close()
+
+
+def _answering(mesh: Mesh, selector: selectors.BaseSelector, call: Callable[[], T]) -> T:
+    """Return what `call` returns, in a thread, and answer meanwhile who knocks at this host."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="lockstep knock", daemon=True).start()  # a signal does not wait for it
+    while not future.done():
+        for key, _ in selector.select(_ANSWER_S):
+            current = selector.get_map().get(key.fd)
+            if current is not None and current.fileobj is key.fileobj:  # it may have been closed by an earlier one
+                key.data()
+        mesh.tick()
+    return future.result()
 
 
 def join_running_job(address: str, port: int, workers: int | None) -> None:

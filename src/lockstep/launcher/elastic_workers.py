@@ -7,6 +7,7 @@ import selectors
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from ..environment import ElasticWorker
 from ..system.processes import TERM_GRACE_S, end_orphans
 from . import worker
 from .elastic_job import Ended, JobState, Limits, Start
-from .fork_server import hidden_main
+from .fork_server import note_how_to_know, starting_processes
 from .log_multiplexer import LogMultiplexer, OutputLine, PipedOutput, open_pipes
+from .pulse import Patience
 from .run_config import WorkerOptions
 from .script import Script
 from .supervisor import StoppedWorkers, WatchdogFiles, WorkerSupervisor
@@ -38,6 +40,7 @@ class HostSetup:
         limits: of the number of workers of the job.
         multiplexer: prints the workers' lines.
         variables: for all workers of this host.
+        patience: with a launcher that does not answer.
     """
 
     script: Script
@@ -45,6 +48,7 @@ class HostSetup:
     limits: Limits
     multiplexer: LogMultiplexer
     variables: dict[str, str]
+    patience: Patience
 
 
 _END_S = 2.0  # for killed processes to end
@@ -122,11 +126,13 @@ class HostWorkers:
         self._pipes.add(number)
         name = Path(setup.script.name).name
         output, folder = PipedOutput(self._folder), StatusFolder(self._folder)
-        worker_setup = worker.WorkerSetup(folder, 0, setup.options.threads, output, self._run_id, name)
+        threads, patience = setup.options.threads, setup.patience
+        worker_setup = worker.WorkerSetup(folder, 0, threads, output, self._run_id, name, patience)
         context: Any = multiprocessing.get_context(setup.options.start_method)
         process = context.Process(target=_run_worker, args=(setup.script.run, worker_setup, number, variables))
-        with hidden_main():
+        with starting_processes():
             process.start()
+        note_how_to_know(process, partial(self._status.is_finished, number))
         self._living.append(number)
         self._pids[number] = process.pid
         self._roster.add(number, process)
@@ -184,6 +190,10 @@ class HostWorkers:
             self._log(f"lockstep: rank {self._rank(number)} has been stopped by a signal {for_}; it is killed")
             self._supervisor.kill([number])
             self._supervisor.killed_ranks.discard(number)  # it is lost as any other
+
+    def tick(self) -> None:
+        """Do what is due with the connections of workers."""
+        self._roster.tick()
 
     def newest_checkpoint(self) -> str:
         """Return the newest checkpoint that one of the workers has saved; "" without one."""

@@ -11,14 +11,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import context, forkserver, popen_forkserver, resource_tracker, util
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 from .. import environment
 from ..errors import ConfigError
 from ..interruption import LAUNCHER_SIGNALS
 from ..system import socket_folders
+from ..system.processes import UNKNOWN_EXIT_CODE
 from . import host_requirements
 from .run_config import RunConfig
 
@@ -26,8 +30,10 @@ __all__ = [
     "check_memory",
     "default_workers",
     "hidden_main",
+    "note_how_to_know",
     "prepare_workers",
     "start_fork_server",
+    "starting_processes",
     "threads_per_worker",
     "wait_until_loaded",
 ]
@@ -36,20 +42,28 @@ __all__ = [
 _main_lock = threading.Lock()
 
 
+# --- The server and its processes -------------------------------------------------------------------------------------
+
+
 def start_fork_server(preload: Sequence[str] = ()) -> None:
     """Start multiprocessing's fork server, with PyTorch and the modules of `preload` loaded, unless it is running."""
     host_requirements.check_shared_memory()
     socket_folders.prepare_multiprocessing()
     multiprocessing.set_forkserver_preload([f"{__package__}.preload", *preload])
     with hidden_main():
-        resource_tracker.ensure_running()  # before the mask: starting it would unblock both signals
-        # The mask is inherited. Without it Ctrl-C would end the server with a traceback while it loads; and SIGTERM,
-        # which Slurm sends to every process of a step, or the end of the terminal, without one.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
-        try:
-            forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _ensure_running()
+
+
+def _ensure_running() -> None:
+    """Start the fork server unless it is running, as it may have been killed."""
+    resource_tracker.ensure_running()  # before the mask: starting it would unblock both signals
+    # The mask is inherited. Without it Ctrl-C would end the server with a traceback while it loads; and SIGTERM,
+    # which Slurm sends to every process of a step, or the end of the terminal, without one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -72,6 +86,77 @@ def hidden_main() -> Iterator[None]:
             vars(main).update(hidden)
             if method is None:
                 multiprocessing.set_start_method(None, force=True)
+
+
+_CODE_S = 1.0  # in which the fork server tells the exit code of a process that has ended; it may be stopped
+
+
+class _Process(popen_forkserver.Popen):
+    """A process that has ended when its own pidfd says so; the fork server, which may end before it, tells its code.
+
+    multiprocessing takes the end of the fork server for that of all of its processes.
+
+    Attributes:
+        is_finished: returns whether its work is done, so that its exit code is 0 if nobody can tell.
+    """
+
+    is_finished: Callable[[], bool] = staticmethod(lambda: False)
+
+    def _launch(self, process_obj: BaseProcess) -> None:
+        super()._launch(process_obj)  # type: ignore[misc]
+        self._status: int = self.sentinel
+        self._finalizers = [self.finalizer]
+        try:
+            self.sentinel = os.pidfd_open(self.pid)
+        except (OSError, AttributeError):  # it has ended, or the kernel has no pidfds
+            return
+        self._finalizers.append(util.Finalize(self, os.close, (self.sentinel,)))
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return the exit code; None if the process runs, and `flag` says not to wait for it."""
+        if self.returncode is None:
+            if not wait([self.sentinel], 0 if flag == os.WNOHANG else None):
+                return None
+            self.returncode = self._code()
+        return self.returncode
+
+    def _code(self) -> int:
+        if wait([self._status], _CODE_S):
+            try:
+                return forkserver.read_signed(self._status)  # type: ignore[no-any-return]
+            except (OSError, EOFError):  # the fork server is gone
+                pass
+        return 0 if self.is_finished() else UNKNOWN_EXIT_CODE
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for finalizer in self._finalizers:
+            finalizer()
+
+
+def note_how_to_know(process: BaseProcess, is_finished: Callable[[], bool]) -> None:
+    """Let `is_finished` say whether a process that has ended had done its work, where its exit code is not known."""
+    popen: Any = process._popen  # type: ignore[attr-defined]
+    if isinstance(popen, _Process):
+        popen.is_finished = is_finished
+
+
+@contextmanager
+def starting_processes() -> Iterator[None]:
+    """Let processes that are started during the body outlive the fork server; `__main__` is hidden, see `hidden_main`.
+
+    A fork server that has been killed is started again.
+    """
+    kind: Any = context.ForkServerProcess
+    with hidden_main():
+        if forkserver._forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
+            _ensure_running()
+        before = kind._Popen
+        kind._Popen = staticmethod(_Process)
+        try:
+            yield
+        finally:
+            kind._Popen = staticmethod(before)
 
 
 # --- What is settled before the server starts -------------------------------------------------------------------------
@@ -134,6 +219,6 @@ def wait_until_loaded(config: RunConfig) -> None:
     """Wait until the fork server has loaded PyTorch, so that a launcher that joins a job does not wait later."""
     if config.start_method == "forkserver":
         process = multiprocessing.get_context("forkserver").Process(target=int)
-        with hidden_main():
+        with starting_processes():
             process.start()
         process.join()

@@ -30,6 +30,7 @@ from .elastic_workers import HostSetup
 from .fork_server import threads_per_worker
 from .host_protocol import HostFailure
 from .log_multiplexer import FileOutput, LogMultiplexer, OutputTarget, RankLogFiles, inherit_output, pipe_output
+from .pulse import Patience, Pulse
 from .rendezvous import HostRendezvous
 from .run_config import EXIT_GRACE, RunConfig, WatchdogOptions, WorkerOptions
 from .script import Script
@@ -90,6 +91,8 @@ class HostJob:
         is_over: whether another host ended the job.
         reason: why it did; "" if this host's workers had failed before.
         published_signal: whether the other hosts know of a signal that this one received.
+        is_blocked: returns whether the launcher waits for whoever reads its output.
+        pulse: of the launcher, while it supervises workers.
     """
 
     folder: Path
@@ -105,6 +108,8 @@ class HostJob:
     is_over: bool = False
     reason: str = ""
     published_signal: bool = False
+    is_blocked: Callable[[], bool] = lambda: False
+    pulse: Pulse | None = None
 
     def __post_init__(self) -> None:
         if not self.program:
@@ -114,7 +119,13 @@ class HostJob:
         self._reports_due = self._remote_failure_due = 0.0
 
     def start_attempt(self, attempt: int, first_rank: int) -> None:
-        """Prepare for the workers that the agent is about to start."""
+        """Prepare for the workers that the agent is about to start.
+
+        Raises:
+            LockstepError: this launcher did not run for so long that its workers have ended.
+        """
+        if self.lapse:
+            raise LockstepError(self.lapse)
         if self.supervisor is not None:
             failure = first_failure(self.results({}))
             self.log("restarting the workers" + (f" after {str(failure).splitlines()[0]}" if failure else ""))
@@ -145,6 +156,24 @@ class HostJob:
             rank for rank in unreported if states.get(first + rank) == "frozen"
         )  # it handles no signal
         return False
+
+    @property
+    def patience(self) -> Patience:
+        """How long a launcher that does not answer is waited for."""
+        return Patience.of(several_hosts=self.rendezvous.nodes > 1)
+
+    @property
+    def lapse(self) -> str:
+        """Why this host is out, because its launcher did not run for too long; "" if it is not."""
+        seconds = 0.0 if self.pulse is None else self.pulse.longest_lapse_s
+        if self.pulse is None or seconds < self.patience.limit_s or self.is_blocked():
+            return ""
+        limit = f"LOCKSTEP_LAUNCHER_TIMEOUT is {self.patience.limit_s:g} s"
+        return f"this launcher did not answer for {seconds:.0f} s ({limit}), and its workers have ended"
+
+    def is_finished(self, local_rank: int) -> bool:
+        """Return whether the work of a worker of this attempt is done."""
+        return self.supervisor is not None and self.supervisor.folder.is_finished(local_rank)
 
     def deliver_remote_failure(self) -> None:
         """Report another host's failure to this host's workers, once: no rank over there may be left to do so."""
@@ -184,11 +213,19 @@ def run_workers(task: Callable[[], object], job: HostJob) -> dict[int, Any]:
     with collect_signals(job.signals):
         run_id = environment.run_id() or job.folder.name
         setup = worker.WorkerSetup(
-            StatusFolder(job.folder), job.options.workers, job.options.threads, job.output_target, run_id, job.program
+            StatusFolder(job.folder),
+            job.options.workers,
+            job.options.threads,
+            job.output_target,
+            run_id,
+            job.program,
+            job.patience,
         )
         elastic_agent = _agent_for(task, setup, job)
         try:
-            result = _supervise(elastic_agent, job)
+            with Pulse(job.folder, job.is_blocked) as job.pulse:
+                job.rendezvous.beats = job.pulse.beats
+                result = _supervise(elastic_agent, job)
             ended = job.supervisor.killed_ranks if job.supervisor is not None else set()
             codes = {rank: code for rank, code in elastic_agent.codes.items() if code and rank not in ended}
             results = job.results(codes)
@@ -250,6 +287,8 @@ def _supervise(elastic_agent: agent.Agent, job: HostJob) -> RunResult | Exceptio
                 _poll(elastic_agent, job)
             # The agent ends before its workers only if the fork server was killed.
             while job.supervisor is not None and job.supervisor.check(agent_is_gone=True):
+                assert job.pulse is not None
+                job.pulse.turn()
                 time.sleep(POLL_SECONDS)
         finally:
             while not future.done():
@@ -262,7 +301,11 @@ def _supervise(elastic_agent: agent.Agent, job: HostJob) -> RunResult | Exceptio
 
 
 def _poll(elastic_agent: agent.Agent, job: HostJob) -> None:
-    reason = job.rendezvous.failure_reason()
+    reason = job.lapse or job.rendezvous.failure_reason()
+    assert job.pulse is not None
+    job.pulse.turn()
+    for text in job.rendezvous.take_notes():
+        job.log(f"lockstep: {text}")
     if reason and not job.is_over:
         job.is_over, job.reason = True, "" if first_failure(job.results({})) else reason
     if job.signals or job.is_over:
@@ -320,6 +363,7 @@ def run_program(script: Script, options: WorkerOptions, output: OutputSettings, 
         output_target = stack.enter_context(_open_output(output, folder, options, first_rank))
         log, program = output.multiplexer.write_message, Path(script.name).name
         jobs.append(HostJob(folder, options, rendezvous, output_target, log, program, not output.quiet))
+        jobs[0].is_blocked = lambda: output.multiplexer.is_blocked
         try:
             run_workers(script.run, jobs[0])
         finally:
@@ -381,7 +425,8 @@ def elastic_setup(script: Script, config: RunConfig, workers: int, multiplexer: 
     options = WorkerOptions(workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch)
     assert config.elastic is not None
     several = config.nnodes > 1 or config.as_host or config.master_addr is not None
-    return HostSetup(script, options, Limits(*config.elastic), multiplexer, {} if several else loopback_variables())
+    variables, patience = {} if several else loopback_variables(), Patience.of(several)
+    return HostSetup(script, options, Limits(*config.elastic), multiplexer, variables, patience)
 
 
 def _watchdog_options(config: RunConfig) -> WatchdogOptions:

@@ -12,6 +12,7 @@ import os
 import selectors
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -115,6 +116,7 @@ _LOST = (
     b"lockstep: standard output: no space left on its device; the output of the ranks is lost from here on. Free some "
     b"space, or write to another place.\n"
 )
+_BLOCKED_S = 1.0  # after which a write is not merely slow
 
 
 class LogMultiplexer:
@@ -136,7 +138,14 @@ class LogMultiplexer:
         self._lock = threading.Lock()
         self._bar_rank: int | None = None
         self._bar, self._bar_to = b"", descriptors[-1]
+        self._writes_since = 0.0  # when the write in progress began; 0 if there is none
         self.is_broken = False
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a write waits for whoever reads the output, such as a pager."""
+        since = self._writes_since
+        return since > 0 and time.monotonic() - since > _BLOCKED_S
 
     def write(self, rank: int, stream: int, line: OutputLine) -> None:
         """Write a `line` of `rank` from its standard output (`stream` 0) or standard error (1)."""
@@ -191,6 +200,7 @@ class LogMultiplexer:
         return b"[%d] %s" % (rank, text)
 
     def _write(self, to: int, data: bytes) -> None:
+        self._writes_since = time.monotonic()
         try:
             while data:
                 data = data[os.write(to, data) :]
@@ -203,6 +213,8 @@ class LogMultiplexer:
                 self.is_broken = True
                 self._write(self._descriptors[-1], _LOST)
             self.is_broken = True
+        finally:
+            self._writes_since = 0.0
 
 
 # --- A notebook -------------------------------------------------------------------------------------------------------

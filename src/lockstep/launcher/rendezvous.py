@@ -11,7 +11,7 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -26,6 +26,7 @@ from ..messages import Integer
 from ..stores import LOOPBACK, get_available, read_message, serve_store
 from ..system.heartbeat import HeartbeatClient, HeartbeatServer, address_towards
 from .host_protocol import HostDescription, HostFailure, check_compatible
+from .pulse import Patience, SilenceWatch
 from .run_config import RunConfig, check_debug_rank
 
 __all__ = [
@@ -62,6 +63,8 @@ def interface_with_address(address: str) -> str | None:
 # --- Monitoring of the other hosts ------------------------------------------------------------------------------------
 
 _PERIOD_S = 0.25
+_EXCHANGE_S = 1.0
+_ANSWER_S = 4.0  # in which the store answers, as long as its host's launcher runs
 
 
 class HostMonitor:
@@ -75,6 +78,7 @@ class HostMonitor:
         address, port: of the store.
         node: this host's number, 0 ≤ node < nodes.
         nodes: number of hosts.
+        beats: returns whether this host's launcher answers.
 
     Attributes:
         round: number of restarts that any host has started.
@@ -83,7 +87,9 @@ class HostMonitor:
         failures: the failures that hosts had published when the first of them was seen.
     """
 
-    def __init__(self, address: str, port: int, node: int, nodes: int) -> None:
+    def __init__(
+        self, address: str, port: int, node: int, nodes: int, beats: Callable[[], bool] = lambda: True
+    ) -> None:
         self.round = 0
         self.is_disconnected = False
         self.interruption = ""
@@ -91,6 +97,8 @@ class HostMonitor:
         self._reason = ""
         self._address, self._port, self._node, self._nodes = address, port, node, nodes
         limit_s = environment.heartbeat_timeout()
+        self._beats = beats
+        self._silent = _SilentLaunchers(node, nodes)
         self._liveness: _OtherHosts | _FirstHost
         self._liveness = _OtherHosts(nodes, limit_s) if node == 0 else _FirstHost(address, node, limit_s)
         self._store: TCPStore
@@ -104,7 +112,14 @@ class HostMonitor:
             self.is_disconnected = self.is_disconnected or self._liveness.is_gone()
         else:
             self._reason = self._reason or self._liveness.failure_reason()
+        silent, is_first = self._silent.failure_reason()
+        self._reason = self._reason or silent
+        self.is_disconnected = self.is_disconnected or is_first  # whose store is not to be asked any more
         return self._reason or (f"the first host ({self._address}) no longer answers" if self.is_disconnected else "")
+
+    def take_notes(self) -> list[str]:
+        """Return what is to be said of other hosts, once."""
+        return self._silent.take_notes()
 
     def stop(self) -> None:
         """Stop polling. A request in flight may still wait for its answer."""
@@ -118,6 +133,7 @@ class HostMonitor:
             self._store.set(f"name/{self._node}", socket.gethostname())
             while not self._stopping.wait(_PERIOD_S):
                 self._liveness.connect(self._store)
+                self._silent.exchange(self._store, self._beats())
                 self._reason = self._reason or self._poll_store()
         except Exception:  # torch raises another class in each version
             self.is_disconnected = True
@@ -131,6 +147,62 @@ class HostMonitor:
         keys = [f"failure/{node}" for node in range(self._nodes)]
         self.failures = [text.decode() for text in get_available(self._store, keys).values()]
         return "another host's workers have failed"
+
+
+class _SilentLaunchers:
+    """Which launchers do not answer though their hosts do: they are stopped, or hang.
+
+    Each of them counts in the store as long as its loop turns. That of the first host, which serves the store, is also
+    silent if the store does not answer.
+
+    Args:
+        node: this host's number.
+        nodes: number of hosts.
+    """
+
+    def __init__(self, node: int, nodes: int) -> None:
+        self._node, self._nodes = node, nodes
+        self._watch = SilenceWatch(Patience.of(several_hosts=True))
+        self._names: list[str] = []
+        self._pulses: list[int] = []
+        self._answered = time.monotonic()
+        self._next = 0.0
+        self._notes: list[str] = []
+
+    def exchange(self, store: TCPStore, beats: bool) -> None:
+        """Once a second tell that this launcher answers, if it does, and read what the others tell; in a thread."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _EXCHANGE_S
+        store.add(f"pulse/{self._node}", int(beats))
+        keys = [f"pulse/{node}" for node in range(self._nodes)]
+        if self._names or store.check(keys):
+            self._names = self._names or [
+                name.decode() for name in store.multi_get([f"name/{node}" for node in range(self._nodes)])
+            ]
+            self._pulses = [int(text) for text in store.multi_get(keys)]
+        self._answered = time.monotonic()
+
+    def failure_reason(self) -> tuple[str, bool]:
+        """Return which launcher has not answered for too long, and whether it is the first; "" if none."""
+        self._watch.tick()
+        pulses, reason, is_first = self._pulses, "", False
+        answers = time.monotonic() - self._answered < _ANSWER_S
+        for node, pulse in enumerate(pulses):
+            if node == self._node or (node > 0 and not answers):
+                continue
+            text = f"the launcher of host {self._names[node]} has not answered for"
+            limits = self._watch.patience
+            if self._watch.is_due(node, pulse):
+                self._notes.append(f"{text} {limits.warning_s:g} s")
+            if self._watch.is_over(node, pulse) and not reason:
+                reason, is_first = f"{text} {limits.limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)", node == 0
+        return reason, is_first
+
+    def take_notes(self) -> list[str]:
+        """Return what is to be said, once."""
+        notes, self._notes = self._notes, []
+        return notes
 
 
 class _OtherHosts:
@@ -264,6 +336,7 @@ class HostRendezvous(RendezvousHandler):
         round: number of restarts so far; -1 before the first start.
         stopping: set when this host no longer waits for the others.
         clock_offset_ns: nanoseconds by which this host's clock is ahead of the first host's.
+        beats: returns whether this host's launcher answers; another thread calls it.
     """
 
     def __init__(self, store: TCPStore, address: str, node: int = 0, nodes: int = 1, run_id: str = "lockstep") -> None:
@@ -271,6 +344,7 @@ class HostRendezvous(RendezvousHandler):
         self.round = -1
         self.clock_offset_ns = 0
         self.stopping = threading.Event()
+        self.beats: Callable[[], bool] = lambda: True
         self._run_id = run_id
         self._workers_store = store
         self._monitor: HostMonitor | None = None
@@ -318,7 +392,7 @@ class HostRendezvous(RendezvousHandler):
             return
         # the first host's store has the address at which it listens, which may differ from the one that others use
         address = self.store.host if self.node == 0 else self.address
-        self._monitor = HostMonitor(address, self.store.port, self.node, self.nodes)
+        self._monitor = HostMonitor(address, self.store.port, self.node, self.nodes, lambda: self.beats())
         try:
             yield
         finally:
@@ -329,6 +403,10 @@ class HostRendezvous(RendezvousHandler):
     def failure_reason(self) -> str:
         """Return why the job cannot continue because of another host; "" while it can."""
         return self._monitor.failure_reason() if self._monitor is not None else ""
+
+    def take_notes(self) -> list[str]:
+        """Return what is to be said of other hosts, once."""
+        return self._monitor.take_notes() if self._monitor is not None else []
 
     def first_failure(self, own: HostFailure | None, seconds: float) -> HostFailure | None:
         """Return the first failure on any host; every host that was not interrupted calls this at its end.

@@ -210,8 +210,8 @@ class _RemoteRun:
         self._events.put(None)
 
     def _handle_line(self, launcher: _HostLauncher, stream: int, line: OutputLine) -> None:
-        if line.text.startswith(_CONTROL_PREFIX):
-            message = messages.decode(line.text[len(_CONTROL_PREFIX) :], ParentMessage)
+        message = _control_message(line.text)
+        if message is not None:
             if message.ready is not None:
                 launcher.ready = message.ready
                 launcher.last_lines.clear()  # from ssh or a login shell
@@ -350,6 +350,14 @@ class _RemoteRun:
             error = LockstepError(f"{failed.host.name}: {text}")
             error.exit_code = failed.process.returncode
             raise error
+
+
+def _control_message(text: bytes) -> ParentMessage | None:
+    """Return the message that a line holds; None for a line of output, which may look like one."""
+    if text.startswith(_CONTROL_PREFIX):
+        with suppress(ValueError):
+            return messages.decode(text[len(_CONTROL_PREFIX) :], ParentMessage)
+    return None
 
 
 def _start_error(launcher: _HostLauncher, config: RunConfig) -> LockstepError:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 import setproctitle
@@ -27,13 +29,14 @@ import torch.distributed as dist
 from .. import watchdog
 from ..environment import emulated_network, find_world, records_dir, restart_count
 from ..errors import InterruptedRunError, LockstepError
-from ..system.processes import TERM_GRACE_S, end_orphans
+from ..system.processes import TERM_GRACE_S, ProcessLiveness, end_orphans, is_stopped
 from ..transports.runtime import host_identity
 from ..watchdog import jobs
 from ..watchdog.call_sites import user_call_site
 from ..watchdog.last_rank import describe_activity
 from . import late_failures, mpi_singletons
 from .log_multiplexer import OutputTarget
+from .pulse import Patience, SilenceWatch, read_pulse, write_to_launcher
 from .worker_status import StatusFolder, WorkerReport, pickle_by_value
 
 __all__ = ["WorkerSetup", "main", "refuse_bad_fork"]
@@ -48,6 +51,11 @@ PEER_FAILURE_WAIT_SECONDS = 10.0
 # A worker with an error of Lockstep waits this long for the others to raise the same one. If the input is bad, all do
 # so at nearly the same time; if only one worker fails, the launch fails this much later.
 SAME_ERROR_WAIT_SECONDS = 1.0
+
+# Between the moment in which the kernel closes the launcher's end of the pipe and that in which its process has ended.
+_LAUNCHER_ENDS_S = 5.0
+
+_LOOK_S = 0.25  # between two looks at the launcher's pulse
 
 PR_SET_PDEATHSIG = 1
 _NEW_LINE = "\n"
@@ -70,6 +78,7 @@ class WorkerSetup:
         output: the target of its standard output and standard error.
         run_id: value of LOCKSTEP_RUN_ID in all processes of the run.
         program: what the job runs, for lists of processes; "" to keep the title that the process has.
+        patience: with a launcher that does not answer; None where there is none.
     """
 
     folder: StatusFolder
@@ -78,6 +87,7 @@ class WorkerSetup:
     output: OutputTarget
     run_id: str
     program: str
+    patience: Patience | None = None
 
 
 def main(task: Callable[[], object], setup: WorkerSetup, local_rank: str) -> object:
@@ -162,12 +172,57 @@ def _set_up_signals() -> None:
 
 def _exit_with_launcher(setup: WorkerSetup) -> None:
     launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    launcher.join()  # reads a pipe whose other end only the launcher holds
+    assert launcher is not None and launcher.pid is not None
+    liveness = ProcessLiveness({0: launcher.pid})
+    silence = None if setup.patience is None else SilenceWatch(setup.patience)
+    while launcher.is_alive():  # reads a pipe whose other end only the launcher holds
+        launcher.join(_LOOK_S)
+        if silence is not None and launcher.is_alive():
+            _look_at_launcher(setup.folder.path.parent, launcher.pid, silence)
     try:
-        _remove_traces(setup)
+        if _has_ended(liveness):
+            _remove_traces(setup)
     finally:
         os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _look_at_launcher(folder: Path, pid: int, silence: SilenceWatch) -> None:
+    """Say that the launcher has not answered for long, and end this worker when that has lasted too long.
+
+    The others go on without this host by then, or have ended.
+    """
+    pulse = read_pulse(folder)
+    silence.tick()
+    is_due, is_over = silence.is_due("launcher", pulse), silence.is_over("launcher", pulse)
+    limits, name = silence.patience, socket.gethostname()
+    if is_due and _is_first(folder / f"silent-{pulse}"):
+        hint = f"; it is stopped by a signal, `kill -CONT {pid}` lets it go on" if is_stopped(pid) else ""
+        text = f"the launcher of host {name} has not answered for {limits.warning_s:g} s{hint}"
+        write_to_launcher(pid, f"lockstep: {text}")
+    if is_over:
+        if _is_first(folder / f"over-{pulse}"):
+            text = f"the launcher of host {name} has not answered for {limits.limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)"
+            write_to_launcher(pid, f"lockstep: {text}; its workers end")
+        os.killpg(os.getpid(), signal.SIGKILL)  # the folder stays the launcher's
+
+
+def _is_first(mark: Path) -> bool:
+    """Return whether no other worker of this host has left this mark."""
+    try:
+        mark.touch(exist_ok=False)
+    except OSError:
+        return False
+    return True
+
+
+def _has_ended(liveness: ProcessLiveness) -> bool:
+    """Return whether the launcher has ended, and has not only given up this worker: its folder is its own then."""
+    deadline = time.monotonic() + _LAUNCHER_ENDS_S
+    while not liveness.poll():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _remove_traces(setup: WorkerSetup) -> None:

@@ -28,7 +28,7 @@ from .. import environment, messages
 from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError
 from ..system.job_folders import JobFolderLock
 from ..system.pickling import Pickler, pickled
-from ..system.processes import signal_name
+from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
 from ..watchdog.report import Report as WatchdogReport
 
 __all__ = [
@@ -498,6 +498,9 @@ def _error_from_report(report: WorkerReport, results: WorkerResults) -> WorkerEr
 
 
 def _error_from_exit_code(rank: int, code: int) -> WorkerError:
+    if code == UNKNOWN_EXIT_CODE:
+        reason = "ended without an error message; its exit code is not known, as the fork server had ended before it"
+        return WorkerError(rank, "exit", reason, exit_code=1)
     if code > 0:
         return WorkerError(rank, "exit", f"ended with exit code {code} and without an error message", exit_code=code)
     if code == 0:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TERM_GRACE_S",
+    "UNKNOWN_EXIT_CODE",
     "ProcessLiveness",
     "ProcessStatus",
     "end_orphans",
@@ -28,6 +29,10 @@ __all__ = [
     "resident_bytes",
     "signal_name",
 ]
+
+
+UNKNOWN_EXIT_CODE = 256
+"""Stands for the exit code of a process that has ended, when nobody is left who could tell it; no process has it."""
 
 
 def signal_name(number: int) -> str:

@@ -268,6 +268,7 @@ class _Watchdog:
             name = str(args[0] if args else kw.get("group_name", ""))
             with self._sockets.tracking(), _creation(self.session, name, ranks, backend, args, kw):
                 group, own = original(group_size, group_rank, ranks, backend, store, *args, **kw)
+            self._sockets.retransmit_often()
             if not ranks:  # most backends have synchronised the ranks by now, so that none is late by much
                 self._begin(group_size, group_rank, store)
             return self._wrap(self.session, group, ranks, _limit_s(args, kw)), own

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -13,6 +16,7 @@ import pytest
 from lockstep.elastic.connection import Connection, from_worker
 from lockstep.elastic.control import Answer, ControlSocket, request
 from lockstep.elastic.membership import Arrived, Down, Get, Hello, Set, Up, View
+from lockstep.elastic.roster import Roster
 from lockstep.errors import LockstepError
 
 
@@ -100,41 +104,137 @@ def resize(what: str, number: int, host: str, answer: Answer) -> None:
 
 
 def test_a_request_gets_its_answer(tmp_path: Path) -> None:
-    path = str(tmp_path / "control")
-    control = ControlSocket(path, resize)
-    try:
-        assert _ask(control, path, 3) == "resize to 3"
+    with controlled(tmp_path) as (path, selector):
+        assert _ask(selector, path, 3) == "resize to 3"
         with pytest.raises(LockstepError, match="resize to 4"):
-            _ask(control, path, 4)
-    finally:
-        control.close()
+            _ask(selector, path, 4)
 
 
-def _ask(control: ControlSocket, path: str, workers: int) -> str:
-    control.listener.setblocking(True)
-    answering = threading.Thread(target=control.answer)
-    answering.start()
-    try:
-        return request(path, "resize", workers)
-    finally:
-        answering.join()
+@contextmanager
+def controlled(folder: Path) -> Iterator[tuple[str, selectors.BaseSelector]]:
+    """The path of a control socket, and the selector of its loop."""
+    path = str(folder / "control")
+    with selectors.DefaultSelector() as selector:
+        control = ControlSocket(path, resize, selector)
+        try:
+            yield path, selector
+        finally:
+            control.close()
+
+
+def turn(selector: selectors.BaseSelector, seconds: float) -> None:
+    """One turn of a launcher's loop."""
+    for key, _ in selector.select(seconds):
+        key.data()
+
+
+def _ask(selector: selectors.BaseSelector, path: str, workers: int) -> str:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(request, path, "resize", workers)
+        while not asked.done():
+            turn(selector, 0.01)
+        return asked.result()
 
 
 @pytest.mark.parametrize("data", [b"\n", b'{"what": 3}\n', b'{"what": "", "number": 1e99}\n', b"[" * 60000])
 def test_a_damaged_request_is_refused(data: bytes, tmp_path: Path) -> None:
-    path = str(tmp_path / "control")
-    control = ControlSocket(path, resize)
+    with controlled(tmp_path) as (path, selector), socket.socket(socket.AF_UNIX) as end:
+        end.connect(path)
+        end.sendall(data)
+        end.shutdown(socket.SHUT_WR)
+        end.setblocking(False)
+        while (answer := received(end)) is None:
+            turn(selector, 20.0)
+        assert b'"accepted": false' in answer
+
+
+def received(end: socket.socket) -> bytes | None:
+    """What has come; None for nothing."""
     try:
-        with socket.socket(socket.AF_UNIX) as end:
-            end.connect(path)
-            end.sendall(data)
-            end.shutdown(socket.SHUT_WR)
-            control.answer()
-            assert b'"accepted": false' in end.recv(4096)
-    finally:
-        control.close()
+        return end.recv(4096)
+    except BlockingIOError:
+        return None
 
 
 def test_a_launcher_that_is_gone_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match="does not answer"):
         request(str(tmp_path / "none"), "resize", 2)
+
+
+def test_who_sends_no_request_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    path = str(tmp_path / "control")
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        control = ControlSocket(path, resize, selector)
+        stack.callback(control.close)
+        monkeypatch.setattr(control._strangers, "_clock", lambda: now)
+        ends = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
+        for end in ends:
+            end.setblocking(False)
+            end.connect(path)
+        turn(selector, 20.0)
+        for _ in range(10):
+            now += 1
+            ends[0].send(b"{")
+            turn(selector, 20.0)
+            control.tick()
+        assert [received(end) for end in ends] == [None] * 3
+        now += 0.1
+        control.tick()
+        assert [received(end) for end in ends] == [b""] * 3
+
+
+def test_who_is_gone_before_the_answer_is_no_error(tmp_path: Path) -> None:
+    path, answers = str(tmp_path / "control"), list[Answer]()
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        control = ControlSocket(path, lambda what, number, host, answer: answers.append(answer), selector)
+        stack.callback(control.close)
+        with socket.socket(socket.AF_UNIX) as end:
+            end.connect(path)
+            end.sendall(b'{"what": "resize"}\n')
+            while not answers:
+                turn(selector, 20.0)
+        while control._asked:
+            turn(selector, 20.0)
+        answers[0]("done", True)
+
+
+# --- the socket of the workers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xff\xff\xff", b"\0\0\0\2\xc1\xc1", b"\0\0\xea\x60" + b"\x91" * 60000, b"\0" * 100],
+    ids=["too long", "no message", "nested", "zeros"],
+)
+def test_who_is_no_worker_is_closed(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        roster = Roster(tmp_path, selector, lambda number, message: pytest.fail(f"{number} {message}"))
+        stack.callback(roster.close)
+        monkeypatch.setattr(roster._strangers, "_clock", lambda: now)
+        garbage, idle = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+        for end in (garbage, idle):
+            end.connect(roster.path)
+            end.setblocking(False)
+        with suppress(BlockingIOError, OSError):
+            garbage.sendall(data)
+        while not is_closed(garbage):
+            turn(selector, 20.0)
+        Connection[Down, Up](idle, Down).send(Set(0, "key", b""))  # not what a worker sends first
+        while not is_closed(idle):
+            turn(selector, 20.0)
+        late = stack.enter_context(socket.socket(socket.AF_UNIX))
+        late.connect(roster.path)
+        late.setblocking(False)
+        turn(selector, 20.0)
+        now = 10.1
+        roster.tick()
+        assert is_closed(late)
+
+
+def is_closed(end: socket.socket) -> bool:
+    try:
+        return received(end) == b""
+    except ConnectionResetError:
+        return True

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.elastic import mesh as mesh_module
 from lockstep.elastic.connection import Connection
-from lockstep.elastic.mesh import HostEntry, Knock, Mesh, Refused, Welcome, Wire, knock
+from lockstep.elastic.mesh import HostEntry, Knock, Mesh, Ping, Refused, Welcome, Wire, knock
 from lockstep.elastic.succession import HostMessage, Link, Reject
 from lockstep.errors import LockstepError
 
@@ -198,9 +198,116 @@ def _ends(end: socket.socket) -> bool:
 
 
 def test_a_stranger_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "_KNOCK_S", 0.05)
     with a_host(0) as host, stranger(host) as end:
+        turn_until(lambda: len(host.mesh._strangers), host)
+        monkeypatch.setattr(host.mesh._strangers, "_limit_s", 0.05)
         turn_until(lambda: is_closed(end), host)
+
+
+def test_a_stranger_that_sends_one_byte_after_another_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    with a_host(0) as host, stranger(host) as end:
+        monkeypatch.setattr(host.mesh._strangers, "_clock", lambda: now)
+        turn_until(lambda: len(host.mesh._strangers), host)
+        data = struct.pack("!I", 60000) + bytes(10)
+        for byte in data[:10]:
+            now += 1
+            end.send(bytes([byte]))
+            host.turn()
+        assert len(host.mesh._strangers) == 1
+        now += 0.1
+        turn_until(lambda: is_closed(end), host)
+
+
+def packed(message: object) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return struct.pack("!I", len(data)) + data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        packed(Knock("\u00e9", HostEntry(-1, "", "", 0, 0))),
+        packed(Knock("", HostEntry(3, "", "", 0, 0), to=0)),
+        packed(Welcome("\u00e9")),
+        packed(Refused("")),
+        packed(Reject(1 << 40)),
+        packed(Ping()) * 1000,
+        struct.pack("!I", 60000) + b"\x91" * 60000,
+        struct.pack("!I", 60001) + b"\x82\xa4type\xa5Knock\xa3xyz".ljust(60001, b"\x81"),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00" * 70000,
+    ],
+    ids=["not ASCII", "no key", "welcome", "refused", "of a host", "pings", "nested", "nested field", "http", "zeros"],
+)
+def test_whatever_strangers_send_they_are_dropped(data: bytes, two: tuple[Host, Host]) -> None:
+    first, second = two
+    with stranger(first) as end:
+        with suppress(BlockingIOError, ConnectionResetError, BrokenPipeError):
+            end.sendall(data)
+        turn_until(lambda: is_closed(end), first)
+    second.mesh.send(0, Reject(4))
+    turn_until(lambda: first.messages == [(1, Reject(4))], *two)
+
+
+def test_a_flood_of_strangers_does_not_keep_a_host_out() -> None:
+    with a_host(0) as host, ExitStack() as stack:
+        host.mesh.on_knock = lambda request: Welcome("", 3, 0)
+        ends = [stack.enter_context(stranger(host)) for _ in range(100)]
+        assert knock_at(host).number == 3
+        assert len(ends) == 100 and len(host.mesh._strangers) <= 64
+
+
+def test_who_dribbles_an_answer_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        over = threading.Event()
+
+        def dribble() -> None:
+            end, _ = listener.accept()
+            with end, suppress(OSError):
+                while not over.wait(0.01):
+                    end.send(b"\0")
+
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        try:
+            with pytest.raises(LockstepError, match="is no elastic job"):
+                knock("127.0.0.1", listener.getsockname()[1], "secret", HostEntry(-1, "", "", 1, 2), "", KIND, 0.2)
+        finally:
+            over.set()
+            thread.join()
+
+
+def test_a_launcher_that_does_not_answer_is_said_and_then_silent(two: tuple[Host, Host]) -> None:
+    """Its kernel answers: it is stopped, or hangs."""
+    first, _ = two
+    said: list[tuple[int, float]] = []
+    first.mesh.on_silence = lambda host, seconds: said.append((host, seconds))
+    first.mesh.warning_s, first.mesh.launcher_limit_s = 30.0, 120.0
+    peer = first.mesh._peers[1]
+
+    def not_heard_for(seconds: float) -> None:
+        now = time.monotonic()
+        peer.heard, first.mesh._next_ping, first.mesh._pings_since = now - seconds, now, -1000.0
+        first.mesh.tick()
+
+    not_heard_for(29)
+    assert not said
+    for _ in range(3):
+        not_heard_for(31)
+    assert said == [(1, 30.0)] and first.links[-1] == (1, Link.CONNECTED)
+    not_heard_for(0)
+    not_heard_for(31)
+    assert said == 2 * [(1, 30.0)]
+    not_heard_for(121)
+    assert said[2:] == [(1, 120.0)] and first.links[-1] == (1, Link.SILENT)
+
+
+def test_a_launcher_that_did_not_run_takes_all_others_for_silent(two: tuple[Host, Host]) -> None:
+    first, _ = two
+    first.mesh.lose_all()
+    assert first.links[-1] == (1, Link.SILENT)
+    turn_until(lambda: first.links[-1] == (1, Link.CONNECTED), *two)
 
 
 def test_a_launcher_that_has_joined_again_does_not_dial_itself(two: tuple[Host, Host]) -> None:

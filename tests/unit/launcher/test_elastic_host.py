@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,9 @@ from unittest.mock import Mock
 import pytest
 
 from lockstep.elastic.membership import Leave
-from lockstep.elastic.mesh import HostEntry
+from lockstep.elastic.mesh import NOBODY_LEADS, WAITS_TO_JOIN, HostEntry, NobodyLeadsError, WaitsToJoinError
 from lockstep.elastic.succession import HostView
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.launcher import elastic_node
 from lockstep.launcher.elastic_host import ElasticHost, OutsideError, _Inbox, _SharedFolder, claim_succession
 from lockstep.launcher.elastic_job import Ask, Ended, FromWorker, HostMessages, Saved
@@ -86,6 +88,74 @@ def test_a_host_listens_no_more_when_its_part_is_over(
         refuses = pytest.raises(ConnectionRefusedError) if is_final else nullcontext()
         with refuses:
             socket.create_connection(("127.0.0.1", listener.port), 10).close()
+
+
+def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let hosts that wait to join again be quick, and touch no variables."""
+    monkeypatch.setattr(elastic_node, "interface_with_address", lambda address: None)
+    monkeypatch.setattr(elastic_node, "ALONE_S", 0.3)
+    monkeypatch.setattr(elastic_node, "_RETRY_S", 0.02)
+
+
+def knock_until(listener: Listener, *others: Listener) -> str:
+    """The error with which a host that has taken part gives up to join again."""
+    addresses = [(other.address, other.port) for other in others]
+    with pytest.raises(LockstepError) as caught:
+        elastic_node._knock_until(addresses, listener, 1, "about", math.inf)
+    return str(caught.value)
+
+
+def test_hosts_that_all_wait_to_join_again_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each knocks at the others, of which none can let it in, and one is gone."""
+    waiting(monkeypatch)
+    listeners = [Listener("127.0.0.1", name=name) for name in "abc"]
+    gone = Listener("127.0.0.1")
+    gone.socket.close()
+    with ThreadPoolExecutor(3) as pool:
+        ends = [
+            pool.submit(knock_until, own, *(other for other in (*listeners, gone) if other is not own))
+            for own in listeners
+        ]
+        texts = [end.result(60.0) for end in ends]
+    for name, text in zip("abc", texts, strict=True):
+        assert f"the other hosts have ended while {name} was cut off" in text
+
+
+def test_a_host_that_waits_joins_as_soon_as_somebody_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting(monkeypatch)
+    monkeypatch.setattr(elastic_node, "ALONE_S", 60.0)
+    answers = [NobodyLeadsError(NOBODY_LEADS), WaitsToJoinError(WAITS_TO_JOIN), ConnectionRefusedError(), "welcome"]
+
+    def knock(*_: object) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(elastic_node, "knock", knock)
+    listener = Listener("127.0.0.1")
+    with listener.socket:
+        assert elastic_node._knock_until([("127.0.0.1", 1)], listener, 1, "", math.inf) == "welcome"
+    assert not answers
+
+
+def test_who_joins_for_the_first_time_is_told_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting(monkeypatch)
+    listener = Listener("127.0.0.1")
+    gone = Listener("127.0.0.1")
+    gone.socket.close()
+    with listener.socket, pytest.raises(ConfigError, match=r"a launcher of the job that answers within 0\.1 s"):
+        elastic_node._knock_until([("127.0.0.1", gone.port)], listener, 1, "", 0.1)
+
+
+def test_a_host_does_not_join_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have taken part before under another number."""
+    waiting(monkeypatch)
+    listener, setup = Listener("127.0.0.1"), cast(HostSetup, SimpleNamespace(multiplexer=Mock()))
+    own, other = listener.entry(3, 1), HostEntry(4, "beta", "10.0.0.2", 4711, 1)
+    with listener.socket:
+        host = cast(ElasticHost, FakeHost(OutsideError("went on"), (own, other)))
+        assert listener.take_part(host, setup) == [("10.0.0.2", 4711)]
 
 
 def test_the_first_claim_wins_and_all_get_to_know_it(tmp_path: Path) -> None:

@@ -189,6 +189,29 @@ def test_a_first_node_that_does_not_answer_is_not_queried_again(monkeypatch: pyt
     assert unresponsive.asked == []
 
 
+@pytest.mark.parametrize("hung", [0, 1])
+def test_a_launcher_that_hangs_is_said_and_then_out(hung: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_LAUNCHER_TIMEOUT", "1")
+    monkeypatch.setattr(rendezvous, "_EXCHANGE_S", 0.01)
+    with nodes(2) as members, ExitStack() as stack:
+        members[hung].beats = lambda: False
+        for each in members:
+            stack.enter_context(each.monitored())
+        notes: list[str] = []
+
+        def is_out() -> bool:
+            reason = members[1 - hung].failure_reason()
+            notes.extend(members[1 - hung].take_notes())
+            return bool(reason)
+
+        wait_until(is_out)
+        name = socket.gethostname()
+        assert notes == [f"the launcher of host {name} has not answered for 0.5 s"]
+        reason = members[1 - hung].failure_reason()
+        assert reason == f"the launcher of host {name} has not answered for 1 s (LOCKSTEP_LAUNCHER_TIMEOUT)"
+        assert members[1]._monitor is not None and members[1]._monitor.is_disconnected == (hung == 0)
+
+
 def test_a_node_that_is_lost_before_it_connects_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_HEARTBEAT_TIMEOUT", "0.5")
     with nodes(2) as (first, second), first.monitored():

@@ -5,12 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
-from lockstep.system.heartbeat import Heartbeat, HeartbeatClient, HeartbeatServer, address_towards
+from lockstep.system.heartbeat import (
+    Heartbeat,
+    HeartbeatClient,
+    HeartbeatServer,
+    _Connection,
+    address_towards,
+    keep_alive,
+)
 
 LIMIT = 20.0
 
@@ -122,6 +131,62 @@ def test_unidentified_connections_are_closed(server: HeartbeatServer) -> None:
         each.close()
 
 
+def test_connections_that_one_poll_closes_are_not_handled_in_the_same(server: HeartbeatServer) -> None:
+    """Those that are too many are closed while the same poll is about to read what they have sent."""
+    host, port = server.listen_for("127.0.0.1").split()
+    own = connect(server)
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(socket.create_connection((host, int(port)), LIMIT)) for _ in range(64)]
+        wait_until(lambda: len(server._strangers) == 64, server)
+        for each in crowd:
+            each.sendall(b"x")
+        more = [stack.enter_context(socket.create_connection((host, int(port)), LIMIT)) for _ in range(70)]
+        for _ in range(10):
+            server.poll()
+        assert len(server._strangers) == 64 and len(more) == 70
+        assert server.state(1) == "alive"
+    own.close()
+
+
+def test_a_connection_that_sends_one_byte_after_another_is_closed(
+    server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, port = server.listen_for("127.0.0.1").split()
+    now = 0.0
+    monkeypatch.setattr(server._strangers, "_clock", lambda: now)
+    with socket.create_connection((host, int(port)), LIMIT) as end:
+        wait_until(lambda: len(server._strangers) == 1, server)
+        while now < 10:
+            now += 1
+            end.sendall(b"x")
+            server.poll()
+            assert len(server._strangers) == 1
+        now += 0.1
+        server.poll()
+        assert len(server._strangers) == 0 and end.recv(1) == b""
+
+
+def test_data_without_end_are_read_by_and_by() -> None:
+    class Endless:
+        reads = 0
+
+        def recv(self, size: int) -> bytes:
+            self.reads += 1
+            return b"x" * size
+
+    end = Endless()
+    connection = _Connection(end)  # type: ignore[arg-type]
+    assert connection.read() and end.reads == 1 and len(connection.received) <= 256
+
+
+def test_who_connects_at_the_same_time_as_many_others_is_known(server: HeartbeatServer) -> None:
+    where = server.listen_for("127.0.0.1")
+    clients = [HeartbeatClient(where, server.token, peer, 30.0) for peer in range(1, 151)]
+    wait_until(lambda: all(server.state(peer) == "alive" for peer in range(1, 151)), server, *clients)
+    for each in clients:
+        each.close()
+
+
 def test_without_a_route_to_the_server_the_state_is_unknown() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -135,6 +200,18 @@ def test_without_a_route_to_the_server_the_state_is_unknown() -> None:
     assert impostor.state(0) == refused.state(0) == "unknown"
     for each in (impostor, refused):
         each.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an option of Linux")
+def test_what_is_not_acknowledged_is_sent_again_once_a_second() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as end:
+        keep_alive(end, 30.0)
+        assert end.getsockopt(socket.IPPROTO_TCP, 16) == 1  # TCP_THIN_LINEAR_TIMEOUTS
+        try:
+            longest_ms = end.getsockopt(socket.IPPROTO_TCP, 44)  # TCP_RTO_MAX_MS
+        except OSError:
+            pytest.skip("the kernel has no such option")
+        assert longest_ms == 1000
 
 
 def test_the_address_in_the_network_of_another() -> None:

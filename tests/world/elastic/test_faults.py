@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support import warm_python
+from support.hosts import network, or_skip
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -39,3 +40,14 @@ def test_hosts_that_come_and_go_change_no_bit(tmp_path: Path, warm: None) -> Non
     done = warm_python.run(words, tmp_path, variables, timeout=110.0)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
     assert "4 jobs" in done.stdout and " 0 wrong" in done.stdout
+
+
+def test_hosts_that_are_cut_off_in_turn_end_when_nobody_is_left_who_leads(tmp_path: Path, warm: None) -> None:
+    """Two that wait to join again would otherwise knock at each other for ever."""
+    with or_skip(network(1)):
+        pass
+    words = [SUPPORT / "cut_chaos.py", 1, "--first", 25]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT.parent)}
+    done = warm_python.run(words, tmp_path, variables, timeout=110.0)
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
+    assert "1 jobs" in done.stdout and " 0 wrong" in done.stdout

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import StallError, TransportError
-from ...gloo import abort_gloo
+from ...gloo import SocketTracker, abort_gloo
 from ..runtime.backoff import CHECK_S, Steps
 from ..runtime.c10d import PrefixStore, Store, backend_as_group
 from ..shm.context import ShmContext
@@ -58,7 +58,10 @@ class GlooConnection:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, lazy: bool = False) -> None:
         self.rank, self.size, self.is_lazy = rank, size, lazy
         self._references: list[object] = []
-        gloo = dist.ProcessGroupGloo(store, rank, size, _lazy_options(timeout) if lazy else timeout)
+        sockets = SocketTracker()
+        with sockets.tracking():
+            gloo = dist.ProcessGroupGloo(store, rank, size, _lazy_options(timeout) if lazy else timeout)
+        sockets.retransmit_often()
         self._group: dist.ProcessGroup | None = wrap_group(backend_as_group(gloo, store, "cpu"), store, timeout)
 
     @property

@@ -1,0 +1,117 @@
+"""The pulse of a launcher: when it beats, who notices that it does not, and what is said then."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from lockstep.launcher import log_multiplexer, pulse
+from lockstep.launcher.log_multiplexer import LogMultiplexer
+from lockstep.launcher.pulse import Patience, Pulse, SilenceWatch, read_pulse, write_to_launcher
+from support.clock import Clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def look(watch: SilenceWatch, clock: Clock, seconds: float, value: int) -> tuple[int, int]:
+    """Look at a pulse four times a second; returns how often it was due and over."""
+    due = over = 0
+    for _ in range(round(seconds * 4)):
+        clock.pass_s(0.25)
+        watch.tick()
+        due += watch.is_due("a", value)
+        over += watch.is_over("a", value)
+    return due, over
+
+
+def test_a_silence_is_said_once_and_is_over_at_the_limit(clock: Clock) -> None:
+    watch = SilenceWatch(Patience(30.0, 120.0))
+    assert look(watch, clock, 29, 1) == (0, 0)
+    assert look(watch, clock, 2, 1) == (1, 0)
+    assert look(watch, clock, 88, 1) == (0, 0)
+    assert look(watch, clock, 2, 1)[1] > 0
+
+
+def test_a_launcher_that_goes_on_in_time_is_as_before(clock: Clock) -> None:
+    watch = SilenceWatch(Patience(30.0, 120.0))
+    assert look(watch, clock, 100, 1) == (1, 0)
+    assert look(watch, clock, 29, 2) == (0, 0)
+    assert look(watch, clock, 2, 2) == (1, 0)
+
+
+def test_time_in_which_the_observer_was_stopped_itself_does_not_count(clock: Clock) -> None:
+    watch = SilenceWatch(Patience(30.0, 120.0))
+    look(watch, clock, 1, 1)
+    clock.pass_s(8 * 3600)
+    assert look(watch, clock, 20, 1) == (0, 0)
+
+
+def test_a_launcher_alone_is_waited_for_without_end_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCKSTEP_LAUNCHER_TIMEOUT", "LOCKSTEP_HEARTBEAT_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    assert Patience.of(several_hosts=False) == Patience(30.0, math.inf)
+    assert Patience.of(several_hosts=True) == Patience(30.0, 120.0)
+    monkeypatch.setenv("LOCKSTEP_LAUNCHER_TIMEOUT", "40")
+    assert Patience.of(several_hosts=False) == Patience.of(several_hosts=True) == Patience(20.0, 40.0)
+
+
+def beaten(folder: Path, sign: Pulse, waits: threading.Event) -> bool:
+    """Whether the file has changed when the thread has had its turn."""
+    before = read_pulse(folder)
+    waits.clear()
+    assert waits.wait(20.0)
+    return read_pulse(folder) != before
+
+
+def test_it_beats_while_the_loop_turns_or_waits_for_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "_BEAT_S", 0.01)
+    blocked, beats = threading.Event(), threading.Event()
+    with Pulse(tmp_path, blocked.is_set, beats.set) as sign:
+        assert beaten(tmp_path, sign, beats)
+        monkeypatch.setattr(pulse, "_TURN_S", -1.0)  # the loop hangs
+        assert not sign.beats()
+        blocked.set()
+        assert beaten(tmp_path, sign, beats)
+        assert sign.beats() and sign.longest_lapse_s < 20
+
+
+def test_a_lapse_is_the_time_between_two_beats(tmp_path: Path, clock: Clock) -> None:
+    sign = Pulse(tmp_path)
+    clock.pass_s(50)
+    sign.turn()
+    assert sign.longest_lapse_s == 50
+    assert sign.take_lapse_s() == 50 and sign.take_lapse_s() == 0
+
+
+def test_without_a_file_there_is_no_pulse(tmp_path: Path) -> None:
+    assert read_pulse(tmp_path) == 0
+
+
+def test_what_a_launcher_does_not_read_is_written_beside_it(capfd: pytest.CaptureFixture[str]) -> None:
+    write_to_launcher(os.getpid(), "it does not answer")
+    assert "it does not answer\n" in capfd.readouterr().err
+
+
+def test_a_launcher_whose_output_nobody_reads_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_multiplexer, "_BLOCKED_S", 0.0)
+    out, end = os.pipe()
+    multiplexer = LogMultiplexer((end, end), colours=False)
+    assert not multiplexer.is_blocked
+    thread = threading.Thread(target=multiplexer.write_message, args=("x" * (1 << 20),))
+    thread.start()
+    while not multiplexer.is_blocked:
+        pass
+    size = 0
+    while size <= 1 << 20:
+        size += len(os.read(out, 1 << 16))
+    thread.join()
+    assert not multiplexer.is_blocked
+    os.close(out)
+    os.close(end)

@@ -1,0 +1,250 @@
+"""Launchers of jobs that train: strangers at their ports, the loss of their fork server, and one that is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support import warm_python
+from support.warm_python import WarmProcess
+
+LIMIT = 90.0
+
+PROGRAM = """
+import os, torch, lockstep
+from lockstep.callbacks import Callback
+comm = lockstep.init("cpu")
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randint(0, 3, (48,)))
+model = torch.nn.Linear(8, 3)
+class Tells(Callback):
+    every_rank = True
+    said = False
+    def on_train_step_end(self, trainer, result):
+        if not self.said:
+            print("pid", os.getpid(), flush=True)
+        self.said = True
+    def on_row(self, trainer, row):
+        if os.path.exists("enough"):
+            trainer.stop("it is enough")
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+trainer = lockstep.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), 12, virtual_workers=2, callbacks=[Tells()])
+trainer.fit(data, 1000000)
+print("done", flush=True)
+"""
+
+
+@dataclass
+class Job:
+    """Launchers, and what they have written."""
+
+    folder: Path
+    launchers: list[WarmProcess] = field(default_factory=list)
+    lines: list[tuple[int, str]] = field(default_factory=list)
+    readers: list[threading.Thread] = field(default_factory=list)
+
+    def start(self, *words: object, **variables: str) -> None:
+        """Start ``lockstep run`` with `words`."""
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        process = warm_python.popen(["-m", "lockstep", "run", "-q", *words, "program.py"], self.folder, env)
+        for stream in (process.stdout, process.stderr):
+            thread = threading.Thread(target=self.read, args=(len(self.launchers), stream), daemon=True)
+            thread.start()
+            self.readers.append(thread)
+        self.launchers.append(process)
+
+    def read(self, launcher: int, stream: object) -> None:
+        for line in stream:  # type: ignore[attr-defined]
+            self.lines.append((launcher, line))
+
+    def wait_until(self, is_done: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not is_done():
+            assert time.monotonic() < deadline, self.out()
+            time.sleep(0.02)
+
+    def workers(self) -> list[int]:
+        """The processes of the workers that have begun to train."""
+        return [int(line.split()[-1]) for _, line in list(self.lines) if "pid " in line]
+
+    def out(self, launcher: int = -1) -> str:
+        return "".join(line for each, line in list(self.lines) if launcher in (-1, each))
+
+    def end(self) -> list[int]:
+        """Let the training end; returns the exit codes of the launchers."""
+        (self.folder / "enough").touch()
+        codes = [launcher.wait(LIMIT) for launcher in self.launchers]
+        for reader in self.readers:
+            reader.join(LIMIT)
+        return codes
+
+
+@pytest.fixture
+def job(tmp_path: Path, warm: None) -> Iterator[Job]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    found = Job(tmp_path)
+    try:
+        yield found
+    finally:
+        for launcher in found.launchers:
+            for process in _tree(launcher.pid):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            launcher.wait(LIMIT)
+        for pid in found.workers():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for reader in found.readers:
+            reader.join(LIMIT)
+        for launcher in found.launchers:
+            for stream in (launcher.stdout, launcher.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def start_two(job: Job, *words: object, **variables: str) -> None:
+    """Start a job of two launchers with a worker each, and wait until these train."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    for node in range(2):
+        where = ("--nnodes", 2, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port)
+        job.start(*words, *where, "-np", 1, **variables)
+    job.wait_until(lambda: len(job.workers()) == 2)
+
+
+# --- strangers --------------------------------------------------------------------------------------------------------
+
+
+def ports(job: Job) -> set[int]:
+    """Where the processes of the job listen."""
+    found = set()
+    for launcher in job.launchers:
+        for process in _tree(launcher.pid):
+            with suppress(psutil.Error):
+                found |= {each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"}
+    return found
+
+
+def sockets(job: Job) -> set[str]:
+    """The Unix sockets of the launchers, with the sockets of their fork servers left out, which are Python's own."""
+    found = set()
+    for launcher in job.launchers:
+        for each in psutil.Process(launcher.pid).net_connections("unix"):
+            if Path(each.laddr).name in ("control", "membership"):
+                found.add(each.laddr)
+    return found
+
+
+@contextmanager
+def connections(where: object, count: int) -> Iterator[list[socket.socket]]:
+    """So many connections to a port, or a Unix socket."""
+    with ExitStack() as stack:
+        ends = []
+        for _ in range(count):
+            end = stack.enter_context(socket.socket(socket.AF_UNIX if isinstance(where, str) else socket.AF_INET))
+            end.connect(where if isinstance(where, str) else ("127.0.0.1", where))
+            ends.append(end)
+        yield ends
+
+
+def send(end: socket.socket, data: bytes) -> None:
+    with suppress(OSError):  # it has been closed
+        end.settimeout(1.0)
+        end.sendall(data)
+
+
+def molest(where: int | str, garbage: list[bytes]) -> None:
+    """Do to a listener what strangers do: garbage, floods, resets, and connections that are half open."""
+    with connections(where, len(garbage)) as ends:
+        for end, data in zip(ends, garbage, strict=True):
+            send(end, data)
+    with connections(where, 64) as idle, connections(where, 70):
+        for end in idle:
+            send(end, b"x")
+    with connections(where, 20) as ends:
+        for end in ends if isinstance(where, int) else ():
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with connections(where, 1) as (end,), suppress(OSError):
+        end.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "elastic"])
+def test_no_stranger_ends_a_job(kind: str, job: Job) -> None:
+    start_two(job, *(("--elastic", "1:2") if kind == "elastic" else ()))
+    listeners: set[int | str] = {*ports(job), *sockets(job)}
+    assert len(listeners) >= (6 if kind == "elastic" else 3), listeners
+    garbage = [b"\xff" * 4096, b"\0" * 4096, b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 60000) + b"\x91" * 60000]
+    for where in listeners:
+        with suppress(ConnectionRefusedError):  # of a group that is no more
+            molest(where, garbage)
+        for launcher in job.launchers:
+            assert launcher.poll() is None, job.out()
+    assert job.end() == [0, 0], job.out()
+    assert job.out().count("done") == 2 and "lost" not in job.out(), job.out()
+
+
+# --- the fork server --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fixed", "elastic"])
+def test_workers_go_on_when_the_fork_server_is_killed(kind: str, job: Job) -> None:
+    job.start(*(("--elastic", "1:2") if kind == "elastic" else ()), "-np", 2)
+    job.wait_until(lambda: len(job.workers()) == 2)
+    server = psutil.Process(job.workers()[0]).ppid()
+    assert server != job.launchers[0].pid
+    os.kill(server, signal.SIGKILL)
+    if kind == "elastic":  # a worker that is lost then is replaced by one of another fork server
+        os.kill(job.workers()[1], signal.SIGKILL)
+        job.wait_until(lambda: len(job.workers()) == 3)
+        assert "was lost (its exit code is not known)" in job.out()
+    assert job.end() == [0], job.out()
+    assert job.out().count("done") == 2, job.out()
+
+
+def test_a_worker_that_dies_without_a_fork_server_is_an_error(job: Job) -> None:
+    job.start("-np", 2)
+    job.wait_until(lambda: len(job.workers()) == 2)
+    os.kill(psutil.Process(job.workers()[0]).ppid(), signal.SIGKILL)
+    os.kill(job.workers()[1], signal.SIGKILL)
+    assert job.launchers[0].wait(LIMIT) == 1, job.out()
+    job.wait_until(lambda: "Rank 1" in job.out() or "rank 1" in job.out())
+
+
+# --- a launcher that is stopped ---------------------------------------------------------------------------------------
+
+
+def test_a_launcher_that_is_stopped_is_said_and_then_out(job: Job) -> None:
+    start_two(job, LOCKSTEP_LAUNCHER_TIMEOUT="8")
+    stopped = job.launchers[1]
+    (worker,) = [int(line.split()[-1]) for launcher, line in job.lines if launcher == 1 and "pid " in line]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        job.wait_until(lambda: "has not answered for 4 s" in job.out(0))
+        job.wait_until(lambda: not psutil.pid_exists(worker))
+        assert job.launchers[0].wait(LIMIT) == 1
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    assert stopped.wait(LIMIT) == 1
+    for reader in job.readers:
+        reader.join(LIMIT)
+    assert "has not answered for 8 s (LOCKSTEP_LAUNCHER_TIMEOUT)" in job.out(0), job.out()
+    assert "it is stopped by a signal" in job.out(1), job.out()  # its workers say so beside it
+    assert "this launcher did not answer for" in job.out(1), job.out()
