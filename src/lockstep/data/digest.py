@@ -263,11 +263,12 @@ def _sketch(flat: torch.Tensor) -> tuple[float, ...]:
     whole = flat.numel() // width * width
     dtype = torch.float64 if flat.element_size() == 8 or flat.numel() < 4096 else torch.float32
     values = torch.nan_to_num(flat.to(dtype), nan=700.0, posinf=1000.0, neginf=-1000.0)
-    folded = rows[: whole // width].to(dtype) @ values[:whole].view(-1, width)
+    # sums and not products of matrices, whose libraries have threads that a loader process does not inherit
+    folded = (values[:whole].view(-1, width) * rows[: whole // width].to(dtype)[:, None]).sum(0)
     if whole < flat.numel():
         folded[: flat.numel() - whole] += values[whole:] * rows[whole // width].to(dtype)
-    projections = folded.double() @ columns[:width] / math.sqrt(_PROJECTIONS)
-    return (*projections.tolist(), float(values.double().norm() if dtype is torch.float64 else values.norm()))
+    projections = (folded.double()[:, None] * columns[:width]).sum(0) / math.sqrt(_PROJECTIONS)
+    return (*projections.tolist(), float(values.square().sum().sqrt()))
 
 
 def _leaves_of_tensor(tensor: torch.Tensor, path: str, depth: int) -> Iterator[tuple[str, Leaf]]:
