@@ -168,6 +168,7 @@ class _SilentLaunchers:
         self._answered = time.monotonic()
         self._next = 0.0
         self._notes: list[str] = []
+        self._is_out = False
 
     def exchange(self, store: TCPStore, beats: bool) -> None:
         """Once a second tell that this launcher answers, if it does, and read what the others tell; in a thread."""
@@ -197,6 +198,9 @@ class _SilentLaunchers:
                 self._notes.append(f"{text} {limits.warning_s:g} s")
             if self._watch.is_over(node, pulse) and not reason:
                 reason, is_first = f"{text} {limits.limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)", node == 0
+                if not self._is_out:
+                    self._notes.append(reason)  # also where another error follows from it
+                self._is_out = True
         return reason, is_first
 
     def take_notes(self) -> list[str]:

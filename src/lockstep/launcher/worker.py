@@ -56,6 +56,7 @@ SAME_ERROR_WAIT_SECONDS = 1.0
 _LAUNCHER_ENDS_S = 5.0
 
 _LOOK_S = 0.25  # between two looks at the launcher's pulse
+_OTHERS_FIRST_S = 3.0  # by which the other hosts give up a launcher before its workers do
 
 PR_SET_PDEATHSIG = 1
 _NEW_LINE = "\n"
@@ -174,7 +175,9 @@ def _exit_with_launcher(setup: WorkerSetup) -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None and launcher.pid is not None
     liveness = ProcessLiveness({0: launcher.pid})
-    silence = None if setup.patience is None else SilenceWatch(setup.patience)
+    silence = None
+    if setup.patience is not None:  # the others know first why this worker ends, and do not take it for dead
+        silence = SilenceWatch(replace(setup.patience, limit_s=setup.patience.limit_s + _OTHERS_FIRST_S))
     while launcher.is_alive():  # reads a pipe whose other end only the launcher holds
         launcher.join(_LOOK_S)
         if silence is not None and launcher.is_alive():
@@ -195,13 +198,14 @@ def _look_at_launcher(folder: Path, pid: int, silence: SilenceWatch) -> None:
     silence.tick()
     is_due, is_over = silence.is_due("launcher", pulse), silence.is_over("launcher", pulse)
     limits, name = silence.patience, socket.gethostname()
+    limit_s = limits.limit_s - _OTHERS_FIRST_S
     if is_due and _is_first(folder / f"silent-{pulse}"):
         hint = f"; it is stopped by a signal, `kill -CONT {pid}` lets it go on" if is_stopped(pid) else ""
         text = f"the launcher of host {name} has not answered for {limits.warning_s:g} s{hint}"
         write_to_launcher(pid, f"lockstep: {text}")
     if is_over:
         if _is_first(folder / f"over-{pulse}"):
-            text = f"the launcher of host {name} has not answered for {limits.limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)"
+            text = f"the launcher of host {name} has not answered for {limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)"
             write_to_launcher(pid, f"lockstep: {text}; its workers end")
         os.killpg(os.getpid(), signal.SIGKILL)  # the folder stays the launcher's
 

@@ -206,8 +206,8 @@ def test_a_launcher_that_hangs_is_said_and_then_out(hung: int, monkeypatch: pyte
 
         wait_until(is_out)
         name = socket.gethostname()
-        assert notes == [f"the launcher of host {name} has not answered for 0.5 s"]
         reason = members[1 - hung].failure_reason()
+        assert notes == [f"the launcher of host {name} has not answered for 0.5 s", reason]
         assert reason == f"the launcher of host {name} has not answered for 1 s (LOCKSTEP_LAUNCHER_TIMEOUT)"
         assert members[1]._monitor is not None and members[1]._monitor.is_disconnected == (hung == 0)
 
