@@ -4,23 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..strategies.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["describe_division"]
+__all__ = ["FirstPasses", "describe_division"]
 
 _MOST_NAMES = 3
 
 
+class FirstPasses:
+    """What the first passes over a worker's part of a batch do beside computing a loss: made before them, asked after.
+
+    Args:
+        modules: the model, and the modules of the loss, by the beginning of their buffers' names.
+        device: the worker's device.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module], device: torch.device) -> None:
+        self._modules, self._device = modules, device
+        self._versions, self._generators = self._buffer_versions(), self._generator_states()
+
+    def changed_buffers(self) -> list[str]:
+        """Return the names of the buffers that they have changed, except batch norm's statistics and counters."""
+        before, now = self._versions, self._buffer_versions()
+        return [name for name in now if now[name] != before.get(name)]
+
+    def drew(self) -> bool:
+        """Return whether they have drawn random numbers from torch's global generators."""
+        states = zip(self._generators, self._generator_states(), strict=True)
+        return not all(torch.equal(before, now) for before, now in states)
+
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
+        found = {}
+        for prefix, module in self._modules.items():
+            for path, layer in module.named_modules(prefix=prefix):
+                if not isinstance(layer, _BatchNorm):
+                    for name, buffer in layer.named_buffers(path, recurse=False):
+                        if buffer.is_floating_point():
+                            found[name] = id(buffer), buffer._version
+        return found
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
+
+
 def describe_division(
-    model: nn.Module, workers: int, passes: int = 1, devices: int = 1, own_hooks: bool = False
+    model: nn.Module,
+    workers: int,
+    passes: int = 1,
+    devices: int = 1,
+    own_hooks: bool = False,
+    seen: FirstPasses | None = None,
 ) -> str:
     """Return in one line what of the model depends on the division of global batches; "" if nothing does.
-
-    Functions that a forward pass calls, such as `torch.nn.functional.dropout`, are not seen.
 
     Args:
         model: the model, with its layers in the modes in which it is trained.
@@ -28,6 +71,8 @@ def describe_division(
         passes: passes of each worker.
         devices: devices of each worker.
         own_hooks: whether the training itself has hooks on accumulated gradients, which are not the user's then.
+        seen: what the first passes have done; without it, functions that they call, such as
+            `torch.nn.functional.dropout`, are not seen.
     """
     divided = [
         f"{number} {name}"
@@ -44,6 +89,7 @@ def describe_division(
         *_of_layers("dropout draws other masks", model, _draws),
         *_of_layers("batch norm has the statistics of a part", model, lambda layer: _is_batch_norm(layer, passes)),
         *_of_hooks(model, own_hooks),
+        *([] if seen is None else _of_passes(model, seen)),
     ]
     if not found:
         return ""
@@ -64,6 +110,13 @@ def _of_hooks(model: nn.Module, own_hooks: bool) -> list[str]:
         if p._backward_hooks or (p._post_accumulate_grad_hooks and not own_hooks)
     ]
     return _listed("a hook of a parameter sees the gradient of a part", hooked)
+
+
+def _of_passes(model: nn.Module, seen: FirstPasses) -> list[str]:
+    found = _listed("a buffer is changed by a part", seen.changed_buffers())
+    if seen.drew() and not any(layer.training and _draws(layer) for layer in model.modules()):
+        found.append("the passes draw random numbers, others in each part")
+    return found
 
 
 def _listed(what: str, names: list[str]) -> list[str]:

@@ -36,7 +36,7 @@ from ..strategies.invariant import ShardBuffers
 from ..strategies.module_sync import sync_module
 from ..strategies.unsupported_layers import check_supported
 from . import bodies
-from .divided_batches import describe_division
+from .divided_batches import FirstPasses, describe_division
 from .free_losses import Outputs, compares_samples, comparison_error, parameters_reached, sum_error, undivided_sum
 from .model_changes import ModelChanges
 from .precision import Precision, full_precision
@@ -270,15 +270,17 @@ class _OwnLoop:
         return _Buffers(self, nn.ModuleList([*self._models, *(each.module for each in self._averages)]))
 
     def _look_at_model(self) -> None:
-        """Say once what depends on the number of workers, and give all workers rank 0's values of new parameters."""
-        if not self._has_described:  # at the first batch, when the loop has set modes and hooks
-            self._has_described = True
-            if said := describe_division(self.model, self.comm.size, own_hooks=True):
-                _log.warning("%s", said)
+        """Give all workers rank 0's values of new parameters."""
         if self._changes.found():
             self._prepare_model()
             self._changes.note()
             self._buffers = self._make_buffers()
+
+    def _describe_division(self, first: FirstPasses) -> None:
+        """Say once what depends on the number of workers; after the first body, in which the loop has set the modes."""
+        self._has_described = True
+        if said := describe_division(self.model, self.comm.size, own_hooks=True, seen=first):
+            _log.warning("%s", said)
 
     def prepare_one(self, given: Any) -> Any:
         """Return what `prepare` returns for one of its objects."""
@@ -339,7 +341,10 @@ class _OwnLoop:
                 shard = bodies.Shard(number, samples, samples / total, last, several, total, missing)
                 self._begin_shard(shard, first=position == 0, looks=looks)
                 seed_shard(self.seed, key, number, self.comm.device)
+                first = None if self._has_described else FirstPasses({"": self.model}, self.comm.device)
                 yield data
+                if first is not None:
+                    self._describe_division(first)
                 self._buffers.end_shard(number, samples)
                 self._end_shard()
             self._buffers.end(total, left_out)

@@ -33,7 +33,7 @@ from ..strategies.invariant import Invariant
 from ..strategies.replicas import Replicas
 from ..strategies.sync_batchnorm import convert
 from .cuda_graphs import Graphs, PassGraphs, begin_pass
-from .divided_batches import describe_division
+from .divided_batches import FirstPasses, describe_division
 from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
 from .loss_scale import agree_on_loss_scale
@@ -628,8 +628,6 @@ class TrainStep:
 
     def _run(self, batch: Batch, requests: float) -> StepResult:
         lr = self._begin()
-        if not self._has_described:
-            self._describe_division()
         marks = self._replicas.marks(self.steps_done)
         is_compared = self._loss.expect(self.steps_done)
         if self._graphs is not None:
@@ -638,8 +636,11 @@ class TrainStep:
         if self.precision.is_new and not joint:
             parts = self._passes.parts(batch)
             agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
+        first = self._first_passes()
         versions = self.loss_state.versions() if len(self.strategy.devices) > 1 else None
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
+        if first is not None:
+            self._describe_division(first)
         if versions is not None and versions != self.loss_state.versions():
             raise _changed_by_replicas()
         if is_compared:
@@ -664,13 +665,19 @@ class TrainStep:
         note_samples(batch.size)
         return result if grad_norm is None else replace(result, grad_norm=grad_norm)
 
-    def _describe_division(self) -> None:
-        """Say once what of the model depends on how a global batch is divided; with virtual workers nothing does."""
+    def _first_passes(self) -> FirstPasses | None:
+        """Return what watches the passes of the first step, if they divide a global batch; virtual workers do not."""
+        if self._has_described or self.strategy.virtual_workers is not None or self.comm.rank != 0:
+            return None
         self._has_described = True
-        if self.strategy.virtual_workers is None and self.comm.rank == 0:
-            devices = len(self.strategy.devices)
-            if said := describe_division(self.model, self.comm.size, self._accumulation_steps, devices):
-                _log.warning("%s", said)
+        return FirstPasses({"": self.model, "loss": self.loss_state}, self.comm.device)
+
+    def _describe_division(self, first: FirstPasses) -> None:
+        """Say once what of the model depends on how a global batch is divided."""
+        devices = len(self.strategy.devices)
+        passes = self._accumulation_steps
+        if said := describe_division(self.model, self.comm.size, passes, devices, seen=first):
+            _log.warning("%s", said)
 
     def _correction(self, samples: int, count: torch.Tensor, counts_samples: bool) -> torch.Tensor | None:
         """Return the factor that makes the reduced gradients those of the mean; None if they are."""

@@ -68,10 +68,10 @@ def test_synchronised_batch_norm_depends_on_passes_alone() -> None:
     assert "batch norm has the statistics of a part (0)" in describe_division(model, 2, 2, 1)
 
 
-def fit(model: nn.Module, **options: Any) -> None:
+def fit(model: nn.Module, loss: nn.Module | None = None, **options: Any) -> None:
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = lockstep.Trainer(model, optimizer, nn.MSELoss(), 8, callbacks=[], **options)
+    trainer = lockstep.Trainer(model, optimizer, loss or nn.MSELoss(), 8, callbacks=[], **options)
     trainer.fit(data, epochs=2)
     trainer.fit(data, epochs=3)
 
@@ -84,6 +84,64 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert not [record for record in caplog.records if "divided" in record.getMessage()]
     fit(drops, gradient_accumulation_steps=2)
     assert len([record for record in caplog.records if "divided" in record.getMessage()]) == 1
+
+
+class Noisy(nn.Linear):
+    """Draws random numbers without a layer that says so."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(input, 0.1, self.training))
+
+
+class Running(nn.Linear):
+    """Has a constant, a counter, and a mean of its inputs that it uses."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("constant", torch.ones(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.calls += 1
+            self.average.lerp_(input.mean(0), 0.1)
+        return super().forward(input * self.constant - self.average)
+
+
+class RunningLoss(nn.MSELoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(input, target)
+
+
+class ChangingLoss(RunningLoss):
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average = self.average * 0.9 + target.mean() * 0.1
+        return super().forward(input, target)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "said"),
+    [
+        (Noisy(4, 1), nn.MSELoss(), "the passes draw random numbers, others in each part"),
+        (Running(4, 1), nn.MSELoss(), "a buffer is changed by a part (average)"),
+        (nn.Linear(4, 1), ChangingLoss(), "a buffer is changed by a part (loss.0.average)"),
+        (nn.Linear(4, 1), RunningLoss(), ""),
+        (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)), nn.MSELoss(), ""),
+    ],
+)
+def test_what_the_first_passes_do_is_named(
+    model: nn.Module, loss: nn.Module, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "lockstep.training.step")
+    fit(model, loss, gradient_accumulation_steps=2)
+    found = "".join(record.getMessage() for record in caplog.records if "divided" in record.getMessage())
+    assert found.endswith(f": {said}") if said else found == ""
 
 
 def test_sync_batchnorm_is_an_argument() -> None:
