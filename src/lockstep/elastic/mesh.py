@@ -115,6 +115,7 @@ _LAST_ACK = 56  # where struct tcp_info of Linux (include/uapi/linux/tcp.h) has 
 _DIAL_S = 3.0
 _CLOSING_S = 1.0  # a process that ends closes its connections first, and a moment later the socket where it listens
 _REDIAL_S = 1.0
+_ASKED_AFTER = 4  # looks: a host that takes part has dialled by then
 _MOST = 1 << 30  # bytes of a message
 _MOST_OF_ANSWER = 1 << 24  # to a new host, before it is known that this is a launcher of the job
 
@@ -211,6 +212,7 @@ class Mesh:
         self._results: SimpleQueue[tuple[int, socket.socket | None, bool, bool]] = SimpleQueue()
         self._wake, self._waker = socket.socketpair()
         self._refused: set[int] = set()
+        self._listens: dict[int, int] = {}  # how often a host has been found to listen that should dial itself
         self._probing: set[int] = set()  # hosts whose connection has ended, of which it is open why
         self._next_ping = self._pings_since = 0.0
         listener.setblocking(False)
@@ -348,7 +350,7 @@ class Mesh:
                 self._dialled(*self._results.get_nowait())
 
     def _dialled(self, host: int, end: socket.socket | None, refused: bool, probes: bool) -> None:
-        if end is not None and (host in self._peers or host not in self._dialling):
+        if end is not None and (host in self._peers or not (host in self._dialling or self._is_to_be_asked(host))):
             end.close()
         elif end is not None:
             peer = _Peer(self._connection(end), host)
@@ -365,6 +367,14 @@ class Mesh:
                 self._dialling[host] = 0.0
         elif end is None and host in self._dialling:
             self._dialling[host] = time.monotonic() + _REDIAL_S
+
+    def _is_to_be_asked(self, host: int) -> bool:
+        """Return whether to ask a host who it is that listens, and should dial this one, but has not done so.
+
+        It may have joined again under another number, or wait to do so.
+        """
+        self._listens[host] = self._listens.get(host, 0) + 1
+        return self._listens[host] % _ASKED_AFTER == 0
 
     # --- connections --------------------------------------------------------------------------------------------------
 
@@ -468,6 +478,7 @@ class Mesh:
         peer.host, self._peers[host] = host, peer
         peer.connection.most = _MOST
         self._dialling.pop(host, None)
+        self._listens.pop(host, None)
         self.on_link(host, Link.CONNECTED)
 
     def _drop(self, peer: _Peer) -> None:

@@ -326,6 +326,19 @@ def test_a_launcher_that_has_joined_again_is_not_taken_for_the_host_that_it_was(
         assert not first.links and not second.links and not second.mesh._dialling
 
 
+def test_a_host_with_a_greater_number_that_has_joined_again_is_asked_who_it_is() -> None:
+    """It does not dial this one any more, and listens."""
+    with a_host(0) as first, a_host(1) as second:
+        second.mesh.own = msgspec.structs.replace(second.entry, number=-1)
+        first.mesh.add_hosts([second.entry])
+        for looks in range(1, mesh_module._ASKED_AFTER + 1):
+            assert not first.mesh.have_ended([1])
+            turn_until(lambda looks=looks: first.mesh._listens.get(1, 0) >= looks, first, second)
+        turn_until(lambda: 1 in first.mesh._refused, first, second)
+        assert first.mesh.have_ended([1])
+        assert not first.links and not second.links
+
+
 # --- A new host -------------------------------------------------------------------------------------------------------
 
 
