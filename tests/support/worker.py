@@ -183,3 +183,5 @@ def _leave_group() -> None:
         gc.collect()  # here, and not in one of Gloo's threads: what a test has left may hold its group
         with suppress(Exception):  # a group that has failed may also fail to end
             dist.destroy_process_group()
+    if (last_rank := sys.modules.get("lockstep.watchdog.last_rank")) is not None:
+        last_rank.watch(None)  # this process does not end with its rank
