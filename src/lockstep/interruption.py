@@ -18,7 +18,15 @@ from types import FrameType, TracebackType
 from . import environment
 from .errors import InterruptedRunError, LockstepError
 
-__all__ = ["LAUNCHER_SIGNALS", "Requests", "collect_signals", "install", "leave_closed_terminal", "resume_hint"]
+__all__ = [
+    "LAUNCHER_SIGNALS",
+    "Requests",
+    "collect_signals",
+    "deferred_signals",
+    "install",
+    "leave_closed_terminal",
+    "resume_hint",
+]
 
 LAUNCHER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals by which users, terminals and schedulers end a launcher. The last two stand for SIGTERM: a terminal that
@@ -134,3 +142,16 @@ def collect_signals(received: list[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Hold back the signals of `collect_signals` until the end of the body, which imports large packages.
+
+    Some of their modules catch every exception while they are imported: a KeyboardInterrupt would be lost there.
+    """
+    received: list[int] = []
+    with collect_signals(received):
+        yield
+    if received:
+        signal.raise_signal(received[0])

@@ -55,6 +55,7 @@ def test_a_thousand_ranks_find_each_others_flight_records_with_few_messages_each
 ) -> None:
     monkeypatch.setattr(jobs, "_make_recorder", lambda *_: object())
     monkeypatch.setattr(jobs, "_make_folder", lambda token, base, local, rank: (Path(f"/{token}-{local[0]}"), False))
+    monkeypatch.setattr(jobs, "JobFolderLock", lambda folder: None)
     monkeypatch.setattr(jobs, "RecorderReader", lambda path: path)
     monkeypatch.setattr(jobs, "_own_address", lambda store: "")  # one from which there is no way to the first
     monkeypatch.setattr(jobs, "PrefixStore", lambda _, store: store)

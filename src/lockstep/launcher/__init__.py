@@ -95,7 +95,8 @@ def launch(
 
     fork_server.check_memory(workers)
     fork_server.start_fork_server()  # first, so that it loads PyTorch while this process continues
-    from . import local, log_multiplexer, rendezvous, worker_status
+    with interruption.deferred_signals():
+        from . import local, log_multiplexer, rendezvous, worker_status
 
     cores = environment.usable_cores()
     emulated = None if emulated is None else emulated.resolved(workers, cores)

@@ -13,6 +13,7 @@ from ..activity import Activity
 from ..environment.schedulers import SCHEDULERS, find_node
 from ..errors import ConfigError, LockstepError
 from ..hosts import Host
+from ..interruption import deferred_signals
 from ..topology import World
 from .fork_server import default_workers, prepare_workers
 from .host_requirements import check_loopback
@@ -148,7 +149,8 @@ def _run_on_this_host(script: Script, config: RunConfig) -> None:
         check_debug_rank(config, workers)
         check_network(config.network, workers)
         prepare_workers(config, workers)
-        from . import elastic_host, local, rendezvous
+        with deferred_signals():
+            from . import elastic_host, local, rendezvous
 
     multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
     if config.elastic is not None:
@@ -162,7 +164,8 @@ def _run_on_several_hosts(script: Script, config: RunConfig) -> None:
     with _loading_pytorch(config):
         workers = config.workers or default_workers()
         problem = _prepare_host(script, config, workers)
-        from . import elastic_node, node
+        with deferred_signals():
+            from . import elastic_node, node
 
     module = node if config.elastic is None else elastic_node
     module.run_as_node(script, config, workers, problem)
