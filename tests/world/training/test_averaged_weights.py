@@ -90,7 +90,7 @@ def test_the_average_is_evaluated_beside_the_model(pool: Pool) -> None:
     ("options", "said"),
     [
         ({"decay": 1.0}, "decay: expected a number from 0 to below 1, or None for the mean, got 1.0"),
-        ({"every": 0}, "every: expected a whole number of steps, at least 1, got 0"),
+        ({"every": 0}, "every: expected a whole number of at least 1, got 0"),
         ({"start": True}, "start: expected"),
     ],
 )

@@ -109,5 +109,5 @@ def test_no_gradient_is_told_from_noise() -> None:
 def test_where_there_is_nothing_to_compare_it_is_refused(options: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         train(**options)
-    with pytest.raises(ConfigError, match="every: expected a whole number of steps, at least 1, got 0"):
+    with pytest.raises(ConfigError, match="every: expected a whole number of at least 1, got 0"):
         GradientNoise(0)

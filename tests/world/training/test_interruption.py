@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import interruption
 from lockstep.communicator import init
@@ -23,15 +24,16 @@ from support.runs import fit, images, make, timeless
 
 
 class Measure:
-    """Accuracy, with a signal to one rank at one of the calls."""
+    """Accuracy, with a signal to one rank at one of the calls; those of comparisons, in float64, do not count."""
 
     def __init__(self, call: int, rank: int, number: int = signal.SIGTERM) -> None:
         self.call, self.rank, self.number, self.calls = call, rank, number, 0
 
     def __call__(self, output: Any, target: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.call and init().rank == self.rank:
-            os.kill(os.getpid(), self.number)
+        if output.dtype is torch.float32:
+            self.calls += 1
+            if self.calls == self.call and init().rank == self.rank:
+                os.kill(os.getpid(), self.number)
         return accuracy(output, target)
 
 
