@@ -87,7 +87,7 @@ def test_when_checkpoints_are_made(tmp_path: Path, every: str, steps: list[int])
 
 @pytest.mark.parametrize("every", ["often", "-1epochs", "1.5epochs", "2 weeks"])
 def test_intervals_that_are_none(every: str) -> None:
-    with pytest.raises(ConfigError, match="checkpoint_every"):
+    with pytest.raises(ConfigError, match="every: expected a number of epochs or steps"):
         Checkpoints(every)
 
 
