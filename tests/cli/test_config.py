@@ -49,7 +49,7 @@ def resolved(*arguments: str) -> TrainOptions:
             "a.yaml: optimizer: expected one of adam, adamw, lamb, lars, sgd, got 'adamm'. Did you",
         ),
         ("a.yaml", "momentum: .nan", "a.yaml: momentum: expected a finite number"),
-        ("a.yaml", "warmup-epochs: 2", "a.yaml: warmup_epochs: expected less than the 1 epochs"),
+        ("a.yaml", "warmup-epochs: 2", "a.yaml: warmup_epochs: expected less than the 1 epoch of the run"),
         ("a.yaml", "resume: nowhere", "a.yaml: resume: expected a checkpoint, a run directory, or latest, got nowhere"),
         ("a.yaml", "run_dir: mine.py/run", "a.yaml: run_dir: expected a folder that can be written"),
         ("a.yaml", "data_dir: here", "a.yaml: data_dir: expected nothing, as synthetic reads no files"),

@@ -424,7 +424,7 @@ class Evaluation(Computation):
         limit, not_a_mean = InFlightLimit(device, check_in_flight(max_steps_in_flight)), None
         what = f"an evaluation in batches of {counted(loader.global_batch_size, 'sample')}"
         advice = "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
-        with evaluating(self.model, self._loss_state), explaining_out_of_memory(comm, what, advice):
+        with evaluating(self.model, self._loss_state), explaining_out_of_memory(comm, what, lambda: advice):
             for number, batch in enumerate(loader.epoch(0)):
                 self._expect(number)
                 for shard, data, size in _parts_of(loader, batch):

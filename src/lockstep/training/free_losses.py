@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +11,16 @@ import torch
 from ..data.nested import tensors_of
 from ..errors import ConfigError
 
-__all__ = ["Outputs", "compares_samples", "comparison_error", "parameters_reached", "sum_error", "undivided_sum"]
+__all__ = [
+    "Outputs",
+    "compares_samples",
+    "comparison_error",
+    "count_error",
+    "parameters_reached",
+    "sum_error",
+    "uncounted_mean",
+    "undivided_sum",
+]
 
 Node = Any  # torch.autograd.graph.Node, whose saved values differ from class to class
 
@@ -111,6 +120,26 @@ def undivided_sum(root: torch.Tensor, samples: int | None) -> str | None:
     return None
 
 
+def uncounted_mean(root: torch.Tensor) -> str | None:
+    """Return what a mean over labels is a mean over, if not over their number; None for other losses.
+
+    It is read off torch's cross entropy with ``reduction="mean"``: a mean over weights, or one that ignores labels of
+    this part. Parts of a batch that are weighted by their samples do not add up to it.
+
+    Args:
+        root: a loss, before its backward pass.
+    """
+    for node in _terms(root.grad_fn):
+        if not _kind(node).startswith("NllLoss") or node._saved_reduction != 1:
+            continue
+        target = node._saved_target
+        if node._saved_weight is not None:
+            return "the weights of its labels' classes: count=weight[targets].sum()"
+        if target.device.type == "cpu" and int(node._saved_total_weight) != target.numel():
+            return "the labels that are not ignored: count=(targets != ignore_index).sum()"
+    return None
+
+
 def _terms(root: Node | None) -> Iterator[Node]:
     """Yield the nodes of the single terms of a loss that no constant multiplies."""
     if root is None:
@@ -205,13 +234,25 @@ class Outputs:
     A first dimension may have that size by chance, as that of an output for one sample alone. So inputs must have it
     too, it must not be small, and a model that is called for each sample is not looked at.
 
+    What a model makes of constants, such as a prompt for each class, is no output for a sample. Constants are inputs
+    that have the values that one had in the body that was looked at before.
+
     Args:
         models: the models.
         samples: samples of the body's part of a batch.
+        before: the inputs in the body that was looked at before; None if this is the first one, whose outputs are
+            not known to be of samples yet.
+
+    Attributes:
+        inputs: those of this body.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], samples: int) -> None:
+    def __init__(
+        self, models: Sequence[torch.nn.Module], samples: int, before: Sequence[torch.Tensor] | None = ()
+    ) -> None:
         self.samples = samples
+        self.inputs: list[torch.Tensor] = []
+        self._before = before
         self._tensors: list[torch.Tensor] = []
         self._calls = 0
         looks = models if samples >= _FEWEST_SAMPLES else []
@@ -219,7 +260,11 @@ class Outputs:
 
     def _record(self, _module: Any, inputs: Any, named: Any, output: Any) -> None:
         self._calls += 1
-        sizes = {tensor.shape[0] for tensor in (*tensors_of(inputs), *tensors_of(named)) if tensor.dim()}
+        entered = [tensor.detach() for tensor in (*tensors_of(inputs), *tensors_of(named)) if tensor.dim()]
+        self.inputs += entered
+        if self._before is None or all(_is_among(tensor, self._before) for tensor in entered):
+            return
+        sizes = {tensor.shape[0] for tensor in entered}
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None and tensor.dim() > 1 and tensor.shape[0] in sizes:
                 self._tensors.append(tensor)
@@ -234,6 +279,10 @@ class Outputs:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._tensors = [], []
+
+
+def _is_among(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    return any(tensor.shape == other.shape and torch.equal(tensor, other.to(tensor)) for other in others)
 
 
 def compares_samples(root: torch.Tensor, outputs: Outputs) -> bool:
@@ -256,9 +305,20 @@ def compares_samples(root: torch.Tensor, outputs: Outputs) -> bool:
         return False
     if any(node in found for tensor in tensors for node in _walk(_next(tensor.grad_fn))):
         return False  # an output is computed from another one, and may be compared within the model
+    if any(_is_distance_of_samples(node, found, samples) for node in above):
+        return True
     with suppress(RuntimeError, NotImplementedError):
         return _depend_on_each_other(root, tensors, samples)
     return False
+
+
+def _is_distance_of_samples(node: Node, outputs: Collection[Node], samples: int) -> bool:
+    """Return whether a node is torch.cdist of the samples with each other: it has no second derivative."""
+    if _kind(node) != "CdistBackward":
+        return False
+    sizes = [node._saved_x1.shape, node._saved_x2.shape]
+    both = [below for below in _next(node) if any(n in outputs for n in _walk([below], lambda each: each in outputs))]
+    return len(both) == 2 and all(len(size) == 2 and size[0] % samples == 0 for size in sizes)
 
 
 def _can_be_derived(node: Node) -> bool:
@@ -327,6 +387,17 @@ def sum_error(what: str) -> ConfigError:
         found=f"a sum: {what}. Gradients of parts are weighted by their samples, so that a sum would be weighted twice",
         hint='Use reduction="mean", or divide the sum by the number of samples in this part, len(inputs). Divided by '
         "something else, such as its tokens, give that: optimizer.step(count=tokens).",
+    )
+
+
+def count_error(what: str) -> ConfigError:
+    """Return the error for a mean over something that differs from part to part, in a step without a count."""
+    over, _, count = what.partition(": ")
+    return ConfigError(
+        "count",
+        "the denominator of the loss of this part of the batch",
+        found=f"none, with a loss that is a mean over {over}",
+        hint=f"Parts of a batch are weighted by their samples otherwise: optimizer.step({count}).",
     )
 
 

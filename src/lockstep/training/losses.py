@@ -296,7 +296,7 @@ class LossModule(Computation):
                 raise _too_few(error, size) from None
             raise
         total, count = self._loss(output, target, size)
-        if _is_zero(count):
+        if _is_zero(count) and not _is_finite(total):
             return _zero_of(output, total), count
         if torch.is_grad_enabled() and not getattr(total, "requires_grad", False):
             raise _no_gradient(model, total)
@@ -336,6 +336,11 @@ class LossModule(Computation):
 def _is_zero(count: Any) -> bool:
     """Return whether a count is known to be 0, without waiting for a device."""
     return not (isinstance(count, torch.Tensor) and count.device.type != "cpu") and not count
+
+
+def _is_finite(total: Any) -> bool:
+    """Return whether a sum is a number: where nothing counts there may still be one, as of boxes without an object."""
+    return not isinstance(total, torch.Tensor) or bool(torch.isfinite(total.detach()).all())
 
 
 def _zero_of(output: Any, total: Any) -> Any:

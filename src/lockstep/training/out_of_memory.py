@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,13 +21,13 @@ class OutOfMemoryError(LockstepError, torch.OutOfMemoryError):
 
 
 @contextmanager
-def explaining_out_of_memory(comm: Communicator, what: str, advice: str) -> Iterator[None]:
+def explaining_out_of_memory(comm: Communicator, what: str, advice: Callable[[], str]) -> Iterator[None]:
     """Raise an `OutOfMemoryError` for torch's within a `with` block.
 
     Args:
         comm: communicator over the workers.
         what: what is computed, such as "step 3, with 128 of the 256 samples of the global batch".
-        advice: what to try, full sentences.
+        advice: returns what to try, full sentences; called when the memory is full.
 
     Raises:
         OutOfMemoryError: names the rank, the device, `what`, the memory and the advice.
@@ -39,7 +39,7 @@ def explaining_out_of_memory(comm: Communicator, what: str, advice: str) -> Iter
         if not full or isinstance(error, OutOfMemoryError):
             raise
         where = f"rank {comm.rank}: {comm.device} is out of memory in {what}"
-        raise OutOfMemoryError(f"{where} ({_asked(error)}{_taken(comm.device)}). {advice}") from error
+        raise OutOfMemoryError(f"{where} ({_asked(error)}{_taken(comm.device)}). {advice()}") from error
 
 
 def _asked(error: BaseException) -> str:

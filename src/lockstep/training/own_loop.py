@@ -37,7 +37,16 @@ from ..strategies.module_sync import sync_module
 from ..strategies.unsupported_layers import check_supported
 from . import bodies
 from .divided_batches import FirstPasses, describe_division
-from .free_losses import Outputs, compares_samples, comparison_error, parameters_reached, sum_error, undivided_sum
+from .free_losses import (
+    Outputs,
+    compares_samples,
+    comparison_error,
+    count_error,
+    parameters_reached,
+    sum_error,
+    uncounted_mean,
+    undivided_sum,
+)
 from .model_changes import ModelChanges
 from .precision import Precision, full_precision
 from .prepared_optimizer import PreparedOptimizer
@@ -244,6 +253,7 @@ class _OwnLoop:
         self._prepare_model()
         self._changes, self._buffers = ModelChanges(self.model), self._make_buffers()
         self._has_described = self.exact or self.comm.rank != 0
+        self._has_said_parts = False
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self.optimizers = {id(each): PreparedOptimizer(each, self) for each in optimizers}
         self.current: bodies.Shard | None = None
@@ -254,6 +264,7 @@ class _OwnLoop:
         self._after_batch: list[Callable[[], None]] = []
         self._looks = Counter[int]()  # at losses, by the number of the pass over a batch
         self._outputs: Outputs | None = None  # of the running body, if its losses are looked at
+        self._inputs_before: list[torch.Tensor] | None = None  # of models, in the body that was looked at before
         self._has_loader = any(isinstance(each, (Loader, DataLoader)) for each in objects)
         bodies.watch()
 
@@ -268,6 +279,17 @@ class _OwnLoop:
 
     def _make_buffers(self) -> _Buffers:
         return _Buffers(self, nn.ModuleList([*self._models, *(each.module for each in self._averages)]))
+
+    def _say_that_parts_are_seen(self) -> None:
+        """Say once that a pass without gradients yields this worker's part alone: sums over it are no results."""
+        if not self._has_said_parts and self.comm.size > 1 and self.comm.rank == 0:
+            _log.warning(
+                "%d workers: in a loop without gradients each of them gets a part of the data, so that a sum, a mean "
+                "or a count over the loop is that of a part. lockstep.evaluate(model, loader, metrics=...) and "
+                "lockstep.predict return results of all samples; comm.allreduce sums up what the loop has counted",
+                self.comm.size,
+            )
+        self._has_said_parts = True
 
     def _look_at_model(self) -> None:
         """Give all workers rank 0's values of new parameters."""
@@ -317,6 +339,7 @@ class _OwnLoop:
             raise ConfigError("shards", "one loop over the shards of a batch at a time", found="one inside another")
         parts, total = self._parts(batch)
         if not torch.is_grad_enabled():
+            self._say_that_parts_are_seen()
             yield from (data for _, data, samples in parts if samples)
             return
         key = self._key(batch)
@@ -364,7 +387,7 @@ class _OwnLoop:
         if looks and shard.samples:
             # The shards of virtual workers are the same on any number of workers, and so is what is compared in them.
             models = [] if self.exact else [model for model in self._models if not _is_compiled(model)]
-            self._outputs = Outputs(models, shard.samples)
+            self._outputs = Outputs(models, shard.samples, self._inputs_before)
 
     def _end_shard(self) -> None:
         assert self.current is not None
@@ -378,6 +401,7 @@ class _OwnLoop:
         bodies.end(self)
         if self._outputs is not None:
             self._outputs.close()
+            self._inputs_before = self._outputs.inputs
             self._outputs = None
 
     # --- what the body calls -----------------------------------------------------------------------------------------
@@ -415,7 +439,7 @@ class _OwnLoop:
 
     def before_backward(self, roots: list[torch.Tensor]) -> Callable[[], None]:
         """Look at the losses of a backward pass; the returned function records what is wrong with them."""
-        found: list[tuple[ConfigError, set[int]]] = []
+        found: list[tuple[ConfigError, set[int], bool]] = []
         if self._outputs is not None and self.current is not None:
             samples, outputs, of_whole_batch = self._outputs.samples, self._outputs, self.current.whole_batch
             for root in roots:
@@ -424,14 +448,16 @@ class _OwnLoop:
                 with suppress(RuntimeError):  # a graph of which a part has been freed
                     what = undivided_sum(root, samples)
                     if what is not None:
-                        found.append((sum_error(what), parameters_reached(root)))
+                        found.append((sum_error(what), parameters_reached(root), False))
                     elif not of_whole_batch and compares_samples(root, outputs):
-                        found.append((comparison_error(samples), parameters_reached(root)))
+                        found.append((comparison_error(samples), parameters_reached(root), False))
+                    elif not of_whole_batch and not self.exact and (mean := uncounted_mean(root)) is not None:
+                        found.append((count_error(mean), parameters_reached(root), True))
 
         def record() -> None:
-            for error, reached in found:
+            for error, reached, unless_counted in found:
                 for optimizer in self.optimizers.values():
-                    optimizer.refuse(error, reached)
+                    optimizer.refuse(error, reached, unless_counted)
 
         return record
 

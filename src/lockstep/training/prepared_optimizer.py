@@ -99,9 +99,9 @@ class PreparedOptimizer:
         """Return the trained parameters."""
         return self._gradients.trained
 
-    def refuse(self, error: ConfigError, reached: set[int]) -> None:
+    def refuse(self, error: ConfigError, reached: set[int], unless_counted: bool) -> None:
         """Let the next step raise `error`, if it would use gradients of the backward pass that has just ended."""
-        self._gradients.refuse(error, reached)
+        self._gradients.refuse(error, reached, unless_counted)
 
     def _refresh(self) -> None:
         """Find out which parameters are trained now."""
@@ -230,7 +230,7 @@ class PreparedOptimizer:
             raise self._incomplete()
         self._gradients.check_not_of_step()
         self._gradients.check_unchanged()
-        self._gradients.check_allowed()
+        self._gradients.check_allowed(count is not None)
         if shard.one_of_several:
             self._check_settings()
 

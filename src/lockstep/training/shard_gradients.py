@@ -50,6 +50,7 @@ class _Problem:
     gradient: torch.Tensor | None
     version: int
     passes: int
+    unless_counted: bool = False
 
 
 class ShardGradients:
@@ -272,21 +273,29 @@ class ShardGradients:
             if not torch.allclose(before, now, rtol=1e-5, atol=0.0, equal_nan=True) and bool(now.any()):
                 raise _changed()
 
-    def refuse(self, error: ConfigError, reached: set[int]) -> None:
+    def refuse(self, error: ConfigError, reached: set[int], unless_counted: bool = False) -> None:
         """Record that gradients of the backward pass that has just ended may be no part of a step.
 
         Args:
             error: why.
             reached: ids of the parameters that the pass may have reached.
+            unless_counted: whether a step with a count may use them.
         """
         for number, p in enumerate(self.trained):
             if id(p) in reached and p.grad is not None and self._passes[number]:
-                self._problems.append(_Problem(error, number, p.grad, p.grad._version, self._passes[number]))
+                version, passes = p.grad._version, self._passes[number]
+                self._problems.append(_Problem(error, number, p.grad, version, passes, unless_counted))
                 return
 
-    def check_allowed(self) -> None:
-        """Raise the error of a pass that `refuse` was told of, if its gradients are still there."""
+    def check_allowed(self, counted: bool) -> None:
+        """Raise the error of a pass that `refuse` was told of, if its gradients are still there.
+
+        Args:
+            counted: whether the step has a count.
+        """
         for problem in self._problems:
+            if counted and problem.unless_counted:
+                continue
             gradient = self.trained[problem.number].grad
             later = self._passes[problem.number] - problem.passes
             if gradient is not None and gradient is problem.gradient and gradient._version - problem.version == later:

@@ -599,7 +599,7 @@ class TrainStep:
         """See `run`; in an elastic job, an attempt that the loss of a worker may end."""
         samples = counted(batch.global_size, "sample")
         what = f"step {self.steps_done}, with {batch.size:,} of the {samples} of the global batch"
-        with self.strategy.deterministic(), explaining_out_of_memory(self.comm, what, self._less_memory()):
+        with self.strategy.deterministic(), explaining_out_of_memory(self.comm, what, self._less_memory):
             return self._run(batch, STOP * stop + REGROUP * regroup)
 
     def _less_memory(self) -> str:
@@ -641,6 +641,9 @@ class TrainStep:
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
         if first is not None:
             self._describe_division(first)
+        if self.strategy.virtual_workers is None:
+            # The passes have drawn by rank. What the program draws after the step is the same on every worker.
+            seed_torch(mix((self._seed, _RANDOM, self.steps_done)) & 0xFFFFFFFF, self.comm.device)
         if versions is not None and versions != self.loss_state.versions():
             raise _changed_by_replicas()
         if is_compared:
