@@ -94,8 +94,8 @@ def describe_division(
     if not found:
         return ""
     return (
-        f"{', '.join(divided)}: results depend on how a global batch is divided, as this model has what is listed in "
-        f'docs/training.md, "What is the same at any number of workers": {"; ".join(found)}'
+        f"{', '.join(divided)}: results may depend on how a global batch is divided, as this model has what is "
+        f'listed in docs/training.md, "What is the same at any number of workers": {"; ".join(found)}'
     )
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "LossLike",
     "Passes",
     "Unsteady",
+    "by_target",
     "compare_or_skip",
     "depends_on_unsliced",
     "device_of",
@@ -107,6 +108,21 @@ def keep_call(output: Any, target: Any, size: int, number: int, most: int = _MAX
     # clones, as a view would keep the memory of all samples
     few_outputs, few_targets = (map_tensors(lambda tensor: cut(tensor).clone(), tree) for tree in (output, target))
     return Call(few_outputs, few_targets, count, count * of_sample)
+
+
+def by_target(call: Call) -> Call:
+    """Return a call whose samples are in the order of their targets, if each has one number.
+
+    Halves with as many samples of each class may give the same by chance: the recall of one class, or its F1.
+    """
+    target, rows = call.target, call.rows
+    is_one_number = isinstance(target, torch.Tensor) and target.numel() == call.size and not target.is_complex()
+    if rows != call.size or not is_one_number:
+        return call
+    order = target.reshape(-1).argsort(stable=True)
+    trees = {"output": call.output, "target": target}
+    output, target = map_tensors(lambda tensor: tensor[order] if _is_sliced(tensor, rows) else tensor, trees).values()
+    return Call(output, target, call.size, rows)
 
 
 def _sample_rows(output: Any, target: Any, size: int) -> int | None:

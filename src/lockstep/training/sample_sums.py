@@ -26,6 +26,7 @@ from .mean_check import (
     LossLike,
     Passes,
     Unsteady,
+    by_target,
     compare_or_skip,
     depends_on_unsliced,
     device_of,
@@ -194,6 +195,8 @@ class SampleSum:
         if call is None or self._closed:
             return None
         gradients = gradients and number in WITH_GRADIENTS
+        if self._argument != "loss_fn":
+            call = by_target(call)
         try:
             found = compare_or_skip(partial(self._compare, call, passes, gradients), device_of(call))
         except Unsteady:

@@ -46,7 +46,7 @@ def test_what_is_listed_is_named(model: nn.Module, said: str) -> None:
     for division in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
         assert said in describe_division(model, *division)
     assert describe_division(model, 1, 1, 1) == ""
-    assert describe_division(model, 2, 3, 1).startswith("2 workers, 3 passes of each worker: results depend on")
+    assert describe_division(model, 2, 3, 1).startswith("2 workers, 3 passes of each worker: results may depend on")
 
 
 def test_nothing_is_said_of_what_does_not_matter() -> None:

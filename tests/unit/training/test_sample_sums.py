@@ -525,3 +525,15 @@ def test_rounding_of_a_loss_in_half_numbers_is_no_other_mean() -> None:
         return F.mse_loss(output, target).bfloat16()
 
     assert check(rounded, POINTS, OTHERS) is None
+
+
+def test_a_recall_is_no_mean_though_halves_have_as_many_of_its_class() -> None:
+    def recall(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = (output.argmax(1) == 1) & (target == 1)
+        return found.sum() / (target == 1).sum().clamp(min=1)
+
+    target = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1])
+    output = torch.nn.functional.one_hot(torch.tensor([0, 1, 1, 0, 0, 1, 1, 0]), 2).float()
+    metric = SampleSum("metrics", recall)
+    metric(output, target, 8)
+    assert metric.check() is not None
