@@ -47,10 +47,10 @@ from .free_losses import (
     uncounted_mean,
     undivided_sum,
 )
+from .mean_check import is_due
 from .model_changes import ModelChanges
 from .precision import Precision, full_precision
 from .prepared_optimizer import PreparedOptimizer
-from .shard_gradients import is_due
 from .step import check_max_grad_norm, check_threads
 from .whole_batch import gather_rows
 
@@ -115,11 +115,12 @@ def prepare(
     the last one.
 
     **What is an error, on one worker too**: gradients changed by hand between ``backward()`` and ``step()``; a loss
-    that is a sum over samples; without virtual workers, one that compares samples with each other (see `whole_batch`);
-    with virtual workers, a scheduler or an `AveragedModel` that was not given and acts in each shard, and
-    hyperparameters that differ from shard to shard. Hyperparameters are compared over the ranks as well. Losses are
-    looked at in batch 0, 1, 2, 4, … 1,024 and every 1,024th, changes of ``p.grad.data`` before step 0, 1, 2, 4 and so
-    on.
+    that is a sum over samples; without virtual workers, one that compares samples with each other (see `whole_batch`),
+    and cross entropy with class weights or ignored labels in a step without count=; with virtual workers, a scheduler
+    or an `AveragedModel` that was not given and acts in each shard, and hyperparameters that differ from shard to
+    shard. Hyperparameters are compared over the ranks as well. Losses are looked at in batch 0, 1, 2, 4, … 1,024 and
+    every 1,024th (for comparisons of samples, from batch 1 on), changes of ``p.grad.data`` before step 0, 1, 2, 4 and
+    so on.
 
     **What is not checked**, and may depend on the number of workers:
 
@@ -127,7 +128,7 @@ def prepare(
       ``(log_prob * advantage).sum()``: divide by ``len(inputs)``, the samples of this part;
     - a loss that compares samples through a model's methods or parts, a compiled model, a selection (``topk``) or
       numbers without a gradient, such as advantages normalised over the batch, and one with fewer than 4 samples in a
-      part; without count=, a mean over something else than samples, such as tokens;
+      part; without count=, another mean over something else than samples, such as tokens;
     - gradients that the loop computes itself (``p.grad = ...``), changes between two backward passes of one body, and
       hooks of parameters: each sees the samples of one part;
     - turns of the loop that are counted by hand, with virtual workers: count where ``optimizer.stepped`` is true; the

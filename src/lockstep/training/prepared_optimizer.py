@@ -16,9 +16,10 @@ from ..invariance.ordered_reducer import BucketExchange, SubtreeLayout, gather_s
 from ..strategies.base import accumulation_dtype
 from .bodies import Shard
 from .in_flight import LAG, HostCopy
+from .mean_check import is_due
 from .precision import clip, scale_gradients
 from .replica_check import ReplicaCheck
-from .shard_gradients import ShardGradients, is_due, multiply
+from .shard_gradients import ShardGradients, multiply
 from .step import parameters_of, refuse_closure
 
 __all__ = ["PreparedOptimizer"]

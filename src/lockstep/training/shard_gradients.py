@@ -15,15 +15,10 @@ from ..invariance.gradient_buckets import Gradients
 from .bodies import Shard
 from .precision import full_precision
 
-__all__ = ["ShardGradients", "is_due", "multiply"]
+__all__ = ["ShardGradients", "multiply"]
 
 Seen = tuple[torch.Tensor | None, int]
 """A gradient, and its version."""
-
-
-def is_due(count: int) -> bool:
-    """Return whether a check that costs time is due: at 0, 1, 2, 4, … 1,024 and then at every 1,024th."""
-    return not count & (count - 1) if count <= 1024 else count % 1024 == 0
 
 
 @dataclass
