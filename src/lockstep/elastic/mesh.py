@@ -173,6 +173,7 @@ class Mesh:
         selector: of the launcher's loop; the data of each key is a function to call when it is ready.
         kind: the type of all messages between launchers.
         limit_s: seconds within which the kernel of another host must answer.
+        former: numbers that this host has had in the job, before it joined again.
 
     Attributes:
         own: this host.
@@ -194,8 +195,9 @@ class Mesh:
         selector: selectors.BaseSelector,
         kind: object,
         limit_s: float,
+        former: Iterable[int] = (),
     ) -> None:
-        self.own = own
+        self.own, self._former = own, set(former)
         self.hosts: dict[int, HostEntry] = {}
         self.on_message: Callable[[int, Any], None] = lambda host, message: None
         self.on_link: Callable[[int, Link], None] = lambda host, link: None
@@ -447,8 +449,9 @@ class Mesh:
             raise OSError("a stranger")
         self._strangers.identified(peer)
         if knock.host.number >= 0 and knock.to != self.own.number:
-            self._send(peer, Refused(f"host {knock.to} has joined again as {self.own.number}"))
-            self._close(peer)
+            if knock.to in self._former or self.own.number >= 0:
+                self._send(peer, Refused(f"host {knock.to} has joined again, or wants to"))
+            self._close(peer)  # a host that is let in just now, and does not know its number yet, is dialled again
             return
         if knock.host.number >= 0:
             self._send(peer, Welcome(self._answers))
@@ -487,7 +490,10 @@ class Mesh:
             self._strangers.drop(peer)
             return
         self._close(peer)
-        if self._answering.pop(peer, None) is None and self._peers.get(peer.host) is peer:
+        if self._answering.pop(peer, None) is not None:
+            if peer.host in self._dialling:
+                self._dialling[peer.host] = time.monotonic() + _REDIAL_S
+        elif self._peers.get(peer.host) is peer:
             del self._peers[peer.host]
             if time.monotonic() - peer.heard < _RECENT_S:
                 self._probing.add(peer.host)

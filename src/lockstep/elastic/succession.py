@@ -187,11 +187,11 @@ class Succession:
 
     @property
     def unanswered(self) -> list[int]:
-        """The hosts of the newest view that do not answer, and have not ended for certain."""
+        """The hosts of the newest view that do not answer, or never have, and have not ended for certain."""
         views = [view for view in (self.agreed, self._proposal, *self._pending.values(), *self._ended_after()) if view]
         views += [view for accept in self._accepts.values() for view in accept.pending if self._proposal is not None]
         hosts = {host for view in views for host in view.hosts}
-        return sorted(host for host in hosts if self._links.get(host) is Link.SILENT)
+        return sorted(host for host in hosts - {self.me} if self._links.get(host, Link.SILENT) is Link.SILENT)
 
     @property
     def knows_all(self) -> bool:

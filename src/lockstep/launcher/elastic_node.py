@@ -94,6 +94,9 @@ class Listener:
         port: 0 for one that the system chooses.
         name: of this host.
 
+    Attributes:
+        numbers: that this host has had in the job, the newest last.
+
     Raises:
         ConfigError: the port is in use.
     """
@@ -105,6 +108,7 @@ class Listener:
             raise ConfigError("master_port", "a port that is free on this host", port, f"{error.strerror}.") from None
         self.address, self.port = address, int(self.socket.getsockname()[1])
         self.name = name or socket.gethostname()
+        self.numbers: list[int] = []
         with suppress(OSError):  # a name of this host
             found = interface_with_address(address_towards(address))
             if found is not None:
@@ -297,7 +301,9 @@ def found_job(config: RunConfig, setup: HostSetup, slots: int, listener: Listene
 def _opened(setup: HostSetup, own: HostEntry, listener: Listener) -> Any:
     def open_mesh(selector: selectors.BaseSelector) -> Mesh:
         limit_s = min(_LIMIT_S, environment.heartbeat_timeout())
-        return Mesh(own, environment.job_key(), listener.socket.dup(), selector, WireMessage, limit_s)
+        key, former = environment.job_key(), listener.numbers
+        listener.numbers = [*former, own.number]
+        return Mesh(own, key, listener.socket.dup(), selector, WireMessage, limit_s, former)
 
     return ElasticHost.opened(setup, own, open_mesh)
 
@@ -409,7 +415,7 @@ def _knock_until(
     own, key, kind = listener.entry(NEW, slots), environment.job_key(), WireMessage
     deadline, nobody_since = time.monotonic() + seconds, math.inf
     with selectors.DefaultSelector() as selector:
-        mesh = Mesh(own, key, listener.socket.dup(), selector, kind, _LIMIT_S)
+        mesh = Mesh(own, key, listener.socket.dup(), selector, kind, _LIMIT_S, listener.numbers)
         mesh.on_knock = lambda knock: Refused(WAITS_TO_JOIN)
         try:
             while True:

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.elastic import mesh as mesh_module
 from lockstep.elastic.connection import Connection
-from lockstep.elastic.mesh import HostEntry, Knock, Mesh, Ping, Refused, Welcome, Wire, knock
+from lockstep.elastic.mesh import NEW, HostEntry, Knock, Mesh, Ping, Refused, Welcome, Wire, knock
 from lockstep.elastic.succession import HostMessage, Link, Reject
 from lockstep.errors import LockstepError
 
@@ -54,11 +54,11 @@ def own_entry(number: int, listener: socket.socket) -> HostEntry:
 
 
 @contextmanager
-def a_host(number: int, key: str = "secret") -> Iterator[Host]:
+def a_host(number: int, key: str = "secret", former: Sequence[int] = ()) -> Iterator[Host]:
     listener = socket.create_server(("127.0.0.1", 0))
     with selectors.DefaultSelector() as selector, listener:
         entry = own_entry(number, listener)
-        found = Host(Mesh(entry, key, listener.dup(), selector, KIND, 3.0), selector, listener, entry)
+        found = Host(Mesh(entry, key, listener.dup(), selector, KIND, 3.0, former), selector, listener, entry)
         found.mesh.on_link = lambda host, link: found.links.append((host, link))
         found.mesh.on_message = lambda host, message: found.messages.append((host, message))
         try:
@@ -197,6 +197,26 @@ def _ends(end: socket.socket) -> bool:
     return False
 
 
+def test_a_host_that_does_not_know_its_number_yet_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts that begin a job at once would otherwise never be connected, and both wait when the leader is lost."""
+    monkeypatch.setattr(mesh_module, "_REDIAL_S", 0.05)
+    with a_host(NEW) as first, a_host(2) as second:
+        entry = msgspec.structs.replace(first.entry, number=1)
+        second.mesh.add_hosts([entry])
+        turn_until(lambda: second.mesh._answering, second)
+        turn_until(lambda: not second.mesh._answering, first, second)
+        assert not second.links
+        first.mesh.own = entry
+        turn_until(lambda: (1, Link.CONNECTED) in second.links and (2, Link.CONNECTED) in first.links, first, second)
+
+
+def test_a_host_that_joins_again_is_not_dialled_as_the_one_that_it_was() -> None:
+    with a_host(NEW, former=[1]) as first, a_host(2) as second:
+        second.mesh.add_hosts([msgspec.structs.replace(first.entry, number=1)])
+        turn_until(lambda: not second.mesh._dialling, first, second)
+        assert not first.links and not second.links
+
+
 def test_a_stranger_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     with a_host(0) as host, stranger(host) as end:
         turn_until(lambda: len(host.mesh._strangers), host)
@@ -328,7 +348,7 @@ def test_a_launcher_that_has_joined_again_is_not_taken_for_the_host_that_it_was(
 
 def test_a_host_with_a_greater_number_that_has_joined_again_is_asked_who_it_is() -> None:
     """It does not dial this one any more, and listens."""
-    with a_host(0) as first, a_host(1) as second:
+    with a_host(0) as first, a_host(1, former=[1]) as second:
         second.mesh.own = msgspec.structs.replace(second.entry, number=-1)
         first.mesh.add_hosts([second.entry])
         for looks in range(1, mesh_module._ASKED_AFTER + 1):

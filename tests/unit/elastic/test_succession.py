@@ -255,6 +255,17 @@ def two_sides() -> Net:
     return net
 
 
+def test_a_host_that_was_never_connected_may_go_on() -> None:
+    """When the leader is lost, who waits for it says so, and looks for it; nobody would know otherwise."""
+    host = Succession(1, HostView(0, 2, 0, (0, 1, 2)), 0)
+    host.set_link(0, Link.CONNECTED)
+    assert host.has_leader and host.unanswered == [2]
+    host.set_link(0, Link.ENDED)
+    assert not host.has_leader and host.unanswered == [2]
+    host.set_link(2, Link.CONNECTED)
+    assert host.unanswered == []
+
+
 def test_a_host_whose_followers_follow_another_does_not_lead() -> None:
     net = two_sides()
     for follower in (2, 3):
