@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import multiprocessing
 import os
 import random
 import signal
@@ -81,6 +82,9 @@ def fresh_store() -> Any:
 def serve(connection: Connection, port: int, output: Path, stacks: Path) -> None:
     """Run jobs until the pool closes the connection."""
     _redirect(output)
+    # As in a worker of `lockstep run`: a process of a fork server would start its own by another one, which imports
+    # PyTorch first, and under load that takes as long as a test may.
+    multiprocessing.set_start_method(None, force=True)
     with stacks.open("w") as file:
         faulthandler.enable(file)
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
