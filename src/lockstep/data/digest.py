@@ -1,4 +1,4 @@
-"""Whether all ranks have the same data set: its length and some of its samples are compared before the first epoch."""
+"""What is compared of a sample of a data set: its values, the same in every process where the sample is the same."""
 
 from __future__ import annotations
 
@@ -9,52 +9,25 @@ import fractions
 import logging
 import math
 import os
-import random
 import re
-import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..activity import Activity
-from ..errors import MismatchError
-from ..flight_recorder import named
 from ..invariance.shards import mix
 
-if TYPE_CHECKING:
-    from ..communicator import Communicator
-
-__all__ = [
-    "Digest",
-    "DigestRequest",
-    "SampleDigests",
-    "check_same_data",
-    "compare_samples",
-    "digest_of",
-    "places",
-    "preserve_own_generators",
-    "read_digests",
-]
+__all__ = ["Difference", "Digest", "Leaf", "differences", "digest_of"]
 
 _log = logging.getLogger(__name__)
-
-_PLACES = 32  # samples that are compared
-_IN_BLOCKS = 4  # of a data set in blocks, each of which may be a block that is read for it
-_BUDGET_S = 0.5  # after which no further sample is read
-_READ_TWICE = 4  # samples that are read twice in any case, to find out whether they are random by themselves
-_AGAIN, _AGAIN_BUDGET_S = 8, 2.0  # readings of a sample that differs among ranks, and the time for all of them
-_FEW = 4  # of fewer samples than this, it is said that they were all
-_SHOWN_AS_DIFFERENT = 4  # samples that are read again
-_PLACE = 5  # part of the key of the places
 
 
 # --- Digests of samples -----------------------------------------------------------------------------------------------
@@ -68,12 +41,18 @@ class Leaf(NamedTuple):
         bits: a checksum of the value.
         sketch: projections of its numbers and, last, their norm, where rounding may make them differ; else None.
         tolerance: the difference relative to the norm that rounding may make.
+        text: a single value, for messages; "" for the numbers of a tensor or an array.
+        is_path: whether it is the path of a file.
+        of_object: whether it is in an attribute of an object that is no container.
     """
 
     kind: str
     bits: int
     sketch: tuple[float, ...] | None = None
     tolerance: float = 0.0
+    text: str = ""
+    is_path: bool = False
+    of_object: bool = False
 
 
 Digest = dict[str, Leaf]
@@ -97,12 +76,12 @@ def digest_of(sample: Any) -> Digest:
         for path, leaf in islice(_leaves(sample, "", 0), _MAX_VISITED):
             if len(found) < _MAX_LEAVES:
                 found[path] = leaf
-            else:
+            elif not leaf.of_object:  # one of an object may be refused or not, see `differences`
                 rest = mix((rest, zlib.crc32(path.encode(errors="replace")), zlib.crc32(leaf.kind.encode()), leaf.bits))
     except Exception:  # of a class that cannot be looked into; what was found until then is compared
         _log.debug("a sample cannot be compared as a whole", exc_info=True)
     if rest:
-        found["…"] = Leaf("further values", rest)
+        found["…"] = Leaf("further values", rest, text="further values")
     return found
 
 
@@ -111,7 +90,7 @@ def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Leaf]]:
     if leaf is not None:
         yield path, leaf
     elif depth == _MAX_DEPTH:
-        yield path, Leaf(type(value).__name__, 0)
+        yield path, _mark(type(value).__name__)
     elif isinstance(value, Mapping):
         for key in sorted(value, key=repr):
             yield from _leaves(value[key], f"{path}[{_text(key)}]", depth + 1)
@@ -119,17 +98,27 @@ def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Leaf]]:
         for name, item in zip(value._fields, value, strict=True):
             yield from _leaves(item, f"{path}.{name}", depth + 1)
     elif isinstance(value, (tuple, list)):
-        yield path, Leaf(f"{type(value).__name__} of {len(value)}", 0)
+        yield path, _mark(f"{type(value).__name__} of {len(value)}")
         for number, item in enumerate(value):
             yield from _leaves(item, f"{path}[{number}]", depth + 1)
     elif isinstance(value, AbstractSet):
         # its order differs among processes
-        digests = sorted(zlib.crc32(repr(digest_of(item)).encode()) for item in value)
-        yield path, Leaf(f"{type(value).__name__} of {len(value)}", mix(digests))
+        kind = f"{type(value).__name__} of {len(value)}"
+        yield path, Leaf(kind, mix(sorted(map(_bits_of_item, value))), text=kind)
     elif isinstance(value, torch.Tensor):
         yield from _leaves_of_tensor(value, path, depth)
     else:
         yield from _leaves_of_object(value, path, depth)
+
+
+def _mark(kind: str, bits: int = 0) -> Leaf:
+    """Return the leaf that says what a container or an object is, apart from what it has."""
+    return Leaf(kind, bits, text=kind)
+
+
+def _bits_of_item(item: Any) -> int:
+    leaves = [(path, leaf.kind, leaf.bits) for path, leaf in digest_of(item).items() if not leaf.of_object]
+    return zlib.crc32(repr(leaves).encode(errors="replace"))
 
 
 _PLAIN = (
@@ -142,15 +131,19 @@ _PLAIN = (
 def _leaf(value: Any) -> Leaf | None:
     """Return a value as a leaf; None for one that consists of others, or of which only the class says what it is."""
     if isinstance(value, enum.Enum):
-        return Leaf(type(value).__name__, zlib.crc32(value.name.encode()))
+        return Leaf(type(value).__name__, zlib.crc32(value.name.encode()), text=value.name)
     if isinstance(value, os.PathLike):
-        return Leaf("path", zlib.crc32(_last_part(os.fsdecode(value)).encode(errors="replace")))
+        path = os.fsdecode(value)
+        return Leaf("path", zlib.crc32(_last_part(path).encode(errors="replace")), text=_shown(path), is_path=True)
     if type(value) is float:
-        return _leaf_of_numbers("float", torch.tensor([value], dtype=torch.float64, device="cpu"))
+        number = torch.tensor([value], dtype=torch.float64, device="cpu")
+        return _leaf_of_numbers("float", number)._replace(text=repr(value))
     if isinstance(value, str):
-        return Leaf("str", zlib.crc32(_text(value).encode(errors="replace")))
+        bits = zlib.crc32(_text(value).encode(errors="replace"))
+        return Leaf("str", bits, text=_shown(value), is_path=_is_path(value))
     if isinstance(value, _PLAIN):
-        return Leaf(type(value).__name__, zlib.crc32(repr(value).encode(errors="replace")))
+        text = repr(value)
+        return Leaf(type(value).__name__, zlib.crc32(text.encode(errors="replace")), text=_short(text))
     if type(value) in (list, tuple) and value:
         return _leaf_of_list(value)
     if isinstance(value, torch.Tensor):
@@ -166,10 +159,11 @@ def _leaf_of_list(values: Sequence[Any]) -> Leaf | None:
     """Return a list of numbers as one leaf; None for a list of anything else."""
     types = set(map(type, values))
     if types == {int}:
-        return Leaf(f"list of {len(values)} int", zlib.crc32(repr(list(values)).encode()))
+        text = repr(list(values))
+        return Leaf(f"list of {len(values)} int", zlib.crc32(text.encode()), text=_short(text))
     if types <= {int, float}:
         numbers = torch.tensor(list(map(float, values)), dtype=torch.float64, device="cpu")
-        return _leaf_of_numbers(f"list of {len(values)} float", numbers)
+        return _leaf_of_numbers(f"list of {len(values)} float", numbers)._replace(text=_shown(values[:8]))
     return None
 
 
@@ -182,6 +176,31 @@ def _text(value: Any) -> str:
 
 def _last_part(path: str) -> str:
     return path.rpartition(os.sep)[2]
+
+
+@lru_cache(maxsize=256)
+def _is_folder(path: str) -> bool:
+    return Path(path).is_dir()
+
+
+def _is_path(value: str) -> bool:
+    """Return whether a string is the path of a file: the first folder in it is one of this host.
+
+    Labels begin with a slash too, such as /m/01yrx of Open Images.
+    """
+    first, slash, _ = value[1:].partition(os.sep)
+    return value.startswith(os.sep) and slash != "" and "\n" not in value and _is_folder(os.sep + first)
+
+
+_SHOWN = 60  # characters of a value in a message
+
+
+def _shown(value: Any) -> str:
+    return _short(repr(value))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _without_addresses(text: str) -> str:
@@ -207,8 +226,9 @@ def _leaf_of_array(array: np.ndarray[Any, Any], prefix: str) -> Leaf:
         if native.dtype in (np.float16, np.float32, np.float64, np.uint8):
             # a copy where it cannot be written to, of which torch would warn
             return _leaf_of_numbers(kind, torch.from_numpy(native if native.flags.writeable else native.copy()))
-        return Leaf(kind, zlib.crc32(native.view(np.uint8).data))
-    return Leaf(kind, zlib.crc32(np.ascontiguousarray(array).tobytes()))
+        return Leaf(kind, zlib.crc32(native.view(np.uint8).data), text="" if array.size > 1 else str(array.tolist()))
+    # of texts, dates and records
+    return Leaf(kind, zlib.crc32(np.ascontiguousarray(array).tobytes()), text=_short(repr(array)))
 
 
 def _leaf_of_tensor(tensor: torch.Tensor) -> Leaf:
@@ -223,9 +243,10 @@ def _leaf_of_numbers(kind: str, flat: torch.Tensor) -> Leaf:
     if flat.numel() > _MAX_VALUES:
         flat = flat[:: -(-flat.numel() // _MAX_VALUES)]
     flat = flat.cpu().contiguous()
+    text = "" if flat.numel() > 1 else str(flat.tolist())
     bits = zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
     tolerance = _tolerance(flat)
-    return Leaf(kind, bits, _sketch(flat) if tolerance else None, tolerance)
+    return Leaf(kind, bits, _sketch(flat) if tolerance else None, tolerance, text)
 
 
 def _tolerance(flat: torch.Tensor) -> float:
@@ -288,7 +309,7 @@ def _leaves_of_tensor(tensor: torch.Tensor, path: str, depth: int) -> Iterator[t
             parts = [tensor.detach().to_dense()]
     except (RuntimeError, NotImplementedError):  # of a layout that torch cannot convert
         parts = []
-    yield path, Leaf(kind, 0)
+    yield path, _mark(kind)
     yield from _leaves(parts, path, depth + 1)
 
 
@@ -305,26 +326,97 @@ def _leaves_of_object(value: Any, path: str, depth: int) -> Iterator[tuple[str, 
         yield from _leaves(value.tolist(), path, depth + 1)
         return
     if is_dataclass(value) and not isinstance(value, type):
-        attributes = {each.name: getattr(value, each.name, None) for each in fields(value)}
-    elif callable(value):  # a function, or a class
-        yield path, Leaf(kind, zlib.crc32(getattr(value, "__qualname__", kind).encode()))
+        yield path, _mark(kind)
+        for each in fields(value):
+            yield from _leaves(getattr(value, each.name, None), f"{path}.{each.name}", depth + 1)
         return
-    else:
-        attributes = dict(getattr(value, "__dict__", {}))
-        for base in type(value).__mro__:
-            slots = base.__dict__.get("__slots__", ())
-            names = (slots,) if isinstance(slots, str) else slots
-            attributes |= {name: getattr(value, name, None) for name in names if not name.startswith("__")}
+    if callable(value):  # a function, or a class
+        yield path, _mark(kind, zlib.crc32(getattr(value, "__qualname__", kind).encode()))
+        return
+    attributes = dict(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        attributes |= {name: getattr(value, name, None) for name in names if not name.startswith("__")}
     if attributes:
-        yield path, Leaf(kind, 0)
+        yield path, _mark(kind)
         for name in sorted(attributes):
-            yield from _leaves(attributes[name], f"{path}.{name}", depth + 1)
+            for place, leaf in _leaves(attributes[name], f"{path}.{name}", depth + 1):
+                yield place, leaf._replace(of_object=True)
         return
     try:
         text = _without_addresses(repr(value))
     except Exception:  # of any class
         text = ""
-    yield path, Leaf(kind, zlib.crc32(text.encode(errors="replace")))
+    # an open file, a lock or a pointer says here where it is in this process
+    yield path, Leaf(kind, zlib.crc32(text.encode(errors="replace")), text=_short(text) or kind, of_object=True)
+
+
+# --- Differences ------------------------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """A leaf that is another one in two readings of a sample.
+
+    Attributes:
+        path: its place in the sample.
+        one, other: the leaf in both; None where there is none.
+        only_rounded: whether rounding explains it.
+        is_refused: whether these cannot be the same data.
+    """
+
+    path: str
+    one: Leaf | None
+    other: Leaf | None
+    only_rounded: bool
+    is_refused: bool
+
+    @property
+    def of_single_values(self) -> bool:
+        """Whether both are single values, and not the numbers of tensors or arrays."""
+        return all(leaf is not None and leaf.text != "" for leaf in (self.one, self.other))
+
+    @property
+    def values(self) -> tuple[str, str]:
+        """The two values, for a message; of tensors and arrays, types and shapes."""
+        return _value(self.one), _value(self.other)
+
+
+def _value(leaf: Leaf | None) -> str:
+    return "missing" if leaf is None else leaf.text or leaf.kind
+
+
+def differences(one: Digest, other: Digest, passed_over: AbstractSet[str] = frozenset()) -> list[Difference]:
+    """Return the leaves in which two readings of a sample differ, but for those that are `passed_over`.
+
+    What a collate function puts into batches is refused where it differs: tensors, arrays, numbers, texts and whatever
+    else is in containers, which are tuples, lists, dicts, sets and dataclasses. Two kinds of values may be others in
+    each process though nothing is wrong with the data:
+
+    - attributes of an object of any other class: a number of a process, an open file, an address. Tensors and arrays
+      in them are data, as in those of a graph, and refused where both readings have them;
+    - the path of a file, such as a copy in a temporary folder, if the sample has a tensor or an array as well: those
+      are what the training sees, and are compared. Without, the path is what the samples are made of.
+    """
+    paths = [path for path in sorted(one.keys() | other.keys()) if path not in passed_over]
+    pairs = [(path, one.get(path), other.get(path)) for path in paths]
+    numbers = [(a, b) for _, a, b in pairs if a is not None and b is not None and not a.text and not b.text]
+    same_numbers = bool(numbers) and all(_alike(a, b) for a, b in numbers)
+    found = []
+    for path, a, b in pairs:
+        if a is None or b is None:
+            present = a or b
+            found.append(Difference(path, a, b, False, not (present is not None and present.of_object)))
+        elif (a.kind, a.bits) != (b.kind, b.bits):
+            rounded = _alike(a, b)
+            found.append(Difference(path, a, b, rounded, not rounded and _is_data(a, b, same_numbers)))
+    return found
+
+
+def _is_data(one: Leaf, other: Leaf, same_numbers: bool) -> bool:
+    if one.of_object or other.of_object:
+        return not one.text and not other.text
+    return not (one.is_path and other.is_path and same_numbers)
 
 
 def _alike(one: Leaf, other: Leaf) -> bool:
@@ -337,318 +429,3 @@ def _rounded(one: Leaf, other: Leaf) -> bool:
         return False
     distance = math.dist(one.sketch[:-1], other.sketch[:-1])
     return distance <= one.tolerance * max(one.sketch[-1], other.sketch[-1])
-
-
-# --- Reading, in the process that loads -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class DigestRequest:
-    """Asks for the digests of samples.
-
-    Attributes:
-        key: key of the epoch's random draws.
-        indices: the samples.
-        times: number of times that each of them is read.
-        budget_s: seconds after which no further one is read.
-    """
-
-    key: int
-    indices: tuple[int, ...]
-    times: tuple[int, ...]
-    budget_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SampleDigests:
-    """What a `DigestRequest` has found.
-
-    Attributes:
-        samples: the digests of each sample, one for each time that it was read; none of one that raised an exception.
-        seconds: how long it took.
-    """
-
-    samples: dict[int, list[Digest]]
-    seconds: float
-
-
-def read_digests(request: DigestRequest, read: Callable[[int], Any]) -> SampleDigests:
-    """Read samples with `read`; an exception is left to the training, which may not need the sample."""
-    began = time.monotonic()
-    found: dict[int, list[Digest]] = {}
-    for index, times in zip(request.indices, request.times, strict=True):
-        digests: list[Digest] = []
-        for number in range(times):
-            if (found or number) and time.monotonic() - began > request.budget_s:
-                break
-            try:
-                digests.append(digest_of(read(index)))
-            except Exception:  # of the data set
-                digests = []
-                break
-        found[index] = digests
-        if time.monotonic() - began > request.budget_s:
-            break
-    return SampleDigests(found, time.monotonic() - began)
-
-
-@contextmanager
-def preserve_own_generators(dataset: Any) -> Iterator[None]:
-    """Restore the random generators that a data set has as attributes, or its parts have, after a `with` block."""
-    restore = [each() for each in _savers(dataset)]
-    try:
-        yield
-    finally:
-        for call in restore:
-            call()
-
-
-_MAX_OBJECTS, _MAX_ITEMS = 2000, 64
-
-
-def _savers(dataset: Any) -> Iterator[Callable[[], Callable[[], None]]]:
-    """Yield for each random generator within a data set a function that saves its state and returns one to restore."""
-    seen: set[int] = set()
-    pending = [dataset]
-    while pending and len(seen) < _MAX_OBJECTS:
-        value = pending.pop()
-        if id(value) in seen or isinstance(value, (str, bytes, int, float, torch.Tensor, np.ndarray, type)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, (torch.Generator, np.random.RandomState)):
-            yield _saver(value.get_state, value.set_state)
-        elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            yield _saver(lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state))  # type: ignore[misc]
-        elif type(value) is random.Random:
-            yield _saver(value.getstate, value.setstate)
-        elif isinstance(value, Mapping):
-            pending += [item for _, item in zip(range(_MAX_ITEMS), _values(value), strict=False)]
-        elif isinstance(value, (list, tuple)):
-            pending += value[:_MAX_ITEMS]
-        else:
-            pending += list(getattr(value, "__dict__", {}).values())
-
-
-def _values(mapping: Mapping[Any, Any]) -> Iterator[Any]:
-    # only of a plain dict: another mapping may read a file for each value
-    return iter(mapping.values() if isinstance(mapping, dict) else ())
-
-
-def _saver(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[], Callable[[], None]]:
-    def save() -> Callable[[], None]:
-        state = get()
-        return lambda: put(state)
-
-    return save
-
-
-# --- Comparison among the ranks ---------------------------------------------------------------------------------------
-
-
-def places(length: int, in_blocks: bool) -> tuple[int, ...]:
-    """Return the samples of a data set of `length` that are compared: the first, the last, and some between them."""
-    count = min(length, _IN_BLOCKS if in_blocks else _PLACES)
-    if count == length:
-        return tuple(range(length))
-    found = dict.fromkeys((0, length - 1))
-    number = 0
-    while len(found) < count:
-        found[mix((_PLACE, length, number)) % length] = None
-        number += 1
-    return tuple(found)
-
-
-def check_same_data(
-    comm: Communicator,
-    what: str,
-    settings: Mapping[str, Any],
-    length: int,
-    key: int,
-    read: Callable[[DigestRequest], SampleDigests],
-    in_blocks: bool = False,
-) -> None:
-    """Check that all ranks of a communicator have the same data set; called by every rank.
-
-    Each rank reads the same few samples. A sample that is read again where it differs, and is another one then, is
-    random by itself: rank 0 says so, and what is random in it is not compared. What differs by rounding only is said.
-
-    Args:
-        comm: of the ranks; with a process group.
-        what: the data set, for messages.
-        settings: what must be the same as well, by name.
-        length: samples in this rank's data set.
-        key: key of the epoch's random draws.
-        read: reads samples where the training reads them.
-        in_blocks: whether a sample may cost a block of samples.
-
-    Raises:
-        MismatchError: on every rank, if the data sets differ; says how, and on which ranks.
-    """
-    chosen = places(length, in_blocks)
-    times = tuple(2 if number < _READ_TWICE and not in_blocks else 1 for number in range(len(chosen)))
-    with Activity(f"lockstep: comparing {what} of the workers"):
-        own = read(DigestRequest(key, chosen, times, _BUDGET_S))
-        comparison = _Comparison(comm, what, own)
-        with named("comparison of the data"):
-            heads = comm.allgather_object((length, dict(settings), comparison.total))
-        for rank, (there, _, _) in enumerate(heads):
-            if there != heads[0][0]:
-                lengths = f"rank 0 has {heads[0][0]} samples, rank {rank} has {there}"
-                raise MismatchError(f"{what} differs among the workers: {lengths}. {_HINT_LENGTH}")
-        for rank, (_, theirs, _) in enumerate(heads):
-            for name, value in heads[0][1].items():
-                if theirs.get(name) != value:
-                    raise MismatchError(
-                        f"{name} of the loader of {what} is {value!r} on rank 0 and {theirs.get(name)!r} on rank "
-                        f"{rank}: all workers need the same one, as they divide each global batch"
-                    )
-        if len({total for *_, total in heads}) > 1:
-            comparison.compare(key, read)
-    comparison.say()
-    if len(own.samples) < min(_FEW, len(chosen)) and comm.rank == 0:
-        _log.warning(
-            "%s: only %d of %d samples were compared among the workers, because reading them took %.1f s",
-            *(what, len(own.samples), len(chosen), own.seconds),
-        )
-
-
-_HINT_LENGTH = (
-    "Each worker makes the whole data set, and Lockstep divides each global batch: leave out what divides it by rank, "
-    "give what splits or shuffles it a seed, and sort what lists files"
-)
-_HINT_SAMPLES = (
-    "The data set must be the same on every worker: give what splits, shuffles or draws it a seed, and sort what lists "
-    "files"
-)
-
-
-class _Comparison:
-    """Compares the digests of the samples that each rank has read.
-
-    Args:
-        comm: of the ranks.
-        what: the data set, for messages.
-        own: what this rank has read.
-    """
-
-    def __init__(self, comm: Communicator, what: str, own: SampleDigests) -> None:
-        self._comm, self._what = comm, what
-        self._own = {index: digests[0] for index, digests in own.samples.items() if digests}
-        self._random = _random_leaves(own.samples, self._own)
-        self._rounded: tuple[int, int] | None = None  # a sample that differs by rounding, and the rank
-
-    @property
-    def total(self) -> int:
-        """A digest of all that is compared."""
-        texts = [
-            repr((index, path, leaf.kind, leaf.bits))
-            for index, digest in self._own.items()
-            for path, leaf in digest.items()
-            if path not in self._random
-        ]
-        return mix(zlib.crc32(text.encode()) for text in texts)
-
-    def compare(self, key: int, read: Callable[[DigestRequest], SampleDigests]) -> None:
-        """Find out what differs, and whether that is random by itself.
-
-        Raises:
-            MismatchError: on every rank, if samples differ.
-        """
-        differing = self._differing()
-        if not differing:
-            return
-        chosen = _covering(differing)
-        again = read(DigestRequest(key, chosen, (_AGAIN,) * len(chosen), _AGAIN_BUDGET_S))
-        self._random |= _random_leaves(again.samples, self._own)
-        differing = [each for each in self._differing() if each[0] in chosen]
-        if not differing:
-            return
-        index, path, rank = differing[0]
-        where = f", in its element {path}," if path else ""
-        raise MismatchError(f"{self._what}: sample {index} differs{where} on ranks 0 and {rank}. {_HINT_SAMPLES}")
-
-    def _differing(self) -> list[tuple[int, str, int]]:
-        """Return (sample, leaf, rank) of what differs from rank 0, on every rank the same."""
-        with named("comparison of the samples"):
-            gathered = self._comm.allgather_object((self._own, self._random))
-        self._random = set().union(*(each for _, each in gathered))
-        first, differing = gathered[0][0], []
-        for rank, (theirs, _) in enumerate(gathered):
-            for index in first.keys() & theirs.keys():
-                for path in sorted(first[index].keys() | theirs[index].keys()):
-                    one, other = first[index].get(path), theirs[index].get(path)
-                    if path in self._random or one == other:
-                        continue
-                    if one is None or other is None or not _alike(one, other):
-                        differing.append((index, path, rank))
-                    else:
-                        self._rounded = self._rounded or (index, rank)
-        return sorted(differing, key=lambda each: (each[2], each[0]))
-
-    def say(self) -> None:
-        """Log on rank 0 what is random by itself, and what differs by rounding."""
-        if self._comm.rank != 0:
-            return
-        if self._random:
-            _say_once(
-                f"{self._what}: samples are random by themselves{_listed(self._random)}: read again with the same "
-                "seeds, they are others. They are not compared among the workers, and depend on which worker reads "
-                "them. Draw from the global generators of torch, Python or NumPy, which are seeded for each sample."
-            )
-        if self._rounded is not None:
-            index, rank = self._rounded
-            _say_once(
-                f"{self._what}: sample {index} on rank {rank} differs from that of rank 0 by rounding, as other "
-                "processors or versions of libraries cause it."
-            )
-
-
-def _listed(paths: set[str]) -> str:
-    shown = ", ".join(sorted(path for path in paths if path)[:3])
-    return f" ({shown})" if shown else ""
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        _log.warning("%s", text)
-
-
-def _random_leaves(samples: Mapping[int, Sequence[Digest]], first: Mapping[int, Digest]) -> set[str]:
-    """Return the leaves that differ when a sample is read again."""
-    found: set[str] = set()
-    for index, digests in samples.items():
-        before = first.get(index)
-        if before is None:
-            continue
-        for digest in digests:
-            for path in before.keys() | digest.keys():
-                one, other = before.get(path), digest.get(path)
-                if one is None or other is None or not _alike(one, other):
-                    found.add(path)
-    return found
-
-
-def _covering(differing: Sequence[tuple[int, str, int]]) -> tuple[int, ...]:
-    """Return a few samples among those that differ, if possible one for each leaf that differs."""
-    by_leaf: dict[str, int] = {}
-    for index, path, _ in differing:
-        by_leaf.setdefault(path, index)
-    found = dict.fromkeys([*by_leaf.values(), *(index for index, *_ in differing)])
-    return tuple(found)[:_SHOWN_AS_DIFFERENT]
-
-
-# --- Samples of an iterable data set ----------------------------------------------------------------------------------
-
-
-def compare_samples(first: Mapping[int, Digest], other: Mapping[int, Digest]) -> int | None:
-    """Return the first sample that two ranks have read differently, by more than rounding; None if there is none."""
-    for number in sorted(first.keys() & other.keys()):
-        one, two = first[number], other[number]
-        if one.keys() != two.keys() or any(not _alike(one[path], two[path]) for path in one):
-            return number
-    return None

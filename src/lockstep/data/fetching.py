@@ -17,7 +17,7 @@ import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
@@ -35,8 +35,10 @@ from ..errors import ConfigError, DataError, LockstepError
 from ..invariance.randomness import preserve_generators
 from ..invariance.shards import mix
 from ..system.processes import signal_name
-from .digest import Digest, DigestRequest, SampleDigests, preserve_own_generators, read_digests
+from .collate_check import MAX_SAMPLES, describe_collate
+from .digest import Digest
 from .nested import map_tensors
+from .same_data import DigestRequest, SampleDigests, preserve_own_generators, read_digests
 
 __all__ = [
     "BatchInParts",
@@ -321,15 +323,29 @@ class _Batches(Dataset[Any]):
         """Read samples as for a batch, and leave no trace of it in random generators or the blocks that are kept."""
         source = self.dataset.reader() if hasattr(self.dataset, "reader") else self.dataset
 
+        kept: dict[int, Any] = {}  # samples to collate
+
         def read(index: int) -> Any:
             seed_draws(request.key, index)
-            if hasattr(source, "__getitem__") or not self.by_batch:
-                with suppress(NotImplementedError):  # of torch's Dataset, where only whole batches are made
-                    return source[index]
-            return source.collated_batch([index])
+            sample = self._any_form(source, index)
+            if request.collates and len(kept) < MAX_SAMPLES:
+                kept[index] = sample
+            return sample
 
-        with preserve_generators(), preserve_own_generators(self.dataset):
-            return read_digests(request, read)
+        with preserve_generators(), preserve_own_generators((self.dataset, self.collate)):
+            found = read_digests(request, read)
+            if not request.collates:
+                return found
+            seed = partial(seed_draws, mix((request.key, _COLLATE)))
+            collated = describe_collate(self.collate, list(kept.values()), _copies, seed)
+            return replace(found, collated=collated)
+
+    def _any_form(self, source: Any, index: int) -> Any:
+        """Return a sample, as a batch of one where only batches are made."""
+        if hasattr(source, "__getitem__") or not self.by_batch:
+            with suppress(NotImplementedError):  # of torch's Dataset
+                return source[index]
+        return source.collated_batch([index])
 
     def _from_blocks(self, request: BlockRequest) -> list[Any]:
         if self.reader is None:
@@ -431,6 +447,11 @@ class _Packed:
             at += self._padded(size)
         found: list[Any] = pickle.loads(self.tree, buffers=views)
         return found
+
+
+def _copies(samples: list[Any]) -> list[Any]:
+    """Return copies of samples. `copy.deepcopy` would copy the whole data set, if their tensors are views of its."""
+    return _Packed.of(samples).samples()
 
 
 def describe_exception(error: Exception) -> str:

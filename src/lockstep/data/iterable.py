@@ -21,7 +21,7 @@ from ..activity import Activity
 from ..errors import ConfigError, DataError, LockstepError, MismatchError
 from ..flight_recorder import named, note_batch
 from ..invariance.shards import bounds, local_range, mix
-from .digest import Digest, compare_samples, digest_of, places
+from .digest import Digest, differences, digest_of
 from .fetching import (
     Fetcher,
     PartPosition,
@@ -31,6 +31,7 @@ from .fetching import (
     seed_draws,
     superseded_error,
 )
+from .same_data import places, say_difference
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -300,6 +301,7 @@ def _digest(sample: Any) -> int:
 
 _AHEAD = 4  # batches on which the workers agree at once
 _COMPARISON = "comparison of the samples"
+_COMPARED = 32  # samples of the first batch, or of a part, that are compared
 
 
 class StreamPosition(NamedTuple):
@@ -471,7 +473,8 @@ class EpochOfStream:
         """Return which of the samples that are read first of a part are compared."""
         if self._comm.group is None or self._comm.size == 1:
             return frozenset()
-        return frozenset(places(max(self._share(part) for part in range(self._source.parts)), in_blocks=False))
+        most = max(self._share(part) for part in range(self._source.parts))
+        return frozenset(places(most, _COMPARED))
 
     def _share(self, part: int) -> int:
         start, stop = self._cuts[part]
@@ -574,10 +577,19 @@ class EpochOfStream:
         for rank, digests in enumerate(by_rank):
             for part, samples in digests.items():
                 first = seen.setdefault(part, rank)
-                number = compare_samples(by_rank[first][part], samples)
-                if number is not None:
-                    of = f" of part {part}" if self._source.parts > 1 else ""
-                    raise self._differs(f"its sample {number}{of}" if number or of else "its first sample", first, rank)
+                self._compare_samples(part, by_rank[first][part], samples, first, rank)
+
+    def _compare_samples(
+        self, part: int, samples: dict[int, Digest], others: dict[int, Digest], one: int, other: int
+    ) -> None:
+        of = f" of part {part}" if self._source.parts > 1 else ""
+        for number in sorted(samples.keys() & others.keys()):
+            for difference in differences(samples[number], others[number]):
+                if difference.is_refused:
+                    what = f"its sample {number}{of}" if number or of else "its first sample"
+                    raise self._differs(what, one, other)
+                if not difference.only_rounded and self._comm.rank == 0:
+                    say_difference(self._source.name, number, one, other, difference)
 
     # --- several parts ------------------------------------------------------------------------------------------------
 

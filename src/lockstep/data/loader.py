@@ -33,7 +33,6 @@ from ..invariance.fingerprints import checksum_of
 from ..invariance.randomness import preserve_generators
 from ..invariance.shards import bounds, check_virtual_workers, local_range, mix, step_range, steps_per_epoch
 from ..other_names import in_loader
-from .digest import DigestRequest, SampleDigests, check_same_data
 from .fetching import (
     BatchInParts,
     BlockRequest,
@@ -56,6 +55,7 @@ from .iterable import (
     substreams_of,
 )
 from .nested import collated_size, narrow
+from .same_data import SameData
 
 __all__ = ["Batch", "LengthBatchSampler", "Loader", "TokenBatchSampler", "check_dataset", "dataloader_settings"]
 
@@ -208,8 +208,9 @@ class Loader:
         self._stream = StreamPosition()  # that of the next batch, of an iterable data set
         self._steps: int | None = None  # of an epoch of an iterable data set, when one has been read
         self.role = ""  # what the data set is for, as messages say it: set by who was given the loader
-        self._digests: dict[DigestRequest, SampleDigests] = {}  # of the samples that the workers compare
-        self._compared: Any = None  # a reference to the process group whose ranks have compared the data set
+        self._same_data: SameData | None = None  # compares the data sets of the workers
+        self._compared: Any = None  # a reference to the process group whose ranks do that
+        self._is_other_length_said = False
 
     def _check(self, num_workers: int) -> None:
         for name, value, minimum in (
@@ -494,7 +495,7 @@ class Loader:
 
     def _start(self, epoch: int, steps: range) -> tuple[_WorkerOrder | _SampledOrder | _BlockOrder, Iterator[Any]]:
         """Return the order of an epoch, and its batches in the memory of the CPU."""
-        self._compare_data()
+        self._compare_data(epoch)
         if self._in_blocks:
             blocks = self._block_order(epoch)
             key = mix((self.seed, _SAMPLES, epoch))
@@ -510,8 +511,8 @@ class Loader:
         order = self.dataset.epoch_order(self.global_batch_size, self.seed, epoch, self.shuffle)
         return _BlockOrder(self, order, self._fetcher.parts)
 
-    def _compare_data(self) -> None:
-        """Check that all workers have the same data set: at the first epoch, and when the workers have changed.
+    def _compare_data(self, epoch: int) -> None:
+        """Check that all workers have the same data set in this epoch.
 
         Not in the constructor: a loader that is made on one worker alone, and not read there, is none of the others'
         business. A worker that joins an elastic job compares with the others once it is in their group.
@@ -519,26 +520,33 @@ class Loader:
         Raises:
             MismatchError: on every worker, if they differ.
         """
+        length = self._length_now()
         group = self.comm.group
         if group is None or self.comm.size == 1:
             return
         if self._in_blocks:
             self._compare_files()
-        if self._compared is not None and self._compared() is group:
-            return
-        settings = {"global_batch_size": self.global_batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
-        if self.shuffle:  # without, the seed is that of random draws alone
-            settings["seed"] = self.seed
-        # The draws of samples are those of epoch 0 in any epoch: who joins compares with what others have read.
-        key = mix((self.seed, _SAMPLES, 0))
-        check_same_data(self.comm, self._described, settings, self.samples, key, self._read_digests, self._in_blocks)
-        self._compared = weakref.ref(group)
+        settings: dict[str, Any] = {}
+        if self._same_data is None or self._compared() is not group:
+            names = ("global_batch_size", "shuffle", "drop_last")
+            # without shuffling, the seed is that of random draws alone
+            settings = {name: getattr(self, name) for name in (*names, *(("seed",) if self.shuffle else ()))}
+            collates = self._collate_fn is not None and not self.virtual_workers
+            read = self._fetcher.digests
+            self._same_data = SameData(self.comm, self._described, read, self._in_blocks, collates)
+            self._compared = weakref.ref(group)
+        self._same_data.check(settings, length, mix((self.seed, _SAMPLES, epoch)))
 
-    def _read_digests(self, request: DigestRequest) -> SampleDigests:
-        """Read samples for a comparison; once, however often the workers of an elastic job change."""
-        if request not in self._digests:
-            self._digests[request] = self._fetcher.digests(request)
-        return self._digests[request]
+    def _length_now(self) -> int:
+        """Return the length of the data set; say so if it is another one than when the loader was made."""
+        length = _length(self.dataset)
+        if length != self.samples and self.comm.rank == 0 and not self._is_other_length_said:
+            self._is_other_length_said = True
+            what = (
+                "%s has %d samples now, and had %d when its loader was made: that number is used. Make another loader"
+            )
+            _log.warning(what, self._described, length, self.samples)
+        return length
 
     @property
     def _described(self) -> str:

@@ -14,7 +14,17 @@ import torch
 from ..errors import ConfigError
 from ..invariance.shards import bounds
 
-__all__ = ["collated_size", "cut_lists", "map_tensors", "narrow", "per_sample", "sample_count", "split", "tensors_of"]
+__all__ = [
+    "collated_size",
+    "cut_lists",
+    "map_tensors",
+    "named_tensors",
+    "narrow",
+    "per_sample",
+    "sample_count",
+    "split",
+    "tensors_of",
+]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -60,6 +70,16 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     map_tensors(lambda tensor: tensors.append(tensor), tree)
     return tensors
+
+
+def named_tensors(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Return every tensor in `tree` by its place in it, such as ``[0]`` or ``['mask']``."""
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    found: dict[str, torch.Tensor] = {}
+    for name, child in _children(tree) or ():
+        found |= named_tensors(child, path + name)
+    return found
 
 
 def sample_count(batch: Any) -> int:

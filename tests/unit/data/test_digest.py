@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.digest import (
+from lockstep.data.digest import differences, digest_of
+from lockstep.data.same_data import (
     DigestRequest,
+    SameData,
     SampleDigests,
-    compare_samples,
-    digest_of,
     places,
     preserve_own_generators,
     read_digests,
@@ -65,7 +65,11 @@ class Picture:
 
 
 def alike(one: Any, other: Any) -> bool:
-    return compare_samples({0: digest_of(one)}, {0: digest_of(other)}) is None
+    return all(each.only_rounded for each in differences(digest_of(one), digest_of(other)))
+
+
+def is_refused(one: Any, other: Any) -> bool:
+    return any(each.is_refused for each in differences(digest_of(one), digest_of(other)))
 
 
 PAIRS: dict[str, tuple[Callable[[], Any], Any]] = {
@@ -134,6 +138,31 @@ def test_what_is_no_difference_of_the_data(case: str) -> None:
     assert alike(*SAME[case])
 
 
+OF_AN_OBJECT = ["slots", "number", "float", "text", "list of tokens", "list of floats", "none", "enumeration", "set"]
+
+
+def test_values_in_attributes_of_objects_may_differ_and_arrays_may_not() -> None:
+    for case, (make, other) in PAIRS.items():
+        assert is_refused(make(), other) == (case != "slots")
+        if case in OF_AN_OBJECT:
+            assert not is_refused((1, Plain(make())), (1, Plain(other)))
+    for case in ("tensor", "integers", "array", "image", "sparse"):
+        make, other = PAIRS[case]
+        assert is_refused((1, Plain(make())), (1, Plain(other)))
+    assert not is_refused(Plain({0: torch.ones(2)}), Plain({1: torch.ones(2)}))  # what each process has kept
+
+
+def test_a_path_may_differ_where_arrays_agree() -> None:
+    image = torch.ones(9)
+    paths = [f"{Path(__file__).parent}/{name}.png" for name in "ab"]
+    assert not is_refused((paths[0], image), (paths[1], image))
+    assert not is_refused((Path(paths[0]), image), (Path(paths[1]), image))
+    assert is_refused((paths[0], image, 1), (paths[1], image, 2))
+    assert is_refused((paths[0], torch.tensor(1)), (paths[1], torch.tensor(1)))  # a label says nothing of an image
+    assert is_refused((paths[0], image), (paths[1], image + 1))
+    assert is_refused(("/m/01yrx", image), ("/m/0bt9lr", image))
+
+
 def test_large_tensors_and_a_default_dtype_make_no_difference() -> None:
     large = torch.zeros(5_000_000)
     assert not alike(large, large + 1)
@@ -159,12 +188,14 @@ def test_an_object_that_cannot_be_looked_into_is_no_error() -> None:
 
 
 def test_places() -> None:
-    assert places(5, in_blocks=False) == (0, 1, 2, 3, 4)
-    chosen = places(10**9, in_blocks=False)
+    assert places(5, 32) == (0, 1, 2, 3, 4)
+    chosen = places(10**9, 32)
     assert len(set(chosen)) == 32
     assert {0, 10**9 - 1} < set(chosen)
     assert max(chosen) < 10**9
-    assert len(places(10**9, in_blocks=True)) == 4
+    later = [places(10**9, 6, number) for number in range(1, 4)]
+    assert len({index for each in later for index in each}) == 18
+    assert places(10**9, 0, 1) == ()
 
 
 def test_reading_ends_when_the_time_is_up_and_passes_over_exceptions() -> None:
@@ -200,3 +231,35 @@ def test_generators_of_a_data_set_are_where_they_were() -> None:
     with preserve_own_generators(torch.utils.data.Subset(dataset, [0])):  # type: ignore[arg-type]
         dataset.draw()
     assert dataset.draw() == untouched.draw()
+
+
+class Two:
+    """A communicator of two ranks that find the same."""
+
+    rank, size = 0, 2
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def samples_read(sample_s: float, epochs: int) -> list[int]:
+    """Return how many samples are compared at each epoch if reading one takes `sample_s`."""
+    asked: list[int] = []
+
+    def read(request: DigestRequest) -> SampleDigests:
+        asked[-1] = len(request.indices)
+        return SampleDigests({index: [digest_of(index)] for index in request.indices}, 0.0, sample_s)
+
+    same: Any = SameData(Two(), "data", read)  # type: ignore[arg-type]
+    for epoch in range(epochs):
+        asked.append(0)
+        same.check({}, 10_000, epoch)
+    return asked
+
+
+def test_later_comparisons_take_a_small_share_of_the_time() -> None:
+    assert samples_read(0.0001, 4) == [32, 6, 6, 6]
+    slow = samples_read(10.0, 20)  # of epochs of hardly any time
+    assert slow[:2] == [32, 6]
+    assert sum(slow[2:]) == 0
+    assert 3 <= sum(samples_read(0.004, 20)[2:]) <= 6

@@ -1,12 +1,14 @@
-"""Workers that have different data sets find out before the first batch; what is no difference is not refused."""
+"""Workers that have different data sets find out before the next epoch; what is no difference is not refused."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import multiprocessing
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -284,7 +286,7 @@ def test_a_loader_on_some_ranks_alone_asks_no_others(pool: Pool) -> None:
     assert pool.run(body, workers=3) == [20, 20, 50]
 
 
-def test_a_data_set_is_compared_once_with_a_loader(pool: Pool) -> None:
+def test_how_many_samples_are_read_to_compare(pool: Pool) -> None:
     class Counted(Dataset[Any]):
         def __init__(self) -> None:
             self.read = 0
@@ -297,18 +299,339 @@ def test_a_data_set_is_compared_once_with_a_loader(pool: Pool) -> None:
             return torch.zeros(4), 0
 
     def body() -> list[int]:
-        data = Counted()
+        data = Counted()  # of 32 samples
         loader = lockstep.Loader(data, 16)
         found = []
         for _ in range(3):
             before = data.read
             for _ in loader:
                 pass
-            found.append(data.read - before)
+            found.append(data.read - before - 32 // init().size)
         return found
 
-    assert pool.run(body) == [[16 + 36, 16, 16]] * 2
-    assert pool.run(body, workers=1) == [[32, 32, 32]]
+    first, other = pool.run(body)
+    assert first == other
+    assert first[:2] == [36, 6]
+    assert first[2] <= 6
+    assert pool.run(body, workers=1) == [[0, 0, 0]]
+
+
+# --- Later epochs -----------------------------------------------------------------------------------------------------
+
+
+class Changing(Dataset[Any]):
+    """A data set that a program changes between epochs, or that changes as it is read."""
+
+    def __init__(self, keeps: bool = False, draws: bool = False, own: np.random.Generator | None = None) -> None:
+        self.inputs, self.labels = numbers().tensors[0], [number % 2 for number in range(64)]
+        self.keeps, self.draws, self.own = keeps, draws, own
+        self.kept: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.kept:
+            return self.kept[index]
+        values = self.inputs[index]
+        if self.draws:
+            values = values + torch.randn(4)
+        if self.own is not None:
+            values = values + float(self.own.random())
+        if self.keeps:
+            self.kept[index] = values, self.labels[index]
+        return values, self.labels[index]
+
+
+def redraw(data: Changing, epoch: int, rank: int) -> None:
+    if epoch:
+        data.inputs = data.inputs + torch.from_numpy(np.random.default_rng().random((64, 4))).float()
+
+
+def relabel(data: Changing, epoch: int, rank: int) -> None:
+    data.labels = [(label + rank * epoch) % 2 for label in data.labels]
+
+
+def append(data: Changing, epoch: int, rank: int) -> None:
+    if rank == 1 and epoch == 1:
+        data.inputs, data.labels = torch.cat([data.inputs, torch.ones(1, 4)]), [*data.labels, 1]
+
+
+def alike_on_all(data: Changing, epoch: int, rank: int) -> None:
+    data.inputs = data.inputs + torch.randn(64, 4, generator=torch.Generator().manual_seed(epoch))
+
+
+def nothing(data: Changing, epoch: int, rank: int) -> None:
+    pass
+
+
+LATER: dict[str, tuple[Callable[[], Changing], Callable[[Changing, int, int], None], str]] = {
+    "inputs that each process draws": (Changing, redraw, "differs, in its element [0], on ranks 0 and 1"),
+    "labels of each process": (Changing, relabel, "differs, in its element [1], on ranks 0 and 1 ("),
+    "a sample appended on one rank": (Changing, append, "rank 0 has 64 samples, rank 1 has 65"),
+    "draws that are kept": (lambda: Changing(keeps=True, draws=True), nothing, "differs, in its element [0]"),
+    "draws of an own generator that are kept": (
+        lambda: Changing(keeps=True, own=np.random.default_rng(0)),
+        nothing,
+        "differs, in its element [0]",
+    ),
+    "changes that are the same": (Changing, alike_on_all, ""),
+    "values that are kept": (lambda: Changing(keeps=True), nothing, ""),
+    "draws that are not kept": (lambda: Changing(draws=True), nothing, ""),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_data_that_change_after_the_first_epoch(pool: Pool, case: str) -> None:
+    make_data, change, said = LATER[case]
+
+    def body() -> tuple[int, str]:
+        data = make_data()
+        loader = lockstep.Loader(data, 16)
+        for epoch in range(4):
+            change(data, epoch, init().rank)
+            try:
+                for _ in loader:
+                    pass
+            except lockstep.errors.MismatchError as error:
+                return epoch, str(error)
+        return 4, ""
+
+    first, other = pool.run(body)
+    assert first == other
+    assert first[0] == (1 if said else 4)
+    assert said in first[1]
+
+
+@pytest.mark.leaks("the pipe of a resource tracker that loader processes need")
+def test_what_a_loader_process_keeps_is_compared(pool: Pool) -> None:
+    def body() -> str:
+        try:
+            with lockstep.Loader(Changing(keeps=True, draws=True), 16, num_workers=1) as loader:
+                multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+                for _ in range(3):
+                    for _ in loader:
+                        pass
+        except lockstep.errors.MismatchError as error:
+            return str(error)
+        return ""
+
+    assert all("keep no random draw of a sample" in text for text in pool.run(body))
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_each_evaluation_compares(pool: Pool, call: str) -> None:
+    def body() -> str:
+        data, (model, _, loss) = Changing(), make()
+        loader = lockstep.Loader(data, 16, shuffle=False)
+
+        def run() -> Any:
+            return lockstep.evaluate(model, loader, loss) if call == "evaluate" else lockstep.predict(model, loader)
+
+        run()
+        relabel(data, 1, init().rank)
+        with pytest.raises(lockstep.errors.MismatchError) as caught:
+            run()
+        return str(caught.value)
+
+    assert all("in its element [1], on ranks 0 and 1" in text for text in pool.run(body))
+
+
+def test_later_comparisons_leave_generators_where_they_are(pool: Pool) -> None:
+    def body() -> bool:
+        found = []
+        for compares in (True, False):
+            torch.manual_seed(3)
+            random.seed(3)
+            np.random.seed(3)
+            if compares:
+                loader = lockstep.Loader(Augmented(), 16)
+                for _ in range(3):
+                    next(iter(loader.epoch(1)))
+            found.append((torch.rand(1).item(), random.random(), float(np.random.rand())))
+        return bool(found[0] == found[1])
+
+    assert pool.run(body) == [True, True]
+
+
+# --- What is of the process, and not of the data ----------------------------------------------------------------------
+
+
+class Meta:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class OfTheProcess(Dataset[Any]):
+    def __init__(self, make_sample: Callable[[int, int], Any]) -> None:
+        self.make_sample, self.rank = make_sample, init().rank
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make_sample(index, self.rank)
+
+
+IMAGE = torch.arange(16.0)
+OF_THE_PROCESS: dict[str, tuple[Callable[[int, int], Any], str]] = {
+    "attribute": (lambda index, rank: {"x": IMAGE, "meta": Meta(rank)}, "['meta'].value an attribute that differs: 0 "),
+    "nested": (
+        lambda index, rank: {"x": IMAGE, "meta": Meta({"pid": [rank, "a"]})},
+        "['meta'].value['pid'][0] an attribute that differs: 0 ",
+    ),
+    "pointer": (
+        lambda index, rank: {"x": IMAGE, "pointer": ctypes.c_void_p(1000 + rank)},
+        "['pointer'] an attribute that differs: c_void_p(1000) ",
+    ),
+    "path": (
+        lambda index, rank: {"x": IMAGE, "path": f"/tmp/{rank}{index}.png"},
+        "['path'] the path of a file that differs: '/tmp/0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_THE_PROCESS)
+def test_what_may_be_of_the_process_is_said_once(pool: Pool, case: str) -> None:
+    make_sample, expected = OF_THE_PROCESS[case]
+
+    def body() -> list[str]:
+        class Own(OfTheProcess):
+            pass
+
+        Own.__name__ = f"Own {case}"
+        return messages(lambda rank: Own(make_sample), collate_fn=lambda samples: len(samples))
+
+    first, other = pool.run(body)
+    assert other == []
+    assert len(first) == 1
+    assert expected in first[0]
+
+
+REFUSED: dict[str, tuple[Callable[[int, int], Any], str]] = {
+    "text": (
+        lambda index, rank: {"x": IMAGE, "label": f"cat{rank}"},
+        "['label'], on ranks 0 and 1 ('cat0' and 'cat1')",
+    ),
+    "label like a path": (lambda index, rank: {"x": IMAGE, "label": f"/m/01yr{rank}"}, "['label'], on ranks 0 and 1 ("),
+    "path alone": (lambda index, rank: (f"/tmp/{rank}.png", index % 2), "[0], on ranks 0 and 1 ("),
+    "path of another image": (lambda index, rank: (f"/tmp/{rank}.png", IMAGE + rank), "[0], on ranks 0 and 1 ("),
+    "number": (lambda index, rank: {"x": IMAGE, "rank": rank}, "['rank'], on ranks 0 and 1 (0 and 1)"),
+    "tensor of an object": (lambda index, rank: Meta({"x": IMAGE + rank}), ".value['x'], on ranks 0 and 1. "),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_of_the_data_is_refused(pool: Pool, case: str) -> None:
+    make_sample, expected = REFUSED[case]
+
+    def body() -> str:
+        with pytest.raises(lockstep.errors.MismatchError) as caught:
+            read(OfTheProcess(make_sample), collate_fn=lambda samples: len(samples))
+        return str(caught.value)
+
+    assert all(expected in text for text in pool.run(body))
+
+
+def test_a_clock_in_a_sample_is_random_by_itself(pool: Pool) -> None:
+    def body() -> list[str]:
+        data = OfTheProcess(lambda index, rank: {"x": IMAGE, "read": time.time() + 100 * rank})
+        return messages(lambda rank: data)
+
+    first, other = pool.run(body)
+    assert other == []
+    assert [
+        text.startswith("the data set (OfTheProcess): samples are random by themselves (['read'])") for text in first
+    ] == [True]
+
+
+# --- Collate functions ------------------------------------------------------------------------------------------------
+
+
+class Sequences(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(1.0, 2 + index % 5) + index, index % 2
+
+
+def stacked(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(sample[0]) for sample in samples])
+
+
+def standardised(samples: list[Any]) -> Any:
+    return stacked(samples) - stacked(samples).mean(0), torch.tensor([label for _, label in samples])
+
+
+def mixed(samples: list[Any]) -> Any:
+    return {"x": 0.5 * (stacked(samples) + stacked(samples)[torch.randperm(len(samples))])}
+
+
+def in_place(samples: list[Any]) -> Any:
+    for values, _ in samples:
+        values += 1
+    return stacked(samples), torch.tensor([label for _, label in samples])
+
+
+def by_norm(samples: list[Any]) -> Any:
+    return stacked(sorted(samples, key=lambda sample: float(sample[0].norm())))
+
+
+def padded(samples: list[Any]) -> Any:
+    return torch.nn.utils.rnn.pad_sequence([values for values, _ in samples], batch_first=True)
+
+
+def masked(samples: list[Any]) -> Any:
+    x = stacked(samples)
+    return {"x": x, "of": torch.arange(len(x)), "size": torch.tensor(float(len(x))), "all": [len(x)] * len(x)}
+
+
+COLLATES: dict[str, tuple[Callable[[list[Any]], Any], Callable[[], Any], str]] = {
+    "standardised": (standardised, numbers, "other values of a batch than of its halves (in its element [0])"),
+    "mixed": (mixed, numbers, "collate_fn draws random numbers"),
+    "in place": (in_place, numbers, ""),
+    "sorted": (by_norm, numbers, ""),
+    "padded": (padded, Sequences, ""),
+    "indices": (masked, numbers, ""),
+    "an exception": (lambda samples: masked(samples) if len(samples) == 8 else samples[10], numbers, ""),
+}
+
+
+@pytest.mark.parametrize("case", COLLATES)
+def test_collate_functions_that_depend_on_the_division_are_said(pool: Pool, case: str) -> None:
+    collate, make_data, expected = COLLATES[case]
+
+    def body(**options: Any) -> list[str]:
+        from lockstep.data import same_data
+
+        same_data._said.clear()
+        return messages(lambda rank: make_data(), collate_fn=collate, **options)
+
+    first, other = pool.run(body)
+    assert other == []
+    assert len(first) == bool(expected)
+    assert all(expected in text for text in first)
+    assert pool.run(body, workers=1) == [[]]
+    if expected:
+        assert pool.run(body, virtual_workers=4) == [[], []]
+
+
+def test_the_comparison_of_a_collate_function_changes_neither_it_nor_the_samples(pool: Pool) -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, samples: list[Any]) -> Any:
+            self.calls += 1
+            return in_place(samples)
+
+    def body() -> tuple[int, float]:
+        rows, collate = torch.zeros(64, 4), Counting()
+        read([(row, 0) for row in rows], collate_fn=collate)
+        return collate.calls, float(rows.sum())
+
+    assert pool.run(body) == [(4, 32 * 4)] * 2  # this worker's four parts, of eight samples each
 
 
 # --- Iterable data sets and streams -----------------------------------------------------------------------------------

@@ -1,0 +1,462 @@
+"""Whether all ranks have the same data set: its length and some of its samples are compared at every epoch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..activity import Activity
+from ..errors import MismatchError
+from ..flight_recorder import named
+from ..invariance.shards import mix
+from .digest import Difference, Digest, differences, digest_of
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+
+__all__ = [
+    "DigestRequest",
+    "SameData",
+    "SampleDigests",
+    "places",
+    "preserve_own_generators",
+    "read_digests",
+    "say_difference",
+]
+
+_log = logging.getLogger(__name__)
+
+_PLACES = 32  # samples that are compared at first
+_PLACES_LATER = 6  # at each later epoch, others each time
+_IN_BLOCKS = 4  # of a data set in blocks, each of which may be a block that is read for it
+_BUDGET_S = 0.5  # after which no further sample is read
+_LATER_S, _LATER_SHARE = 0.001, 0.005  # the time for a later comparison, and its share of the time since the last one
+_READ_TWICE = 4  # samples that are read twice in any case, to find out whether they are random by themselves
+_AGAIN, _AGAIN_BUDGET_S = 8, 2.0  # readings of a sample that differs among ranks, and the time for all of them
+_FEW = 4  # of fewer samples than this, it is said that they were all
+_SHOWN_AS_DIFFERENT = 4  # samples that are read again
+_PLACE = 5  # part of the key of the places
+
+
+# --- Reading, in the process that loads -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DigestRequest:
+    """Asks for the digests of samples.
+
+    Attributes:
+        key: key of the epoch's random draws.
+        indices: the samples.
+        times: number of times that each of them is read.
+        budget_s: seconds after which no further one is read.
+        collates: whether to find out as well what the collate function makes of the division of a batch.
+    """
+
+    key: int
+    indices: tuple[int, ...]
+    times: tuple[int, ...]
+    budget_s: float
+    collates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDigests:
+    """What a `DigestRequest` has found.
+
+    Attributes:
+        samples: the digests of each sample, one for each time that it was read; none of one that raised an exception.
+        seconds: how long it took.
+        typical_s: the median time of reading a sample.
+        collated: how batches depend on their division, see `lockstep.data.collate_check`; "" if they do not.
+    """
+
+    samples: dict[int, list[Digest]]
+    seconds: float
+    typical_s: float = 0.0
+    collated: str = ""
+
+
+def read_digests(request: DigestRequest, read: Callable[[int], Any]) -> SampleDigests:
+    """Read samples with `read`; an exception is left to the training, which may not need the sample."""
+    began = last = time.monotonic()
+    found: dict[int, list[Digest]] = {}
+    each_s: list[float] = []
+    for index, times in zip(request.indices, request.times, strict=True):
+        digests: list[Digest] = []
+        for number in range(times):
+            if (found or number) and time.monotonic() - began > request.budget_s:
+                break
+            try:
+                digests.append(digest_of(read(index)))
+            except Exception:  # of the data set
+                digests = []
+                break
+            now = time.monotonic()
+            each_s.append(now - last)
+            last = now
+        found[index] = digests
+        if time.monotonic() - began > request.budget_s:
+            break
+    return SampleDigests(found, time.monotonic() - began, statistics.median(each_s) if each_s else 0.0)
+
+
+@contextmanager
+def preserve_own_generators(dataset: Any) -> Iterator[None]:
+    """Restore the random generators that a data set has as attributes, or its parts have, after a `with` block."""
+    restore = [each() for each in _savers(dataset)]
+    try:
+        yield
+    finally:
+        for call in restore:
+            call()
+
+
+_MAX_OBJECTS, _MAX_ITEMS = 2000, 64
+
+
+def _savers(dataset: Any) -> Iterator[Callable[[], Callable[[], None]]]:
+    """Yield for each random generator within a data set a function that saves its state and returns one to restore."""
+    seen: set[int] = set()
+    pending = [dataset]
+    while pending and len(seen) < _MAX_OBJECTS:
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, (str, bytes, int, float, torch.Tensor, np.ndarray, type)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (torch.Generator, np.random.RandomState)):
+            yield _saver(value.get_state, value.set_state)
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            yield _saver(lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state))  # type: ignore[misc]
+        elif type(value) is random.Random:
+            yield _saver(value.getstate, value.setstate)
+        elif isinstance(value, Mapping):
+            pending += [item for _, item in zip(range(_MAX_ITEMS), _values(value), strict=False)]
+        elif isinstance(value, (list, tuple)):
+            pending += value[:_MAX_ITEMS]
+        else:
+            pending += list(getattr(value, "__dict__", {}).values())
+
+
+def _values(mapping: Mapping[Any, Any]) -> Iterator[Any]:
+    # only of a plain dict: another mapping may read a file for each value
+    return iter(mapping.values() if isinstance(mapping, dict) else ())
+
+
+def _saver(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[], Callable[[], None]]:
+    def save() -> Callable[[], None]:
+        state = get()
+        return lambda: put(state)
+
+    return save
+
+
+# --- Comparison among the ranks ---------------------------------------------------------------------------------------
+
+
+def places(length: int, count: int, number: int = 0) -> tuple[int, ...]:
+    """Return which samples of a data set are compared.
+
+    Args:
+        length: samples in the data set.
+        count: of how many to compare.
+        number: that of the comparison. In the first, the first and the last sample are among them; in another one they
+            are others.
+    """
+    if count >= length:
+        return tuple(range(length))
+    found = dict.fromkeys((0, length - 1)[:count] if number == 0 else ())
+    draw = 0
+    while len(found) < count:
+        key = (_PLACE, length, draw) if number == 0 else (_PLACE, length, draw, number)
+        found[mix(key) % length] = None
+        draw += 1
+    return tuple(found)
+
+
+class SameData:
+    """Compares the data sets of the ranks of a communicator, at the beginning of each epoch.
+
+    The first comparison reads many samples. What a data set has may change later, by a program that draws anew between
+    epochs, or with what each rank has read of it until then: so each later epoch reads a few others. They are read with
+    the random draws of the epoch, as the training reads them. A data set that keeps what it has drawn for a sample at
+    first differs then from one that has not read that sample yet.
+
+    A sample that is another one when it is read again is random by itself: rank 0 says so, and what is random in it is
+    not compared. What differs by rounding only is said, and what may differ, see `differences`.
+
+    Args:
+        comm: of the ranks; with a process group.
+        what: the data set, for messages.
+        read: reads samples where the training reads them.
+        in_blocks: whether a sample may cost a block of samples.
+        collates: whether a collate function makes batches of parts whose number depends on that of the ranks.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        what: str,
+        read: Callable[[DigestRequest], SampleDigests],
+        in_blocks: bool = False,
+        collates: bool = False,
+    ) -> None:
+        self._comm, self._what, self._read = comm, what, read
+        self._in_blocks, self._collates = in_blocks, collates
+        self._number = 0
+        self._passed_over: set[str] = set()  # leaves that are random by themselves, and those of which it is said once
+        self._rounding_is_said = False
+        # The time that later comparisons may take by now, that of a sample, and when the last one ended; the first two
+        # are the same on all ranks, so that they read the same samples.
+        self._credit_s, self._sample_s, self._ended_at = 0.0, 0.0, 0.0
+
+    def check(self, settings: Mapping[str, Any], length: int, key: int) -> None:
+        """Compare; called by every rank.
+
+        Args:
+            settings: what must be the same as well, by name.
+            length: samples in this rank's data set.
+            key: key of the epoch's random draws.
+
+        Raises:
+            MismatchError: on every rank, if the data sets differ; says how, and on which ranks.
+        """
+        since_s = time.monotonic() - self._ended_at if self._number else 0.0
+        chosen, request = self._request(length, key)
+        activity = Activity(f"lockstep: comparing {self._what} of the workers") if not self._number else nullcontext()
+        with activity:
+            own = self._read(request) if chosen else SampleDigests({}, 0.0, self._sample_s)
+            hint = _HINT_LATER if self._number else _HINT_SAMPLES
+            comparison = _Comparison(self._comm, self._what, own, self._passed_over, hint)
+            with named("comparison of the data"):
+                times = own.typical_s, since_s
+                heads = self._comm.allgather_object((length, dict(settings), comparison.total, times))
+            self._check_heads([head[:2] for head in heads])
+            if len({head[2] for head in heads}) > 1:
+                comparison.compare(key, self._read)
+        self._passed_over = comparison.passed_over
+        self._say(comparison, own, len(chosen))
+        self._sample_s = max(typical for *_, (typical, _) in heads)
+        since_s = min(since for *_, (_, since) in heads)
+        # how long an epoch takes is not known yet in the second one: then all are read for which the budget is enough
+        self._credit_s += max(_LATER_S, _LATER_SHARE * since_s) if self._number else math.inf
+        self._number += 1
+        self._ended_at = time.monotonic()
+
+    def _request(self, length: int, key: int) -> tuple[tuple[int, ...], DigestRequest]:
+        """Return the samples to compare, and the request for them."""
+        collates = self._collates and self._number & (self._number - 1) == 0
+        most = _IN_BLOCKS if self._in_blocks else _PLACES
+        if self._number == 0:
+            chosen = places(length, most)
+            times = tuple(2 if number < _READ_TWICE and not self._in_blocks else 1 for number in range(len(chosen)))
+            return chosen, DigestRequest(key, chosen, times, _BUDGET_S, collates)
+        most = min(most, _PLACES_LATER)
+        self._credit_s = min(self._credit_s, most * self._sample_s)
+        count = most
+        while count and count * self._sample_s > self._credit_s:
+            count -= 1
+        self._credit_s -= count * self._sample_s
+        chosen = places(length, count, self._number)
+        return chosen, DigestRequest(key, chosen, (1,) * len(chosen), _BUDGET_S, collates)
+
+    def _check_heads(self, heads: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        length, settings = heads[0]
+        for rank, (theirs, _) in enumerate(heads):
+            if theirs != length:
+                lengths = f"rank 0 has {length} samples, rank {rank} has {theirs}"
+                raise MismatchError(f"{self._what} differs among the workers: {lengths}. {_HINT_LENGTH}")
+        for rank, (_, others) in enumerate(heads):
+            for name, value in settings.items():
+                if others.get(name) != value:
+                    raise MismatchError(
+                        f"{name} of the loader of {self._what} is {value!r} on rank 0 and {others.get(name)!r} on rank "
+                        f"{rank}: all workers need the same one, as they divide each global batch"
+                    )
+
+    def _say(self, comparison: _Comparison, own: SampleDigests, chosen: int) -> None:
+        """Log on rank 0 what is no error."""
+        if self._comm.rank != 0:
+            return
+        comparison.say()
+        if comparison.rounded is not None and not self._rounding_is_said:
+            self._rounding_is_said = True
+            index, rank = comparison.rounded
+            _say_once(
+                f"{self._what}: sample {index} on rank {rank} differs from that of rank 0 by rounding, as other "
+                "processors or versions of libraries cause it."
+            )
+        if own.collated:
+            _say_once(f"{self._what}: {own.collated}")
+        if self._number == 0 and len(own.samples) < min(_FEW, chosen):
+            _log.warning(
+                "%s: only %d of %d samples were compared among the workers, because reading them took %.1f s",
+                *(self._what, len(own.samples), chosen, own.seconds),
+            )
+
+
+_HINT_LENGTH = (
+    "Each worker makes the whole data set, and Lockstep divides each global batch: leave out what divides it by rank, "
+    "give what splits or shuffles it a seed, and sort what lists files"
+)
+_HINT_SAMPLES = (
+    "The data set must be the same on every worker: give what splits, shuffles or draws it a seed, and sort what lists "
+    "files"
+)
+_HINT_LATER = (
+    "The data set must be the same on every worker, at every epoch: draw what changes between epochs with a seed that "
+    "is made of the epoch, and keep no random draw of a sample, as a worker keeps those of its own samples only"
+)
+
+
+class _Comparison:
+    """Compares the digests of the samples that each rank has read.
+
+    Args:
+        comm: of the ranks.
+        what: the data set, for messages.
+        own: what this rank has read.
+        passed_over: leaves that are not compared.
+        hint: what to do about other samples.
+
+    Attributes:
+        passed_over: these, and those that are random by themselves, or differ and may.
+        rounded: a sample that differs by rounding, and the rank; None if none does.
+    """
+
+    def __init__(self, comm: Communicator, what: str, own: SampleDigests, passed_over: set[str], hint: str) -> None:
+        self._comm, self._what, self._hint = comm, what, hint
+        self._own = {index: digests[0] for index, digests in own.samples.items() if digests}
+        self._random = _random_leaves(own.samples, self._own) - passed_over
+        self._allowed: dict[str, tuple[int, int, Difference]] = {}  # (sample, rank, difference) by leaf
+        self.passed_over = passed_over | self._random
+        self.rounded: tuple[int, int] | None = None
+
+    @property
+    def total(self) -> int:
+        """A digest of all that is compared."""
+        texts = [
+            repr((index, path, leaf.kind, leaf.bits))
+            for index, digest in self._own.items()
+            for path, leaf in digest.items()
+            if path not in self.passed_over
+        ]
+        return mix(zlib.crc32(text.encode(errors="replace")) for text in texts)
+
+    def compare(self, key: int, read: Callable[[DigestRequest], SampleDigests]) -> None:
+        """Find out what differs, and whether that is random by itself.
+
+        Raises:
+            MismatchError: on every rank, if samples differ.
+        """
+        differing = self._differing()
+        if not differing:
+            return
+        chosen = _covering(differing)
+        again = read(DigestRequest(key, chosen, (_AGAIN,) * len(chosen), _AGAIN_BUDGET_S))
+        self._pass_over_random(_random_leaves(again.samples, self._own))
+        differing = [each for each in self._differing() if each[0] in chosen]
+        for index, rank, difference in differing:
+            if difference.is_refused:
+                raise self._mismatch(index, rank, difference)
+        for index, rank, difference in differing:
+            self._allowed.setdefault(difference.path, (index, rank, difference))
+        self.passed_over |= self._allowed.keys()
+
+    def _mismatch(self, index: int, rank: int, difference: Difference) -> MismatchError:
+        where = f", in its element {difference.path}," if difference.path else ""
+        values = " ({} and {})".format(*difference.values) if difference.of_single_values else ""
+        what = f"{self._what}: sample {index} differs{where} on ranks 0 and {rank}{values}"
+        return MismatchError(f"{what}. {self._hint}")
+
+    def _pass_over_random(self, paths: set[str]) -> None:
+        self._random |= paths - self.passed_over
+        self.passed_over |= paths
+
+    def _differing(self) -> list[tuple[int, int, Difference]]:
+        """Return (sample, rank, difference) of what differs from rank 0, on every rank the same."""
+        with named("comparison of the samples"):
+            gathered = self._comm.allgather_object((self._own, self._random))
+        for _, random_there in gathered:
+            self._pass_over_random(random_there)
+        first, found = gathered[0][0], []
+        for rank, (theirs, _) in enumerate(gathered):
+            for index in first.keys() & theirs.keys():
+                for difference in differences(first[index], theirs[index], self.passed_over):
+                    if difference.only_rounded:
+                        self.rounded = self.rounded or (index, rank)
+                    else:
+                        found.append((index, rank, difference))
+        return sorted(found, key=lambda each: (not each[2].is_refused, each[1], each[0]))
+
+    def say(self) -> None:
+        """Log what is random by itself, and what differs and may."""
+        if self._random:
+            _say_once(
+                f"{self._what}: samples are random by themselves{_listed(self._random)}: read again with the same "
+                "seeds, they are others. They are not compared among the workers, and depend on which worker reads "
+                "them. Draw from the global generators of torch, Python or NumPy, which are seeded for each sample."
+            )
+        for index, rank, difference in self._allowed.values():
+            say_difference(self._what, index, 0, rank, difference)
+
+
+def say_difference(what: str, index: int, one: int, other: int, difference: Difference) -> None:
+    """Log a difference between two ranks that may be none of the data."""
+    kind = "the path of a file" if difference.one is not None and difference.one.is_path else "an attribute"
+    first, second = difference.values
+    place = (what, difference.path)
+    if place not in _said:
+        _said.add(place)
+        _log.warning(
+            "%s: sample %d has in %s %s that differs: %s on rank %d, %s on rank %d. That is no error where the "
+            "training does not use it; else results depend on which worker reads a sample",
+            *(what, index, difference.path or "itself", kind, first, one, second, other),
+        )
+
+
+def _listed(paths: set[str]) -> str:
+    shown = ", ".join(sorted(path for path in paths if path)[:3])
+    return f" ({shown})" if shown else ""
+
+
+_said: set[Any] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _log.warning("%s", text)
+
+
+def _random_leaves(samples: Mapping[int, Sequence[Digest]], first: Mapping[int, Digest]) -> set[str]:
+    """Return the leaves that differ when a sample is read again."""
+    found: set[str] = set()
+    for index, digests in samples.items():
+        if index in first:
+            for digest in digests:
+                again = differences(first[index], digest)
+                # a clock moves on by less than the rounding of its value
+                found |= {each.path for each in again if not each.only_rounded or each.of_single_values}
+    return found
+
+
+def _covering(differing: Sequence[tuple[int, int, Difference]]) -> tuple[int, ...]:
+    """Return a few samples among those that differ, if possible one for each leaf that differs."""
+    by_leaf: dict[str, int] = {}
+    for index, _, difference in differing:
+        by_leaf.setdefault(difference.path, index)
+    found = dict.fromkeys([*by_leaf.values(), *(index for index, *_ in differing)])
+    return tuple(found)[:_SHOWN_AS_DIFFERENT]
