@@ -78,7 +78,7 @@ class SampleDigests:
     Attributes:
         samples: the digests of each sample, one for each time that it was read; none of one that raised an exception.
         seconds: how long it took.
-        typical_s: the median time of reading a sample.
+        typical_s: the median time of reading a sample; infinite if none was read.
         collated: how batches depend on their division, see `lockstep.data.collate_check`; "" if they do not.
     """
 
@@ -90,7 +90,7 @@ class SampleDigests:
 
 def read_digests(request: DigestRequest, read: Callable[[int], Any]) -> SampleDigests:
     """Read samples with `read`; an exception is left to the training, which may not need the sample."""
-    began = last = time.monotonic()
+    began = time.monotonic()
     found: dict[int, list[Digest]] = {}
     each_s: list[float] = []
     for index, times in zip(request.indices, request.times, strict=True):
@@ -98,18 +98,18 @@ def read_digests(request: DigestRequest, read: Callable[[int], Any]) -> SampleDi
         for number in range(times):
             if (found or number) and time.monotonic() - began > request.budget_s:
                 break
+            start = time.monotonic()
             try:
                 digests.append(digest_of(read(index)))
             except Exception:  # of the data set
                 digests = []
                 break
-            now = time.monotonic()
-            each_s.append(now - last)
-            last = now
+            finally:
+                each_s.append(time.monotonic() - start)
         found[index] = digests
         if time.monotonic() - began > request.budget_s:
             break
-    return SampleDigests(found, time.monotonic() - began, statistics.median(each_s) if each_s else 0.0)
+    return SampleDigests(found, time.monotonic() - began, statistics.median(each_s) if each_s else math.inf)
 
 
 @contextmanager
@@ -237,7 +237,7 @@ class SameData:
         chosen, request = self._request(length, key)
         activity = Activity(f"lockstep: comparing {self._what} of the workers") if not self._number else nullcontext()
         with activity:
-            own = self._read(request) if chosen else SampleDigests({}, 0.0, self._sample_s)
+            own = self._read(request) if chosen else SampleDigests({}, 0.0, math.inf)
             hint = _HINT_LATER if self._number else _HINT_SAMPLES
             comparison = _Comparison(self._comm, self._what, own, self._passed_over, hint)
             with named("comparison of the data"):
@@ -248,7 +248,9 @@ class SameData:
                 comparison.compare(key, self._read)
         self._passed_over = comparison.passed_over
         self._say(comparison, own, len(chosen))
-        self._sample_s = max(typical for *_, (typical, _) in heads)
+        slowest_s = max(typical for *_, (typical, _) in heads)
+        # the least that was measured: a loaded host may take its time over a few
+        self._sample_s = min(self._sample_s, slowest_s) if self._number else slowest_s
         since_s = min(since for *_, (_, since) in heads)
         # how long an epoch takes is not known yet in the second one: then all are read for which the budget is enough
         self._credit_s += max(_LATER_S, _LATER_SHARE * since_s) if self._number else math.inf
