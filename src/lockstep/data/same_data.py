@@ -218,9 +218,10 @@ class SameData:
         self._number = 0
         self._passed_over: set[str] = set()  # leaves that are random by themselves, and those of which it is said once
         self._rounding_is_said = False
-        # The time that later comparisons may take by now, that of a sample, and when the last one ended; the first two
-        # are the same on all ranks, so that they read the same samples.
-        self._credit_s, self._sample_s, self._ended_at = 0.0, 0.0, 0.0
+        # The time that later comparisons may take by now, that of a sample, and that of a request beside it, such as to
+        # a loader process: the same on all ranks, so that they read the same samples.
+        self._credit_s, self._sample_s, self._request_s = 0.0, math.inf, math.inf
+        self._ended_at = 0.0
 
     def check(self, settings: Mapping[str, Any], length: int, key: int) -> None:
         """Compare; called by every rank.
@@ -237,25 +238,40 @@ class SameData:
         chosen, request = self._request(length, key)
         activity = Activity(f"lockstep: comparing {self._what} of the workers") if not self._number else nullcontext()
         with activity:
+            began = time.monotonic()
             own = self._read(request) if chosen else SampleDigests({}, 0.0, math.inf)
+            request_s = time.monotonic() - began - own.seconds if chosen else math.inf
             hint = _HINT_LATER if self._number else _HINT_SAMPLES
             comparison = _Comparison(self._comm, self._what, own, self._passed_over, hint)
             with named("comparison of the data"):
-                times = own.typical_s, since_s
+                times = own.typical_s, request_s, since_s
                 heads = self._comm.allgather_object((length, dict(settings), comparison.total, times))
             self._check_heads([head[:2] for head in heads])
             if len({head[2] for head in heads}) > 1:
                 comparison.compare(key, self._read)
         self._passed_over = comparison.passed_over
         self._say(comparison, own, len(chosen))
-        slowest_s = max(typical for *_, (typical, _) in heads)
-        # the least that was measured: a loaded host may take its time over a few
-        self._sample_s = min(self._sample_s, slowest_s) if self._number else slowest_s
-        since_s = min(since for *_, (_, since) in heads)
-        # how long an epoch takes is not known yet in the second one: then all are read for which the budget is enough
-        self._credit_s += max(_LATER_S, _LATER_SHARE * since_s) if self._number else math.inf
+        self._account([head[3] for head in heads])
         self._number += 1
         self._ended_at = time.monotonic()
+
+    def _account(self, times: Sequence[tuple[float, float, float]]) -> None:
+        """Work out the time for the next comparison from what each rank has measured."""
+        samples, requests, since = zip(*times, strict=True)
+        # the least that was measured: a loaded host may take its time over a few
+        self._sample_s = min(self._sample_s, max(samples))
+        self._request_s = min(self._request_s, max(requests))
+        # how long an epoch takes is not known yet in the second one: then all are read for which the budget is enough
+        self._credit_s += max(_LATER_S, _LATER_SHARE * min(since)) if self._number else math.inf
+
+    def _affordable(self, most: int) -> int:
+        """Return how many samples are read now, and take their time from what comparisons may take."""
+        self._credit_s = min(self._credit_s, self._request_s + most * self._sample_s)
+        count = most
+        while count and self._request_s + count * self._sample_s > self._credit_s:
+            count -= 1
+        self._credit_s -= self._request_s + count * self._sample_s if count else 0.0
+        return count
 
     def _request(self, length: int, key: int) -> tuple[tuple[int, ...], DigestRequest]:
         """Return the samples to compare, and the request for them."""
@@ -265,13 +281,7 @@ class SameData:
             chosen = places(length, most)
             times = tuple(2 if number < _READ_TWICE and not self._in_blocks else 1 for number in range(len(chosen)))
             return chosen, DigestRequest(key, chosen, times, _BUDGET_S, collates)
-        most = min(most, _PLACES_LATER)
-        self._credit_s = min(self._credit_s, most * self._sample_s)
-        count = most
-        while count and count * self._sample_s > self._credit_s:
-            count -= 1
-        self._credit_s -= count * self._sample_s
-        chosen = places(length, count, self._number)
+        chosen = places(length, self._affordable(min(most, _PLACES_LATER)), self._number)
         return chosen, DigestRequest(key, chosen, (1,) * len(chosen), _BUDGET_S, collates)
 
     def _check_heads(self, heads: Sequence[tuple[int, dict[str, Any]]]) -> None:
