@@ -526,15 +526,14 @@ class Loader:
             return
         if self._in_blocks:
             self._compare_files()
-        settings: dict[str, Any] = {}
         if self._same_data is None or self._compared() is not group:
-            names = ("global_batch_size", "shuffle", "drop_last")
-            # without shuffling, the seed is that of random draws alone
-            settings = {name: getattr(self, name) for name in (*names, *(("seed",) if self.shuffle else ()))}
             collates = self._collate_fn is not None and not self.virtual_workers
             read = self._fetcher.digests
             self._same_data = SameData(self.comm, self._described, read, self._in_blocks, collates)
             self._compared = weakref.ref(group)
+        settings = {"global_batch_size": self.global_batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
+        if self.shuffle:  # without, the seed is that of random draws alone
+            settings["seed"] = self.seed
         self._same_data.check(settings, length, mix((self.seed, _SAMPLES, epoch)))
 
     def _length_now(self) -> int:
@@ -542,9 +541,7 @@ class Loader:
         length = _length(self.dataset)
         if length != self.samples and self.comm.rank == 0 and not self._is_other_length_said:
             self._is_other_length_said = True
-            what = (
-                "%s has %d samples now, and had %d when its loader was made: that number is used. Make another loader"
-            )
+            what = "%s has %d samples now, and had %d when its loader was made: so many are used. Make another loader"
             _log.warning(what, self._described, length, self.samples)
         return length
 
