@@ -57,7 +57,15 @@ from .iterable import (
 from .nested import collated_size, narrow
 from .same_data import SameData
 
-__all__ = ["Batch", "LengthBatchSampler", "Loader", "TokenBatchSampler", "check_dataset", "dataloader_settings"]
+__all__ = [
+    "Batch",
+    "LengthBatchSampler",
+    "Loader",
+    "TokenBatchSampler",
+    "check_dataset",
+    "dataloader_batch_size",
+    "dataloader_settings",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -936,14 +944,17 @@ def dataloader_settings(
         ConfigError: if it has a sampler or a batch sampler of its own, whose order cannot be divided among workers,
             or does not form batches.
     """
-    sampler, batches = loader.sampler, loader.batch_sampler
+    batches = loader.batch_sampler
+    # Of a loader that was given a BatchSampler, the sampler and drop_last are the defaults, which are not used.
+    own = batches if type(batches) is BatchSampler else loader
+    sampler = own.sampler
     expected = "a data set, or a DataLoader with shuffle=True or shuffle=False"
     if batches is None:
         hint = "Pass the data set itself: Lockstep forms the batches."
         raise ConfigError(argument, expected, found="a DataLoader with batch_size=None", hint=hint)
     own_collate = loader.collate_fn is not default_collate
-    in_order = type(sampler) is SequentialSampler
     iterable = is_iterable(loader.dataset)
+    in_order = type(sampler) is SequentialSampler and len(sampler) == _length(loader.dataset)
     shuffled = (
         argument == "train"
         if iterable
@@ -958,10 +969,16 @@ def dataloader_settings(
         "dataset": loader.dataset,
         "collate_fn": loader.collate_fn if own_collate else None,
         "shuffle": shuffled,
-        "drop_last": loader.drop_last,
+        "drop_last": own.drop_last,
         "num_workers": loader.num_workers,
         "prefetch": loader.num_workers * (loader.prefetch_factor or 2) if loader.num_workers else None,
     }
+
+
+def dataloader_batch_size(loader: DataLoader[Any]) -> int | None:
+    """Return the number of samples of a batch of a `DataLoader`; None where its batches have no fixed one."""
+    batches = loader.batch_sampler
+    return batches.batch_size if type(batches) is BatchSampler else loader.batch_size
 
 
 def _instead_of(loader: DataLoader[Any]) -> str:
@@ -969,7 +986,8 @@ def _instead_of(loader: DataLoader[Any]) -> str:
     why = (
         "Lockstep divides each global batch among the workers itself, in an order that depends on seed and epoch alone"
     )
-    if isinstance(loader.sampler, DistributedSampler):
+    batches = loader.batch_sampler
+    if isinstance(batches.sampler if type(batches) is BatchSampler else loader.sampler, DistributedSampler):
         return f"{why}: leave a DistributedSampler out."
     if type(loader.batch_sampler) is not BatchSampler:
         return f"{why}: lockstep.Loader(batch_sampler=) takes one that yields the indices of global batches."
@@ -982,10 +1000,10 @@ def _instead_of(loader: DataLoader[Any]) -> str:
 def _warn_of_unused(loader: DataLoader[Any], argument: str, global_batch_size: int) -> None:
     roles = {"train": " of the training data", "validate": " of validate="}
     name = f"the DataLoader{roles.get(argument, '')}"
-    if loader.batch_size != global_batch_size:
+    if (size := dataloader_batch_size(loader)) != global_batch_size:
         what = "a step" if argument == "train" else "a batch of an evaluation"
         used = f"{what} has the {global_batch_size} samples of global_batch_size, over all workers"
-        _log.warning("batch_size=%d of %s is not used: %s", loader.batch_size, name, used)
+        _log.warning("batch_size=%s of %s is not used: %s", size, name, used)
     if loader.worker_init_fn is not None:
         _log.warning("worker_init_fn of %s is not called: random generators are seeded for each sample", name)
 

@@ -100,7 +100,7 @@ def describe_division(
 
 
 def _of_layers(what: str, model: nn.Module, matches: Callable[[nn.Module], bool]) -> list[str]:
-    return _listed(what, [name for name, layer in model.named_modules() if layer.training and matches(layer)])
+    return _listed(what, [name for name, layer in model.named_modules() if matches(layer)])
 
 
 def _of_hooks(model: nn.Module, own_hooks: bool) -> list[str]:
@@ -114,7 +114,7 @@ def _of_hooks(model: nn.Module, own_hooks: bool) -> list[str]:
 
 def _of_passes(model: nn.Module, seen: FirstPasses) -> list[str]:
     found = _listed("a buffer is changed by a part", seen.changed_buffers())
-    if seen.drew() and not any(layer.training and _draws(layer) for layer in model.modules()):
+    if seen.drew() and not any(_draws(layer) for layer in model.modules()):
         found.append("the passes draw random numbers, others in each part")
     return found
 
@@ -127,11 +127,15 @@ def _listed(what: str, names: list[str]) -> list[str]:
 
 
 def _draws(layer: nn.Module) -> bool:
+    if not layer.training:
+        return False
     if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
         return layer.dropout > 0
     return isinstance(layer, _DropoutNd) and layer.p > 0
 
 
 def _is_batch_norm(layer: nn.Module, passes: int) -> bool:
+    if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_mean is None):
+        return False
     synchronised = isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
-    return isinstance(layer, _BatchNorm) and (passes > 1 or not synchronised)
+    return passes > 1 or not synchronised

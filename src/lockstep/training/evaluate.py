@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..argument_checks import check_callable, check_instance
 from ..communicator import Communicator, init
-from ..data.loader import Batch, Loader, dataloader_settings
+from ..data.loader import Batch, Loader, dataloader_batch_size, dataloader_settings
 from ..data.nested import map_tensors, narrow, tensors_of
 from ..errors import ConfigError, DataError, counted
 from ..flight_recorder import in_method, named
 from ..invariance.shards import bounds
 from ..strategies.base import Strategy, accumulation_dtype
 from ..strategies.sync_batchnorm import placeholder_batch
+from .divided_batches import FirstPasses, describe_division
 from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
 from .loss_state import LossState
@@ -32,6 +34,7 @@ from .modes import evaluating
 from .out_of_memory import explaining_out_of_memory
 from .own_loss import IGNORED, NotCounted, returning_pair, with_own_loss
 from .precision import Precision, full_precision
+from .replica_check import compare_weights
 from .sample_sums import NotAMean, SampleSum, raise_not_a_mean
 
 __all__ = [
@@ -45,6 +48,8 @@ __all__ = [
     "predict",
     "whole_set",
 ]
+
+_log = logging.getLogger(__name__)
 
 Metric = Callable[[Any, Any], Any] | Any
 """(output, target) of n samples → the mean over the samples (a 0-dim floating tensor or a float), or one value for each
@@ -242,11 +247,13 @@ def predict(
 
     Raises:
         ConfigError: for a loader that shuffles.
+        MismatchError: if the workers have other weights.
     """
     _check_arguments(model, precision)
     if forward is not None:
         check_callable("forward", forward, "a function (model, data) -> output", arguments=2)
     with in_method("lockstep.predict"), _opened(loader) as opened:
+        compare_weights(opened.comm, model)
         return Prediction(model, forward or _output_of).run(opened, precision)
 
 
@@ -281,6 +288,7 @@ def evaluate(
         ConfigError: for a metric named "loss" or one that is not callable, outputs that do not fit the labels, or a
             loss or metric that is not a mean over samples.
         DataError: if the loss or a metric counts nothing in the whole data set.
+        MismatchError: if the workers have other weights.
     """
     _check_arguments(model, precision)
     if forward is not None:
@@ -289,6 +297,8 @@ def evaluate(
         check_instance("strategy", strategy, Strategy, "the strategy of a TrainStep or Trainer: trainer.step.strategy")
     metrics = default_metrics(loss_fn) if metrics is None else metrics
     with in_method("lockstep.evaluate"), _opened(loader) as opened:
+        if strategy is None or not strategy.sharded_state:
+            compare_weights(opened.comm, model)
         measures = Evaluation(model, loss_fn, metrics, opened.comm.device, forward)
         return measures.run(opened, precision, strategy, max_steps_in_flight)
 
@@ -312,7 +322,7 @@ def _opened(loader: Loader | DataLoader[Any]) -> Iterator[Loader]:
         found = "a data set" if isinstance(loader, Dataset) else f"one of type {type(loader).__name__}"
         hint = "lockstep.Loader(dataset, global_batch_size=256, shuffle=False) makes one of a data set."
         raise ConfigError("loader", "a lockstep.Loader, or a DataLoader", found=found, hint=hint)
-    size, comm = int(loader.batch_size or 1), init()
+    size, comm = dataloader_batch_size(loader) or 1, init()
     settings = dataloader_settings(loader, "loader", size, warns=comm.rank == 0)
     opened = Loader(**settings, global_batch_size=size, comm=comm)
     try:
@@ -396,7 +406,8 @@ class Evaluation(Computation):
         for metric in self._metrics.values():
             if metric.fn is accuracy or (isinstance(metric.fn, partial) and metric.fn.func is accuracy):
                 metric.close()
-        self._number = 0
+        self._has_described = False
+        self._is_due, self._warned_of = False, cast(list[str], [])
         self._names, self._kept = list(metrics), cast(list[tuple[Any, Any]], [])
 
     @property
@@ -426,27 +437,54 @@ class Evaluation(Computation):
         advice = "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
         with evaluating(self.model, self._loss_state), explaining_out_of_memory(comm, what, lambda: advice):
             for number, batch in enumerate(loader.epoch(0)):
-                self._expect(number)
+                self._expect(number, is_last=number + 1 == loader.steps)
                 for shard, data, size in _parts_of(loader, batch):
                     with precision.autocast():
                         if size:
-                            totals[shard] += wrapped(data, size)
+                            with self._describing_division(loader):
+                                totals[shard] += wrapped(data, size)
                         elif strategy.collective_forward:
                             with placeholder_batch(self.model, data) as placeholder:
                                 wrapped(placeholder, 1)
                                 self._kept.clear()
                     limit.record()
-                if is_due(number):
-                    not_a_mean = not_a_mean or self._check(number, precision, strategy)
+                not_a_mean = not_a_mean or self._check(number, precision, strategy)
                 if self._stateful:
                     self._update_stateful(loader, precision)
         with named("check of loss and metrics"):
             raise_not_a_mean(not_a_mean, comm)
+        if comm.size > 1 and comm.rank == 0:
+            self._warn_of_changes()
         # A shard's rows are nonzero on one worker only, so the all-reduce is exact; the sum over shards has one order.
         with named("sums of loss and metrics"):
             sums = comm.allreduce(totals).sum(0)
         results = _means(["loss", *self._metrics], sums.tolist())
         return self._with_stateful(results)
+
+    @contextmanager
+    def _describing_division(self, loader: Loader) -> Iterator[None]:
+        """Say once, after the first pass, what of the model depends on how a global batch is divided."""
+        comm = loader.comm
+        if self._has_described or loader.virtual_workers is not None or comm.size == 1 or comm.rank != 0:
+            yield
+            return
+        self._has_described = True
+        seen = FirstPasses({"": self.model}, comm.device)
+        yield
+        if said := describe_division(self.model, comm.size, seen=seen):
+            _log.warning("%s", said)
+
+    def _warn_of_changes(self) -> None:
+        """Say once what metrics keep outside of themselves, of which each worker has only its part."""
+        for name, metric in self._metrics.items():
+            if metric.changes_outside and name not in self._warned_of:
+                self._warned_of.append(name)
+                _log.warning(
+                    "metrics: %r changes %s, outside of itself. Each worker's is of its part of the samples only. "
+                    "For all samples: lockstep.whole_set(fn), or an object with reset, update and compute.",
+                    name,
+                    " and ".join(metric.changes_outside),
+                )
 
     def _reset_stateful(self, strategy: Strategy) -> None:
         if self._stateful and len(strategy.devices) > 1:
@@ -482,11 +520,11 @@ class Evaluation(Computation):
         given = [key for name in ("loss", *self._names) for key in results if key == name or key.startswith(f"{name}_")]
         return {name: results[name] for name in dict.fromkeys(given)}
 
-    def _expect(self, number: int) -> None:
-        """Begin a batch, whose loss and metrics may be due to be checked."""
-        self._number, self._first = number, None
+    def _expect(self, number: int, is_last: bool) -> None:
+        """Begin a batch, whose loss and metrics may be due to be checked; those of the last one, often short, are."""
+        self._first, self._is_due = None, is_last or is_due(number)
         for function in (self._loss.parts, *self._metrics.values()):
-            function.expect(number)
+            function.expect(number, self._is_due)
 
     def _check(self, number: int, precision: Precision, strategy: Strategy) -> NotAMean | NotCounted | None:
         """Check loss and metrics with a batch; returns the first that is not a mean over samples."""
@@ -500,7 +538,7 @@ class Evaluation(Computation):
 
     def on(self, model: nn.Module, data: Any, size: int) -> torch.Tensor:
         """See `Computation`."""
-        if is_due(self._number) and not self._loss.is_recognised and (self._first is None or self._first[2] < 2):
+        if self._is_due and not self._loss.is_recognised and (self._first is None or self._first[2] < 2):
             self._first = model, data, size
         output, target = self._forward(model, data)
         if self._stateful:
@@ -513,7 +551,9 @@ class Evaluation(Computation):
         for row, (value, count) in zip(totals, rows, strict=True):
             row[0] += value
             row[1] += count
-        return totals
+        sums, counts = totals.unbind(1)
+        # The sum over nothing may be no number: the mean over nothing, times nothing.
+        return torch.stack([sums.where(sums.isfinite() | (counts != 0), 0.0), counts], dim=1)
 
 
 def _parts_of(loader: Loader, batch: Batch) -> Iterator[tuple[int, Any, int]]:

@@ -273,6 +273,7 @@ class LossModule(Computation):
         self._forward = default_forward if forward is None else returning_pair(forward)
         self._step = 0
         self._first: tuple[nn.Module, Any, int] | None = None  # the arguments of `on`, for `check`
+        self._found: NotAMean | NotCounted | None = None
         # Layers that communicate must run on every worker, even on one without samples.
         self._communicates = collective_forward or any(
             isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in model.modules()
@@ -312,7 +313,18 @@ class LossModule(Computation):
         """Check after a step's passes that the loss is a mean over samples, see `SampleSum.check`.
 
         If the model computes the loss itself, the check calls the model on halves of a few samples, in evaluation mode.
+        A worker may have samples to compare at a step at which others have none, see `SeenValues`. What it finds then
+        is returned again until all workers ask.
         """
+        self._found = self._found or self._check(passes)
+        return self._found
+
+    @property
+    def found(self) -> NotAMean | NotCounted | None:
+        """What the checks of this worker have found."""
+        return self._found
+
+    def _check(self, passes: Passes) -> NotAMean | NotCounted | None:
         first, self._first = self._first, None
         if self._loss.problem is not None:
             return self._loss.problem

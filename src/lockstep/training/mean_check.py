@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from ..data.nested import map_tensors, tensors_of
 from ..errors import ConfigError, TransportError
 from ..invariance.randomness import preserve_generators
+from ..invariance.shards import mix
 from .sum_and_count import as_sum, is_pair
 
 __all__ = [
@@ -45,6 +46,8 @@ Passes = Callable[[], AbstractContextManager[object]]
 # --- When, and with which samples -------------------------------------------------------------------------------------
 
 _EVERY = 1024
+_FIRST_DRAWN = 8
+_SCHEDULE = 17  # the key of this schedule's draws
 _MAX_SAMPLES = 64
 
 WITH_GRADIENTS = (0, 1)
@@ -56,8 +59,21 @@ MAX_FLOAT64_VALUES = 1 << 20
 
 def is_due(number: int) -> bool:
     """Return whether losses and metrics are compared at this step, or this batch of an evaluation: 0, 1, 2, 4 … 1024,
-    and every 1024 after."""
-    return number % _EVERY == 0 or (number < _EVERY and number & (number - 1) == 0)
+    and every 1024 after; from 8 on also at one between each two of these.
+
+    The ones between are drawn, the same everywhere: where an epoch has 2ⁿ steps, the others are all first or middle
+    ones of an epoch.
+    """
+    if number >= _EVERY:
+        return number % _EVERY in (0, _drawn(_EVERY, number // _EVERY))
+    power = 1 << max(0, number.bit_length() - 1)
+    return number in (0, power) or (power >= _FIRST_DRAWN and number == power + _drawn(power, power))
+
+
+@lru_cache(maxsize=64)
+def _drawn(length: int, key: int) -> int:
+    """Return a number from 1 to `length` - 1 that follows from `key`."""
+    return 1 + mix((_SCHEDULE, key)) % (length - 1)
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,9 @@ class Call:
     rows: int | None
 
 
-def keep_call(output: Any, target: Any, size: int, number: int, most: int = _MAX_SAMPLES) -> Call:
+def keep_call(
+    output: Any, target: Any, size: int, number: int, most: int = _MAX_SAMPLES, sample: int | None = None
+) -> Call:
     """Return a call with some of its samples only: other ones each time.
 
     Samples that belong together are neighbours in many data sets, so the samples are a block of a power of two.
@@ -89,6 +107,7 @@ def keep_call(output: Any, target: Any, size: int, number: int, most: int = _MAX
         size: number of samples.
         number: the number of the step, or of the batch.
         most: number of samples; fewer if they have too many values, but at least two.
+        sample: a sample that is among them; any when None.
     """
     output, target = map_tensors(torch.Tensor.detach, {"output": output, "target": target}).values()
     rows = _sample_rows(output, target, size)
@@ -101,8 +120,8 @@ def keep_call(output: Any, target: Any, size: int, number: int, most: int = _MAX
     count = 1 << max(1, affordable.bit_length() - 1)
     if count >= size:
         return Call(output, target, size, rows)
-    nth = number.bit_length() + number // _EVERY
-    start = nth % (size // count) * count
+    nth = number.bit_length() + number // _EVERY if sample is None else sample // count
+    start = min(nth % -(-size // count) * count, size - count)
     of_sample = rows // size
     cut = partial(_cut, rows=rows, start=start * of_sample, stop=(start + count) * of_sample)
     # clones, as a view would keep the memory of all samples
@@ -113,7 +132,8 @@ def keep_call(output: Any, target: Any, size: int, number: int, most: int = _MAX
 def by_target(call: Call) -> Call:
     """Return a call whose samples are in the order of their targets, if each has one number.
 
-    Halves with as many samples of each class may give the same by chance: the recall of one class, or its F1.
+    Halves with as many samples of each class may give the same by chance: the recall of one class, or its F1; and a
+    mean over labels that are not ignored, where each half has as many of them.
     """
     target, rows = call.target, call.rows
     is_one_number = isinstance(target, torch.Tensor) and target.numel() == call.size and not target.is_complex()
@@ -161,12 +181,14 @@ class Difference:
         halves: the sums of those of their two halves.
         gradients: the relative difference of their gradients; 0.0 if that is rounding.
         is_pair: whether the function has returned (sum, count).
+        is_other_form: whether the function has returned another number of values than one for each of fewer samples.
     """
 
     whole: tuple[float, float]
     halves: tuple[float, float]
-    gradients: float
-    is_pair: bool
+    gradients: float = 0.0
+    is_pair: bool = False
+    is_other_form: bool = False
 
 
 class Unsteady(Exception):  # noqa: N818
@@ -210,7 +232,7 @@ class Halves:
     ) -> None:
         self._fn, self._call, self._parameters = fn, _with_unlike_halves(call), list(parameters)
         self._given, self._dtypes = tolerance, set[torch.dtype]()
-        self._is_pair, self._sums_add_up = False, sums_add_up
+        self._is_pair, self._is_by_sample, self._sums_add_up = False, False, sums_add_up
 
     def difference(self, gradients: bool) -> Difference | None:
         """Return the difference between the samples and their halves; None if it is no more than rounding.
@@ -228,8 +250,10 @@ class Halves:
             whole = self._evaluate(0, size, gradients)
             parts = [self._evaluate(start, stop, gradients) for start, stop in ranges]
         except _AnotherFormError:
-            return Difference((math.nan, size), (math.nan, size), 0.0, False)
+            return Difference((math.nan, size), (math.nan, size), is_other_form=True)
         halves = self._add(parts)
+        if self._counts_nothing(whole, parts):
+            return Difference((whole.total, whole.count), (halves.total, halves.count), is_pair=self._is_pair)
         values = [whole.total, whole.count, *(value for part in parts for value in (part.total, part.count))]
         found = self._distances(whole, halves, parts)
         if self._is_pair and not self._sums_add_up and not self._is_mean_for_sum(whole, parts):
@@ -244,6 +268,17 @@ class Halves:
             return None  # gradients that are summed in no fixed order
         distance = found[2] if 2 in self._exceeding(found) else 0.0
         return Difference((whole.total, whole.count), (halves.total, halves.count), distance, self._is_pair)
+
+    def _counts_nothing(self, whole: _Result, parts: list[_Result]) -> bool:
+        """Return whether some of the samples give no number because the function counts nothing in them.
+
+        Then either the whole gives one, or the outputs are numbers.
+        """
+        if math.isfinite(whole.total):
+            return not all(math.isfinite(part.total) for part in parts)
+        if self._is_by_sample or not all(math.isnan(result.total) for result in (whole, *parts)):
+            return False
+        return all(bool(tensor.isfinite().all()) for tensor in _floats(self._call.output))
 
     def _exceeding(self, distances: tuple[float, float, float]) -> list[int]:
         """Return the places of `_distances` that are more than rounding."""
@@ -298,6 +333,7 @@ class Halves:
         output, target = map_tensors(as_leaf, self._call.output), map_tensors(cut, self._call.target)
         value = self._fn(output, target)
         self._is_pair = is_pair(value)
+        self._is_by_sample = isinstance(value, torch.Tensor) and value.dim() > 0
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             self._dtypes.add(value.dtype)
         try:
@@ -306,6 +342,8 @@ class Halves:
             raise _AnotherFormError from None
         if isinstance(total, torch.Tensor) and total.is_floating_point():
             self._dtypes.add(total.dtype)
+        if self._is_pair and not _value(count) and not math.isfinite(_value(total)):
+            total = 0.0  # the mean over nothing, times nothing
         of_leaves: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if gradients and leaves and isinstance(total, torch.Tensor) and total.requires_grad:
             of_leaves = torch.autograd.grad(total, leaves, allow_unused=True)

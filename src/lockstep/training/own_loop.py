@@ -20,7 +20,7 @@ from typing_extensions import Never, Self
 
 from ..argument_checks import keyword_names
 from ..communicator import init
-from ..data.loader import Batch, Loader, dataloader_settings
+from ..data.loader import Batch, Loader, dataloader_batch_size, dataloader_settings
 from ..data.nested import map_tensors, narrow, sample_count
 from ..errors import ConfigError, unexpected_argument
 from ..flight_recorder import note_samples
@@ -324,7 +324,7 @@ class _OwnLoop:
             if given.virtual_workers != wanted:
                 raise ConfigError("virtual_workers", f"{wanted}, as given to prepare()", given.virtual_workers)
             return given
-        size = given.batch_size or 1
+        size = dataloader_batch_size(given) or 1
         settings = dataloader_settings(given, "loader", size, warns=self.comm.rank == 0)
         return Loader(**settings, global_batch_size=size, seed=self.seed, comm=self.comm, virtual_workers=wanted)
 
@@ -441,18 +441,19 @@ class _OwnLoop:
     def before_backward(self, roots: list[torch.Tensor]) -> Callable[[], None]:
         """Look at the losses of a backward pass; the returned function records what is wrong with them."""
         found: list[tuple[ConfigError, set[int], bool]] = []
-        if self._outputs is not None and self.current is not None:
-            samples, outputs, of_whole_batch = self._outputs.samples, self._outputs, self.current.whole_batch
+        if self.current is not None:
+            samples, outputs, of_whole_batch = self.current.samples, self._outputs, self.current.whole_batch
             for root in roots:
                 if root.numel() != 1 or root.grad_fn is None:
                     continue
                 with suppress(RuntimeError):  # a graph of which a part has been freed
-                    what = undivided_sum(root, samples)
+                    what = None if outputs is None else undivided_sum(root, samples)
                     if what is not None:
                         found.append((sum_error(what), parameters_reached(root), False))
-                    elif not of_whole_batch and compares_samples(root, outputs):
+                    elif not of_whole_batch and outputs is not None and compares_samples(root, outputs):
                         found.append((comparison_error(samples), parameters_reached(root), False))
                     elif not of_whole_batch and not self.exact and (mean := uncounted_mean(root)) is not None:
+                        # looked at in each pass, as labels may be ignored in few batches only, such as the last one
                         found.append((count_error(mean), parameters_reached(root), True))
 
         def record() -> None:

@@ -21,7 +21,7 @@ from ..invariance.shards import mix
 from ..strategies.base import accumulation_dtype
 from .formats import REPLICA_CHECK
 
-__all__ = ["ReplicaCheck"]
+__all__ = ["ReplicaCheck", "compare_weights"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ _ON_DEVICE, _MISSING = "on the device", "missing"
 
 # Relative difference of hyperparameters that rounding may cause, in optimizers that adapt their learning rate.
 _TOLERANCE = 1e-4
+# Relative difference of weights that the rounding of a long training may cause.
+_MOST_ROUNDING = 0.01
 
 
 def _check_interval(steps: int) -> int:
@@ -154,7 +156,7 @@ class ReplicaCheck:
 
     def _sample_weights(self, step: int) -> Iterator[torch.Tensor]:
         """Yield one value of each parameter, at another index at each step: shape (1,)."""
-        for number, (_, p) in enumerate(self._compared_tensors()):
+        for number, (_, p) in enumerate(_compared_tensors(self._comm, self._model)):
             index, offset = mix((step, number)) % p.numel(), p.storage_offset()
             for size, stride in zip(reversed(p.shape), reversed(p.stride()), strict=True):
                 offset += index % size * stride
@@ -170,13 +172,6 @@ class ReplicaCheck:
         bits = torch.cat(parts) if len(parts) > 1 else parts[0]
         total = mix_bits(bits, torch.arange(1, len(bits) + 1, device=bits.device)).sum()
         return (((total ^ (total >> 29)) >> 5) & ((1 << self._bits) - 1)).to(self._dtype)
-
-    def _compared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the dense parameters on the device, by name, as real tensors."""
-        for name, p in self._model.named_parameters():
-            if type(p) is nn.Parameter and p.layout is torch.strided and p.device == self._comm.device and p.numel():
-                values = p.detach()
-                yield name, torch.view_as_real(values) if values.is_complex() else values
 
     # --- full comparison ----------------------------------------------------------------------------------------------
 
@@ -194,7 +189,7 @@ class ReplicaCheck:
         self._values = None  # update the marks at the next step
         values, on_device = self._read_hyperparameters()
         hyperparameters = [zlib.crc32(repr(values).encode()), *(float(value) for value in on_device)]
-        named = list(self._compared_tensors()) if self._weights else []
+        named = list(_compared_tensors(self._comm, self._model)) if self._weights else []
         checksums = [checksum_of([torch.tensor(hyperparameters, dtype=torch.float64)])]
         checksums += [checksum_of([tensor]) for _, tensor in named]
         local = torch.stack([checksum.to(self._comm.device) for checksum in checksums])
@@ -238,28 +233,18 @@ class ReplicaCheck:
             by_rank = self._comm.allgather_object([int(checksum_of([tensor])) for _, tensor in differing])
         for number, (name, tensor) in enumerate(differing):
             rank = next((rank for rank, theirs in enumerate(by_rank) if theirs[number] != by_rank[0][number]), 0)
-            relative = self._relative_difference(tensor)
+            relative = _relative_difference(self._comm, tensor)
             what = f"{name} on rank {rank} holds other values than on rank 0, by up to {relative:.2g} of its largest."
             if relative > self._rounding(tensor.dtype):
                 _fail(step, what)
             self._warn(what)
-
-    def _relative_difference(self, tensor: torch.Tensor) -> float:
-        """Return the largest difference of any worker's values from rank 0's, relative to the largest value."""
-        local = tensor.float() if tensor.element_size() < 4 else tensor
-        first = self._comm.broadcast(local.clone(memory_format=torch.contiguous_format))
-        extremes = torch.stack([(local - first).abs().max(), local.abs().max()]).to(self._dtype)
-        difference, scale = self._comm.allreduce(extremes, "max").tolist()
-        if difference == 0:
-            return 0.0  # zeros with different signs
-        return difference / scale if math.isfinite(difference) else math.inf
 
     def _rounding(self, dtype: torch.dtype) -> float:
         """Return a bound on relative differences that rounding in the steps so far may cause."""
         if self._exact or not dtype.is_floating_point:
             return 0.0
         eps = torch.finfo(dtype).eps
-        return min(eps * (8 + 4 * math.sqrt(self._steps)), max(0.01, 8 * eps))
+        return min(eps * (8 + 4 * math.sqrt(self._steps)), max(_MOST_ROUNDING, 8 * eps))
 
     def _warn(self, what: str) -> None:
         if not self._warned and self._comm.rank == 0:
@@ -270,6 +255,54 @@ class ReplicaCheck:
                 what,
             )
         self._warned = True
+
+
+def compare_weights(comm: Communicator, model: nn.Module) -> None:
+    """Check that all workers have the same weights, up to the rounding of a training; called by all of them.
+
+    Args:
+        comm: communicator over the workers.
+        model: the model that they are about to evaluate together.
+
+    Raises:
+        MismatchError: on every worker, naming the first weights that differ.
+    """
+    if comm.size == 1:
+        return
+    weights = list(_compared_tensors(comm, model))
+    if not weights:
+        return
+    with named("comparison of weights"):
+        local = torch.stack([checksum_of([tensor]).to(comm.device) for _, tensor in weights])
+        largest, negated_smallest = comm.allreduce(torch.stack([local, -local]), "max")
+        differing = (largest != -negated_smallest).tolist()
+        for (name, tensor), differs in zip(weights, differing, strict=True):
+            relative = _relative_difference(comm, tensor) if differs else 0.0
+            if relative > max(_MOST_ROUNDING, 8 * torch.finfo(tensor.dtype).eps):
+                raise MismatchError(
+                    f"the workers' models differ: {name} holds other values on some rank than on rank 0, by up to "
+                    f"{relative:.2g} of its largest. Each worker would evaluate another model. Load the weights, or "
+                    "make the model with the same seed, on every rank."
+                )
+
+
+def _compared_tensors(comm: Communicator, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the dense parameters on the device, by name, as real tensors."""
+    for name, p in model.named_parameters():
+        if type(p) is nn.Parameter and p.layout is torch.strided and p.device == comm.device and p.numel():
+            values = p.detach()
+            yield name, torch.view_as_real(values) if values.is_complex() else values
+
+
+def _relative_difference(comm: Communicator, tensor: torch.Tensor) -> float:
+    """Return the largest difference of any worker's values from rank 0's, relative to the largest value."""
+    local = tensor.float() if tensor.element_size() < 4 else tensor
+    first = comm.broadcast(local.clone(memory_format=torch.contiguous_format))
+    extremes = torch.stack([(local - first).abs().max(), local.abs().max()]).to(accumulation_dtype(comm.device))
+    difference, scale = comm.allreduce(extremes, "max").tolist()
+    if difference == 0:
+        return 0.0  # zeros with different signs
+    return difference / scale if math.isfinite(difference) else math.inf
 
 
 def _fail(step: int | None, what: str) -> NoReturn:

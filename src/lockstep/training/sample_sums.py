@@ -35,8 +35,10 @@ from .mean_check import (
     pairs_all_samples,
     to_float64,
 )
+from .outer_values import OuterValues
 from .own_loss import NotCounted, OwnLoss
-from .sum_and_count import as_sum
+from .seen_values import SeenValues
+from .sum_and_count import as_sum, is_known_nan
 
 __all__ = [
     "NotAMean",
@@ -47,6 +49,11 @@ __all__ = [
     "raise_not_a_mean",
     "without_traces",
 ]
+
+
+# Samples with values unlike those before are compared beside the steps that are due: at most these, and one more for
+# each of so many steps.
+_MOST_EXTRA, _STEPS_PER_EXTRA = 8, 64
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,10 @@ class NotAMean:
     def _found(self) -> str:
         found, samples = self.difference, f"{self.samples} samples of rank {self.rank}"
         (total, count), (halves_total, halves_count) = found.whole, found.halves
-        if math.isnan(total):
+        if found.is_other_form:
             return f"one value for each of {samples}, but another number of values for fewer of them"
+        if math.isnan(total):
+            return f"nan for {samples}, whose outputs are finite, as if there were nothing in them that it counts"
         differ = f" (their gradients differ by {100 * found.gradients:.2g} %)" if found.gradients else ""
         if found.is_pair and not self.is_model:
             own, theirs = (f"{_number(a)} and the count {_number(b)}" for a, b in (found.whole, found.halves))
@@ -130,7 +139,8 @@ def raise_not_a_mean(found: NotAMean | NotCounted | None, comm: Communicator) ->
 class SampleSum:
     """A loss or metric (output, target) as (output, target, size) → (sum, what it is a sum over).
 
-    Where it is due, see `is_due`, it keeps the arguments of a call for `check`.
+    Where it is due, and where a call has values unlike those that were compared before, see `SeenValues`, it keeps the
+    arguments of a call for `check`. On the CPU, calls that give no number are kept as well.
 
     Args:
         argument: the argument that errors name, such as "loss_fn".
@@ -145,16 +155,17 @@ class SampleSum:
     def __init__(self, argument: str, fn: LossLike, name: str = "") -> None:
         self._argument, self.fn, self._name = argument, fn, name or describe_function(fn)
         self.opaque, self.counts_samples = False, False
-        self._closed, self._call, self._number = False, cast(Call | None, None), cast(int | None, 0)
+        self._closed, self._call, self._number, self._due = False, cast(Call | None, None), 0, True
+        self._seen, self._extra, self._outer = SeenValues(), 0, OuterValues(fn)
 
     @property
-    def open(self) -> bool:
-        """Whether the next call is to be checked."""
-        return self._number is not None and not self._closed
+    def changes_outside(self) -> list[str]:
+        """The names of lists, numbers and tensors outside of the function that its calls change, as far as seen."""
+        return self._outer.changed
 
-    def expect(self, number: int) -> None:
-        """Begin a step, or a batch of an evaluation, with this number."""
-        self._number, self._call = (number if is_due(number) else None), None
+    def expect(self, number: int, due: bool = False) -> None:
+        """Begin a step, or a batch of an evaluation, with this number; `due` if it is to be checked in any case."""
+        self._number, self._call, self._due = number, None, due or is_due(number)
 
     def __call__(self, output: Any, target: Any, size: int) -> tuple[Any, Any]:
         """Return (sum, count) of `size` samples.
@@ -162,14 +173,28 @@ class SampleSum:
         Raises:
             ConfigError: see `as_sum`.
         """
-        if not self.open:
+        if self._closed or (self._call is not None and self._call.size > 1):
             return self._sum(self.fn(output, target), size)
-        before = _versions(output, target)
-        value = self.fn(output, target)
-        # A function that changes its arguments cannot be called again with them.
-        if before == _versions(output, target) and (self._call is None or self._call.size < 2):
-            self._call = keep_call(output, target, size, self._number or 0)
+        sample = self._unlike_sample(output, target, size)
+        if not self._due and sample is None:
+            value = self.fn(output, target)
+            keeps = is_known_nan(value)
+        else:
+            before = _versions(output, target)
+            self._outer.before_call()
+            value = self.fn(output, target)
+            self._outer.after_call()
+            keeps = before == _versions(output, target)  # a function that changes them cannot be called with them again
+        if keeps:
+            self._call = keep_call(output, target, size, self._number, sample=sample)
         return self._sum(value, size)
+
+    def _unlike_sample(self, output: Any, target: Any, size: int) -> int | None:
+        """Return a sample whose values are unlike those that were compared before, if there is one and it is to be
+        compared."""
+        if not self._due and self._extra >= _MOST_EXTRA + self._number // _STEPS_PER_EXTRA:
+            return None
+        return self._seen.unlike_sample(output, target, size)
 
     def _sum(self, value: Any, size: int) -> tuple[Any, Any]:
         self.counts_samples = not isinstance(value, (tuple, list))
@@ -191,14 +216,16 @@ class SampleSum:
         Returns:
             The difference; None if there is none, or if the function cannot be checked.
         """
-        call, number, self._call, self._number = self._call, self._number, None, None
+        call, due, self._call, self._due = self._call, self._due, None, False
         if call is None or self._closed:
             return None
-        gradients = gradients and number in WITH_GRADIENTS
-        if self._argument != "loss_fn":
-            call = by_target(call)
+        self._extra += not due
+        self._seen.add(call.output, call.target)
+        gradients = gradients and self._number in WITH_GRADIENTS
+        call = by_target(call)
         try:
-            found = compare_or_skip(partial(self._compare, call, passes, gradients), device_of(call))
+            with self._outer.restored():
+                found = compare_or_skip(partial(self._compare, call, passes, gradients), device_of(call))
         except Unsteady:
             self.close()
             return None

@@ -646,8 +646,9 @@ class TrainStep:
             seed_torch(mix((self._seed, _RANDOM, self.steps_done)) & 0xFFFFFFFF, self.comm.device)
         if versions is not None and versions != self.loss_state.versions():
             raise _changed_by_replicas()
-        if is_compared:
-            raise_not_a_mean(self._loss.check(self.precision.autocast), self.comm)
+        not_a_mean = self._loss.check(self.precision.autocast)
+        if is_compared or self.comm.size == 1:
+            raise_not_a_mean(not_a_mean, self.comm)
         loss_sum, count, stops = totals[:3].unbind()
         on_cpu = self.comm.device.type == "cpu"
         # Reading the count is free on the CPU; elsewhere it waits for the device, so a loss that counts samples here is
@@ -658,6 +659,8 @@ class TrainStep:
             self.steps_done, loss_sum / count, stops, lr, count, samples, marks=totals[3:], replicas=self._replicas
         )
         if on_cpu:
+            if not torch.isfinite(result.loss):
+                raise_not_a_mean(not_a_mean, self.comm)  # rather than the loss, which is that of all workers
             result.check()
         grad_norm = self._update(self._correction(batch.global_size, count, samples is not None))
         self.precision.end_step(count, batch.global_size)
@@ -728,8 +731,10 @@ class TrainStep:
         """Compare all hyperparameters and all weights of the workers, bit by bit; called by all of them.
 
         Raises:
+            ConfigError: if a worker has found since the last comparison that the loss is no mean over samples.
             MismatchError: on every worker, naming what differs, on which rank, and the values.
         """
+        raise_not_a_mean(self._loss.found, self.comm)
         self._replicas.compare()
 
     def check_weights(self) -> None:

@@ -148,7 +148,7 @@ class StoppableLoader:
 
     def __init__(self, loader: Loader, stop_requests: StopRequests, stop: Callable[[], NoReturn]) -> None:
         self.comm, self.virtual_workers = loader.comm, loader.virtual_workers
-        self.global_batch_size = loader.global_batch_size
+        self.global_batch_size, self.steps = loader.global_batch_size, loader.steps
         self._loader, self._stop_requests, self._stop = loader, stop_requests, stop
 
     def epoch(self, epoch: int) -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from ..errors import ConfigError
 
-__all__ = ["as_sum", "is_pair"]
+__all__ = ["as_sum", "is_known_nan", "is_pair"]
 
 # A sum of many samples in these formats would overflow (float16: above 65,504) or be rounded to 3 digits (bfloat16).
 _HALF = (torch.float16, torch.bfloat16)
@@ -49,6 +50,13 @@ def as_sum(value: Any, size: int, argument: str = "loss_fn") -> tuple[Any, Any]:
 def is_pair(value: Any) -> bool:
     """Return whether a return value has the form (sum, count)."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_scalar, value))
+
+
+def is_known_nan(value: Any) -> bool:
+    """Return whether a return value is a mean that is no number, without waiting for a device."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu" and value.numel() == 1 and math.isnan(value.detach())
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _refuse_count_with_gradient(count: Any, argument: str) -> None:

@@ -445,6 +445,8 @@ class Trainer:
     def _evaluating(self, method: str, dataset: Any) -> Iterator[Loader]:
         with flight_recorder.in_method(method):
             self.step.sync_model()
+            if self._loop is None:  # else the row or the step does so
+                self.step.check_replicas()
             self.step.strategy.sync_buffers()
             with self._opened(dataset, "dataset") as opened, self.step.strategy.deterministic():
                 yield opened

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -75,6 +76,15 @@ def test_evaluations() -> None:
     assert row["val_loss"] == made.evaluate(DATA)["loss"]
 
 
+def test_a_batch_sampler_of_torch_is_what_its_arguments_are() -> None:
+    made = trainer()
+    given = DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 8, drop_last=True))
+    with made.loader(given, shuffle=False) as loader:
+        assert [batch.size for batch in loader] == [8, 8]
+    alone = lockstep.evaluate(made.model, given, nn.CrossEntropyLoss())
+    assert alone == lockstep.evaluate(made.model, DataLoader(DATA, 8, drop_last=True), nn.CrossEntropyLoss())
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(DATA)
@@ -115,6 +125,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a batch sampler": (
         lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]),
         "DataLoader with a list. Lockstep divides .* takes one that yields the indices of global batches",
+    ),
+    "a BatchSampler of a sampler": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 20, 20), 8, False)),
+        "DataLoader with a WeightedRandomSampler. Lockstep divides each global batch",
+    ),
+    "a BatchSampler of some indices": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(range(19, -1, -1), 8, False)),
+        "DataLoader with a range. Lockstep divides each global batch",
+    ),
+    "a BatchSampler of fewer samples": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(range(10)), 8, False)),
+        "DataLoader with a SequentialSampler",
     ),
     "no batches": (lambda: DataLoader(DATA, batch_size=None), "batch_size=None. Pass the data set itself"),
     "a generator": (lambda: (each for each in DATA), "train: expected an iterable data set, got a generator"),

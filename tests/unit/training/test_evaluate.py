@@ -141,6 +141,39 @@ def test_a_metric_is_compared_again_in_each_evaluation_and_refused_once_it_shows
         measures.run(data, None, None, 2)
 
 
+def plain(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    count = (target >= 0).sum()
+    return plain(output, target) * count, count
+
+
+def test_labels_that_a_loss_ignores_in_few_batches_only_are_found() -> None:
+    model = nn.Linear(2, 2)
+    inputs = torch.randn(26, 2, generator=torch.Generator().manual_seed(0))
+    labels = (inputs[:, 0] > 0.3).long()
+    ends, between = labels.clone(), labels.clone()
+    ends[-2:] = -100
+    between[12:14] = -100  # in batch 3, which is compared for that reason alone
+    for each in (ends, between):
+        with pytest.raises(ConfigError, match=r"loss_fn: .*, which gives"):
+            evaluate(model, loader(inputs, each), plain, {})
+    fine = evaluate(model, loader(inputs, between, global_batch_size=2), counted, {})  # one batch counts nothing
+    assert fine["loss"] == pytest.approx(float(plain(model(inputs), between).detach()))
+
+
+def test_the_last_batch_is_compared() -> None:
+    inputs = torch.randn(26, 2, generator=torch.Generator().manual_seed(0))
+
+    def late(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.sum() if 24 in target else output.mean()  # a sum in the last batch only
+
+    with pytest.raises(ConfigError, match=r"late, which gives"):
+        evaluate(nn.Linear(2, 1), loader(inputs, torch.arange(26.0)[:, None]), nn.MSELoss(), {"late": late})
+
+
 class Dropping(nn.Module):
     """A loss that changes a buffer and drops something in training only."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -199,18 +201,115 @@ def test_a_count_that_requires_a_gradient_is_none() -> None:
 
 
 def test_the_comparison_is_repeated() -> None:
-    assert [step for step in range(5000) if is_due(step)] == [0, *(2**n for n in range(11)), 2048, 3072, 4096]
-    loss = SampleSum("loss_fn", lambda output, target: F.cross_entropy(output, target))
+    due = [step for step in range(5000) if is_due(step)]
+    fixed = [0, *(2**n for n in range(11)), 2048, 3072, 4096]
+    assert set(fixed) < set(due)
+    drawn = sorted(set(due) - set(fixed))
+    assert [bisect(fixed, step) for step in drawn] == list(range(bisect(fixed, 8), len(fixed) + 1))  # one between two
+    loss = SampleSum("loss_fn", lambda output, target: F.cross_entropy(output, target, weight=output.detach()[0].exp()))
     found = {}
     for step in range(6):
         loss.expect(step)
-        loss(SCORES, LABELS if step < 3 else IGNORED, 9)  # labels that are ignored come later
+        loss(SCORES if step >= 3 else torch.zeros(9, 4), LABELS, 9)  # the classes' weights differ from step 3 on
         found[step] = loss.check() is not None
     assert found == {0: False, 1: False, 2: False, 3: False, 4: True, 5: False}
 
 
+def check_late(batches: list[tuple[Any, Any]], fn: LossFn, size: int = 9) -> list[int]:
+    """The steps, of these batches, at which something is found; the first ones are compared in any case."""
+    loss, found = SampleSum("loss_fn", fn), []
+    for step, (output, target) in enumerate(batches):
+        loss.expect(step)
+        loss(output, target, size)
+        if loss.check() is not None:
+            found.append(step)
+    return found
+
+
+def masked(output: torch.Tensor, target: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (output - target["values"]).square().mean(1)[target["mask"] > 0].mean()
+
+
+UNMASKED, MASKED = torch.ones(9), (torch.arange(9) < 4).float()
+
+
+@pytest.mark.parametrize(
+    ("fn", "output", "usual", "unusual"),
+    [
+        (lambda output, target: F.cross_entropy(output, target), SCORES, LABELS, IGNORED),
+        (
+            lambda output, target: F.cross_entropy(output, target, ignore_index=255),
+            SCORES,
+            LABELS,
+            IGNORED.where(IGNORED >= 0, 255),
+        ),
+        (tokens, TEXTS, TOKENS, PADDED),
+        # a class that comes late, with another weight, and neither the first nor the last one
+        (lambda output, target: F.cross_entropy(output, target, WEIGHTS), SCORES, torch.full((9,), 3), LABELS),
+        (masked, POINTS, {"values": OTHERS, "mask": UNMASKED}, {"values": OTHERS, "mask": MASKED}),
+        (masked, POINTS, {"values": OTHERS, "mask": UNMASKED > 0}, {"values": OTHERS, "mask": MASKED > 0}),
+        (
+            lambda output, target: (output - target)[~target.isnan()].square().mean(),
+            POINTS,
+            OTHERS,
+            OTHERS.where(torch.arange(45).view(9, 5) % 7 > 0, torch.nan),
+        ),
+    ],
+)
+def test_samples_with_values_unlike_those_before_are_compared_at_any_step(
+    fn: LossFn, output: Any, usual: Any, unusual: Any
+) -> None:
+    batches = [(output, usual)] * 5 + [(output, unusual), (output, usual), (output, usual)]
+    assert not is_due(5)
+    assert check_late(batches, fn) == [5]
+
+
+def test_the_samples_that_are_unlike_are_among_those_compared() -> None:
+    scores, labels = draw(300, 4), torch.arange(300) % 4
+    late = labels.where(torch.arange(300) != 290, -100)
+    mean = lambda output, target: F.cross_entropy(output, target)  # noqa: E731
+    assert check_late([(scores, labels)] * 3 + [(scores, late)], mean, 300) == [3]
+
+
+def test_new_values_in_each_batch_are_not_compared_each_time() -> None:
+    calls: deque[int] = deque()
+
+    def fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(len(output))
+        return (output - target[:, None]).square().mean(1)
+
+    loss = SampleSum("loss_fn", fn)
+    for step in range(640):
+        loss.expect(step)
+        loss(POINTS, torch.arange(step, step + 9), 9)
+        assert loss.check() is None
+    compared = (len(calls) - 640) // 3
+    assert 20 < compared <= sum(map(is_due, range(640))) + 8 + 10
+
+
+def test_a_part_in_which_nothing_counts_is_found() -> None:
+    nothing = torch.full((9,), -100)
+    found = check(lambda output, target: F.cross_entropy(output, target), SCORES, nothing)
+    assert found is not None
+    assert "gives nan for 9 samples of rank 0, whose outputs are finite" in str(found.error())
+    half = LABELS.where(torch.arange(9) > 4, -100)
+    found = check(lambda output, target: F.cross_entropy(output, target), SCORES, half)
+    assert found is not None
+    # a loss that is no number for other reasons is not one that counts nothing
+    assert check(lambda output, target: output.log().mean(1), SCORES, LABELS) is None
+    assert check(lambda output, target: output.square().mean(1), SCORES * torch.nan, LABELS) is None
+
+
+def test_the_mean_over_nothing_times_nothing_is_nothing() -> None:
+    def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count = (target >= 0).sum()
+        return F.cross_entropy(output, target) * count, count
+
+    assert check(counted, SCORES, LABELS.where(torch.arange(9) > 4, -100)) is None
+
+
 def test_few_samples_are_compared_and_other_ones_each_time() -> None:
-    seen: list[tuple[float, int]] = []
+    seen: deque[tuple[float, int]] = deque()  # not a list, as what comparisons append to one is removed
 
     def fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         seen.append((float(output[0, 0].detach()), len(output)))
@@ -225,7 +324,7 @@ def test_few_samples_are_compared_and_other_ones_each_time() -> None:
         seen.clear()
         assert loss.check() is None
         assert [size for _, size in seen] == [64, 32, 32]
-        assert seen[0][0] == {0: 0, 1: 64, 2: 128, 4: 192, 8: 0, 16: 64}[step]
+        assert seen[0][0] == {0: 0, 1: 64, 2: 128, 4: 192, 8: 236, 16: 0}[step]
 
 
 def test_values_of_classes_are_no_values_of_samples_where_there_are_as_many_of_both() -> None:
@@ -537,3 +636,42 @@ def test_a_recall_is_no_mean_though_halves_have_as_many_of_its_class() -> None:
     metric = SampleSum("metrics", recall)
     metric(output, target, 8)
     assert metric.check() is not None
+
+
+KEPT: list[torch.Tensor] = []
+
+
+class Keeping:
+    """A metric that keeps its outputs."""
+
+    def __init__(self) -> None:
+        self.outputs: list[torch.Tensor] = []
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.outputs.append(output)
+        return output.square().mean()
+
+
+def test_what_a_function_keeps_outside_of_it_is_seen_and_has_no_calls_of_comparisons() -> None:
+    around: list[torch.Tensor] = []
+    samples, table, scale = 0, torch.zeros(4), 2.0
+
+    def keeps(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal samples
+        samples += len(output)
+        table.add_(output.sum(0))
+        around.append(output)
+        KEPT.append(output)
+        return scale * output.square().mean()
+
+    owner = Keeping()
+    for fn, names in ((keeps, {"samples", "table", "around", "KEPT"}), (owner, {"outputs"}), (by_sample, set())):
+        metric = SampleSum("metrics", fn, "metric")
+        for step in range(3):
+            metric.expect(step)
+            metric(SCORES, LABELS, 9)
+            assert metric.check() is None
+        assert set(metric.changes_outside) == names
+    assert samples == 27
+    assert torch.equal(table, 3 * SCORES.sum(0))
+    assert [len(each) for each in (around, KEPT, owner.outputs)] == [3, 3, 3]
