@@ -56,6 +56,9 @@ class ReplicaCheck:
         weights: whether all workers hold the same weights, not shards of them.
         exact: whether equal bits are guaranteed.
 
+    Attributes:
+        every: see the argument.
+
     Raises:
         ConfigError: if `every` is not a whole number of at least 0.
     """
@@ -72,7 +75,7 @@ class ReplicaCheck:
     ) -> None:
         self._comm, self._model, self._optimizer = comm, model, optimizer
         self._on = _check_interval(every) > 0 and comm.size > 1
-        self._interval, self._weights, self._exact = every, weights, exact
+        self.every, self._weights, self._exact = every, weights, exact
         self._dtype = accumulation_dtype(comm.device)
         self._bits = 9 if self._dtype is torch.float32 else 20  # sums of squares are exact up to 4096 workers
         self._names: list[list[str]] = []
@@ -85,7 +88,7 @@ class ReplicaCheck:
 
     def regroup(self) -> None:
         """Adapt to the communicator's new workers."""
-        self._on = self._interval > 0 and self._comm.size > 1
+        self._on = self.every > 0 and self._comm.size > 1
         self._values, self._compared_until = None, -1
         self._marks = torch.zeros(4 if self._on else 0, dtype=self._dtype, device=self._comm.device)
 
@@ -100,7 +103,7 @@ class ReplicaCheck:
             return self._marks
         self._steps, self._latest_step = self._steps + 1, step
         on_device = self._update_hyperparameters()
-        samples = [] if step % self._interval or not self._weights or self._warned else list(self._sample_weights(step))
+        samples = [] if step % self.every or not self._weights or self._warned else list(self._sample_weights(step))
         if not samples and not on_device:
             return self._marks
         number = self._digest([*on_device, *samples])
@@ -154,7 +157,7 @@ class ReplicaCheck:
 
     def _sample_weights(self, step: int) -> Iterator[torch.Tensor]:
         """Yield one value of each parameter, at another index at each step: shape (1,)."""
-        for number, (_, p) in enumerate(self._compared_tensors()):
+        for number, (_, p) in enumerate(self._compared_tensors(self._model)):
             index, offset = mix((step, number)) % p.numel(), p.storage_offset()
             for size, stride in zip(reversed(p.shape), reversed(p.stride()), strict=True):
                 offset += index % size * stride
@@ -171,20 +174,22 @@ class ReplicaCheck:
         total = mix_bits(bits, torch.arange(1, len(bits) + 1, device=bits.device)).sum()
         return (((total ^ (total >> 29)) >> 5) & ((1 << self._bits) - 1)).to(self._dtype)
 
-    def _compared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _compared_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the dense parameters on the device, by name, as real tensors."""
-        for name, p in self._model.named_parameters():
+        for name, p in model.named_parameters():
             if type(p) is nn.Parameter and p.layout is torch.strided and p.device == self._comm.device and p.numel():
                 values = p.detach()
                 yield name, torch.view_as_real(values) if values.is_complex() else values
 
     # --- full comparison ----------------------------------------------------------------------------------------------
 
-    def compare(self, step: int | None = None) -> None:
+    def compare(self, step: int | None = None, model: nn.Module | None = None) -> None:
         """Compare all hyperparameters and all weights; called by every worker, waits for the device.
 
         Args:
             step: the step whose marks differed, if any.
+            model: another model, the weights of which are compared, as every worker has all of them; that of the
+                training when None.
 
         Raises:
             MismatchError: on every worker, naming what differs, where, and the values.
@@ -194,7 +199,8 @@ class ReplicaCheck:
         self._values = None  # update the marks at the next step
         values, on_device = self._read_hyperparameters()
         hyperparameters = [zlib.crc32(repr(values).encode()), *(float(value) for value in on_device)]
-        named = list(self._compared_tensors()) if self._weights else []
+        compared = self._model if model is None and self._weights else model
+        named = [] if compared is None else list(self._compared_tensors(compared))
         checksums = [checksum_of([torch.tensor(hyperparameters, dtype=torch.float64)])]
         checksums += [checksum_of([tensor]) for _, tensor in named]
         local = torch.stack([checksum.to(self._comm.device) for checksum in checksums])
