@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -93,15 +94,16 @@ class Rank0Changes:
             self._note(before)
         yield
         after = [holder.read() for holder in holders]
-        changes: list[str] = []
-        for holder, old, new in zip(holders, before, after, strict=True):
-            if holder is self._modes and self._modes_are_restored(hook, trainer):
-                continue
-            is_kept_in = isinstance(old, list) and len(old) != len(new)  # something, such as losses
-            if not is_kept_in and _may_differ(old, new):
-                changes += self._changes(holder, holder.settings(old), holder.settings(new))
-        if changes:
-            raise _refusal(type(callback).__name__, hook, changes)
+        if _may_differ(before, after):
+            changes: list[str] = []
+            for holder, old, new in zip(holders, before, after, strict=True):
+                if holder is self._modes and self._modes_are_restored(hook, trainer):
+                    continue
+                is_kept_in = isinstance(old, list) and len(old) != len(new)  # something, such as losses
+                if not is_kept_in and _may_differ(old, new):
+                    changes += self._changes(holder, holder.settings(old), holder.settings(new))
+            if changes:
+                raise _refusal(type(callback).__name__, hook, changes)
         if is_whole:
             self._note(after)
 
@@ -109,14 +111,12 @@ class Rank0Changes:
 
     def _find(self) -> None:
         """Find everything that has settings, which may be other objects than before."""
-        layers = dict(self._model.named_modules())
-        parameters = dict(self._model.named_parameters())
         groups = self._optimizer.param_groups
         of_loss = {**dict(self._loss.named_parameters()), **dict(self._loss.named_buffers())}
-        self._modes = Holder("model", lambda: _each(layers, "training"), nn.Module, is_set_in_training=True)
+        self._modes = _flags("training", dict(self._model.named_modules()))
         self._holders = [
             self._modes,
-            Holder("model", lambda: _each(parameters, "requires_grad"), nn.Module, is_set_in_training=True),
+            _flags("requires_grad", dict(self._model.named_parameters())),
             Holder("loss_fn", lambda: {name: setting_of(tensor) for name, tensor in of_loss.items()}, nn.Module),
             *holders_of("model", self._model, (Callback,)),
         ]
@@ -179,9 +179,11 @@ def _of_batch(batch: Batch) -> Holder:
     return Holder("batch.data", lambda: list(map(setting_of, tensors_of(batch.data))), is_set_in_training=True)
 
 
-def _each(objects: Mapping[str, Any], attribute: str) -> dict[str, Any]:
-    """Return an attribute of each object, by the path at which it is."""
-    return {f"{name}.{attribute}".lstrip("."): getattr(each, attribute) for name, each in objects.items()}
+def _flags(name: str, objects: Mapping[str, Any]) -> Holder:
+    """Return what holds an attribute, True or False, of each of the model's layers or parameters."""
+    read, values = operator.attrgetter(name), list(objects.values())
+    paths = [f"{path}.{name}".lstrip(".") for path in objects]
+    return Holder("model", lambda: dict(zip(paths, map(read, values), strict=True)), nn.Module, is_set_in_training=True)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ _MOST_OBJECTS = 4096  # looked into from one root: a bound, for what refers to e
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 _OPAQUE = (torch.Tensor, torch.Generator, np.ndarray, type, types.ModuleType)
 _OWN = __name__.partition(".")[0]
+_INSTALLED = ("site-packages", "dist-packages")  # folders of libraries
 
 NONE = object()
 """In the place of a setting: there is none, or what is there is no setting."""
@@ -76,7 +77,8 @@ def holders_of(path: str, root: Any, excluded: tuple[type, ...] = ()) -> list[Ho
     in_place: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     queue: list[tuple[str, Any]] = [(path, root)]
-    for path, value in queue:  # which grows
+    for path, each in queue:  # which grows
+        value = each.__self__ if inspect.ismethod(each) else each
         if isinstance(value, torch.Tensor):
             in_place[path] = value
         if id(value) in seen or isinstance(value, excluded) or len(seen) > _MOST_OBJECTS:
@@ -88,25 +90,25 @@ def holders_of(path: str, root: Any, excluded: tuple[type, ...] = ()) -> list[Ho
             found.append(holder)
             entries = holder.read()
             pairs = enumerate(entries) if isinstance(entries, list) else entries.items()
-            inner = [(key, each) for key, each in pairs if key not in holder.ignored and not isinstance(each, _PLAIN)]
-            queue += [(holder.name_of(key), each) for key, each in inner]
+            inner = [(key, part) for key, part in pairs if key not in holder.ignored and not isinstance(part, _PLAIN)]
+            queue += [(holder.name_of(key), part) for key, part in inner]
     return [*found, Holder("", lambda: {name: setting_of(tensor) for name, tensor in in_place.items()})]
 
 
 def _holders(path: str, value: Any) -> Iterator[Holder]:
-    if inspect.ismethod(value):
-        value = value.__self__
     if isinstance(value, functools.partial):
-        value = {"func": value.func, **dict(enumerate(value.args)), **value.keywords}
-    if inspect.isfunction(value):
+        yield Holder(path, functools.partial(list, (value.func, *value.args)))
+        yield Holder(path, value.keywords.copy)
+    elif inspect.isfunction(value):
         yield Holder(path, functools.partial(_read_by, value), type(value))
     elif isinstance(value, dict) and len(value) <= _MOST:
         yield Holder(path, value.copy)
     elif isinstance(value, (list, tuple)) and len(value) <= _MOST:
         yield Holder(path, functools.partial(list, value))
     elif isinstance(value, nn.Module):
+        if value._modules:  # first: by these paths the program knows its layers
+            yield Holder(path, value._modules.copy, type(value))
         yield Holder(path, vars(value).copy, type(value), _IN_MODULES)
-        yield Holder(path, value._modules.copy, type(value))
     elif hasattr(value, "__dict__"):
         yield Holder(path, vars(value).copy, type(value))
 
@@ -118,13 +120,15 @@ def _has_settings(value: Any) -> bool:
     options. Others, such as loggers, progress bars and files, are what a callback uses for its output.
     """
     kind = type(value)
-    if isinstance(value, (dict, list, tuple)) or inspect.isroutine(value):
-        return True
-    if isinstance(value, _OPAQUE) or all(
-        callable(getattr(value, name, None)) for name in ("reset", "update", "compute")
-    ):
+    of_library = f"{getattr(value, '__module__', None) or kind.__module__}.".startswith((f"{_OWN}.", "torch._"))
+    if of_library and not kind.__module__.startswith((f"{_OWN}.data.", f"{_OWN}.models.")):
         return False
-    if kind.__module__.startswith(f"{_OWN}.") and not kind.__module__.startswith((f"{_OWN}.data.", f"{_OWN}.models.")):
+    if inspect.isfunction(value):  # those of libraries read what libraries keep, such as counters of a compiler
+        return not any(folder in value.__code__.co_filename for folder in _INSTALLED)
+    if isinstance(value, (dict, list, tuple, functools.partial)):
+        return True
+    is_metric = all(callable(getattr(kind, name, None)) for name in ("reset", "update", "compute"))
+    if isinstance(value, _OPAQUE) or is_metric:
         return False
     if callable(value) or hasattr(kind, "__getitem__") or isinstance(value, Dataset):
         return True

@@ -213,7 +213,8 @@ class Trainer:
             The history: one row for each epoch, and for each validation within one.
 
         Raises:
-            ConfigError: for invalid arguments, such as a `run_dir` with another run, or fewer epochs than are done.
+            ConfigError: for invalid arguments, such as a `run_dir` with another run, or fewer epochs than are done; on
+                rank 0, if a callback that runs on it alone changes what the others have as well.
             CheckpointError: if `resume` is damaged, or of another model, optimizer or data set; nothing is changed.
             DivergedError: if the loss is not finite, naming the step and the learning rate, or the trained parameters
                 are not when the run saves or ends; names the newest checkpoint.

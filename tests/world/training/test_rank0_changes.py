@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,7 @@ class Net(nn.Module):
         self.body, self.drop, self.head = nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 1)
         self.register_buffer("offset", torch.zeros(1))
         self.body.requires_grad_(False)
+        self.offset: torch.Tensor
         self.scale, self.calls, self.options = 1.0, 0, SimpleNamespace(alpha=0.1)
 
     def forward(self, inputs: torch.Tensor) -> Any:
@@ -83,7 +85,8 @@ class Acts(Callback):
         self.action, self.hook = action, hook
 
     def act(self, trainer: Any, *arguments: Any) -> None:
-        if trainer.epoch or trainer.step.steps_done == 3:  # at which not everything is looked at
+        # not everything is looked at after step 3
+        if trainer.epoch or trainer.step.steps_done == 3 or self.hook == "on_train_start":
             self.action(trainer, *arguments)
 
 
@@ -91,7 +94,9 @@ def fitted(action: Callable[..., object], hook: str = "on_train_epoch_start", **
     """The losses of a training with such a callback."""
     lockstep.init("cpu")
     torch.manual_seed(0)
-    model = Net()
+    model: Any = Net()
+    if options.pop("compiles", False):
+        model = torch.compile(model, backend="eager")
     trainer = lockstep.Trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.05),
@@ -204,10 +209,20 @@ def test_what_a_loss_function_reads_is_looked_at() -> None:
     options = SimpleNamespace(beta=0.1)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(output, target) + options.beta * output.abs().mean()
+        penalty: torch.Tensor = options.beta * output.abs().mean()
+        return nn.functional.mse_loss(output, target) + penalty
 
     with pytest.raises(ConfigError, match=r"got loss_fn\.options\.beta: 0\.1 -> 0\.2"):
         fitted(lambda trainer, *_: setattr(options, "beta", 0.2), loss_fn=loss)
+
+
+def test_arguments_of_a_partial_loss_are_looked_at() -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor, beta: float) -> torch.Tensor:
+        return nn.functional.mse_loss(output, target) + beta * output.abs().mean()
+
+    made = partial(loss, beta=0.1)
+    with pytest.raises(ConfigError, match=r"got loss_fn\['beta'\]: 0\.1 -> 0\.2"):
+        fitted(lambda trainer, *_: made.keywords.update(beta=0.2), loss_fn=made)
 
 
 # --- what is no change ----------------------------------------------------------------------------------------------
@@ -245,6 +260,14 @@ def fills_caches(trainer: Any, *_: Any) -> None:
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", *STEP_HOOKS, "on_row"])
 def test_what_changes_nothing_that_training_uses_is_not_refused(action: Callable[..., object], hook: str) -> None:
     assert fitted(action, hook) == fitted(lambda *_: None, hook)
+
+
+def test_what_a_compiler_notes_is_not_refused() -> None:
+    def uses(trainer: Any) -> None:
+        shows_samples(trainer)
+        trainer.model.calls = 0  # no counter is known as such before the first step
+
+    assert fitted(uses, "on_train_start", compiles=True)
 
 
 def test_a_model_left_in_evaluation_mode_where_the_next_epoch_ends_that_is_not_refused() -> None:
