@@ -296,6 +296,11 @@ class Loader:
         return self.epoch(self._epoch)
 
     @property
+    def parts(self) -> dict[str, Any]:
+        """What it was given to make batches of the data set's samples, by argument; None for what it was not."""
+        return {"batch_sampler": self._batch_sampler, "collate_fn": self._collate_fn}
+
+    @property
     def is_iterable(self) -> bool:
         """Whether its data set can only be iterated over."""
         return self._substreams is not None

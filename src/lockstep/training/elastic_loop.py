@@ -116,7 +116,7 @@ class ElasticCallbacks(CallbackGroup):
             step = getattr(arguments[0], "step", None) if arguments else None
             for member in self._members if step is None or step >= done else ():
                 if not member.every_rank:  # else it has been given its state
-                    getattr(member, hook)(trainer, *arguments)
+                    self._run(member, hook, trainer, *arguments)
 
     def changed_states(self) -> bytes | None:
         """Return the states of the callbacks that run on rank 0 only, if they have changed since the last call."""
@@ -172,10 +172,10 @@ class ElasticCallbacks(CallbackGroup):
         for member in new:
             self._start(member, trainer)
             if epoch_has_begun:
-                member.on_train_epoch_start(trainer)
+                self._run(member, "on_train_epoch_start", trainer)
         for hook, arguments in self._after_commit if repeat else ():
             for member in new:
-                getattr(member, hook)(trainer, *arguments)
+                self._run(member, hook, trainer, *arguments)
 
     def _end(self, member: Callback, trainer: TrainingContext, error: BaseException | None) -> None:
         if not isinstance(error, WorkerLeft):  # the run goes on elsewhere

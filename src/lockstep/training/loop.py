@@ -184,7 +184,8 @@ class Loop:
             "samples_per_second": trainer.totals.samples_per_second,
         }
         trainer.check_losses()
-        trainer.step.check_replicas()
+        if self._held_out is None:  # else its evaluation does so, after the callbacks that come before it
+            trainer.step.check_replicas()
         row |= self._validate(row["lr"])
         if ends_epoch:
             trainer.position.end_epoch()

@@ -58,6 +58,9 @@ class ReplicaCheck:
         weights: whether all workers hold the same weights, not shards of them.
         exact: whether equal bits are guaranteed.
 
+    Attributes:
+        every: see the argument.
+
     Raises:
         ConfigError: if `every` is not a whole number of at least 0.
     """
@@ -74,7 +77,7 @@ class ReplicaCheck:
     ) -> None:
         self._comm, self._model, self._optimizer = comm, model, optimizer
         self._on = _check_interval(every) > 0 and comm.size > 1
-        self._interval, self._weights, self._exact = every, weights, exact
+        self.every, self._weights, self._exact = every, weights, exact
         self._dtype = accumulation_dtype(comm.device)
         self._bits = 9 if self._dtype is torch.float32 else 20  # sums of squares are exact up to 4096 workers
         self._names: list[list[str]] = []
@@ -87,7 +90,7 @@ class ReplicaCheck:
 
     def regroup(self) -> None:
         """Adapt to the communicator's new workers."""
-        self._on = self._interval > 0 and self._comm.size > 1
+        self._on = self.every > 0 and self._comm.size > 1
         self._values, self._compared_until = None, -1
         self._marks = torch.zeros(4 if self._on else 0, dtype=self._dtype, device=self._comm.device)
 
@@ -102,7 +105,7 @@ class ReplicaCheck:
             return self._marks
         self._steps, self._latest_step = self._steps + 1, step
         on_device = self._update_hyperparameters()
-        samples = [] if step % self._interval or not self._weights or self._warned else list(self._sample_weights(step))
+        samples = [] if step % self.every or not self._weights or self._warned else list(self._sample_weights(step))
         if not samples and not on_device:
             return self._marks
         number = self._digest([*on_device, *samples])
@@ -175,11 +178,13 @@ class ReplicaCheck:
 
     # --- full comparison ----------------------------------------------------------------------------------------------
 
-    def compare(self, step: int | None = None) -> None:
+    def compare(self, step: int | None = None, model: nn.Module | None = None) -> None:
         """Compare all hyperparameters and all weights; called by every worker, waits for the device.
 
         Args:
             step: the step whose marks differed, if any.
+            model: another model, the weights of which are compared, as every worker has all of them; that of the
+                training when None.
 
         Raises:
             MismatchError: on every worker, naming what differs, where, and the values.
@@ -189,7 +194,8 @@ class ReplicaCheck:
         self._values = None  # update the marks at the next step
         values, on_device = self._read_hyperparameters()
         hyperparameters = [zlib.crc32(repr(values).encode()), *(float(value) for value in on_device)]
-        named = list(_compared_tensors(self._comm, self._model)) if self._weights else []
+        compared = self._model if model is None and self._weights else model
+        named = [] if compared is None else list(_compared_tensors(self._comm, compared))
         checksums = [checksum_of([torch.tensor(hyperparameters, dtype=torch.float64)])]
         checksums += [checksum_of([tensor]) for _, tensor in named]
         local = torch.stack([checksum.to(self._comm.device) for checksum in checksums])

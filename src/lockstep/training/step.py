@@ -727,15 +727,23 @@ class TrainStep:
         self._trained = []  # a wrapper such as DistributedDataParallel is made anew
         self.precision.forget_cast()
 
-    def check_replicas(self) -> None:
+    def check_replicas(self, model: nn.Module | None = None) -> None:
         """Compare all hyperparameters and all weights of the workers, bit by bit; called by all of them.
+
+        Args:
+            model: another model to compare the weights of, the same one on each worker; the trained one when None.
 
         Raises:
             ConfigError: if a worker has found since the last comparison that the loss is no mean over samples.
             MismatchError: on every worker, naming what differs, on which rank, and the values.
         """
         raise_not_a_mean(self._loss.found, self.comm)
-        self._replicas.compare()
+        self._replicas.compare(model=model)
+
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether differences between workers are looked for at all: not with `replica_check=0`."""
+        return self._replicas.every > 0
 
     def check_weights(self) -> None:
         """Check that training has left the trained parameters finite; called by all workers, waits for the device.

@@ -39,6 +39,7 @@ from .loop import Loop
 from .losses import LossFn
 from .modes import TrainingModes
 from .own_loss import with_own_loss
+from .rank0_changes import Rank0Changes
 from .run_state import (
     EpochTotals,
     Position,
@@ -212,7 +213,8 @@ class Trainer:
             The history: one row for each epoch, and for each validation within one.
 
         Raises:
-            ConfigError: for invalid arguments, such as a `run_dir` with another run, or fewer epochs than are done.
+            ConfigError: for invalid arguments, such as a `run_dir` with another run, or fewer epochs than are done; on
+                rank 0, if a callback that runs on it alone changes what the others have as well.
             CheckpointError: if `resume` is damaged, or of another model, optimizer or data set; nothing is changed.
             DivergedError: if the loss is not finite, naming the step and the learning rate, or the trained parameters
                 are not when the run saves or ends; names the newest checkpoint.
@@ -248,10 +250,12 @@ class Trainer:
             with StopSignals() as signals, self.step.strategy.deterministic():
                 self._loop = self._make_loop(signals)
                 try:
+                    self._callbacks.watch(self._changes_of_rank0(loader, held_out))
                     self._loop.run(loader, held_out, validate_every)
                     self.checkpoint_manager.wait()
                 finally:
                     self._loop = None
+                    self._callbacks.watch(None)
                     self.checkpoint_manager.end()
         return self.history
 
@@ -261,6 +265,16 @@ class Trainer:
         most = min(self.global_batch_size, self.step.strategy.virtual_workers or self.global_batch_size)
         number, self._elastic.trainings = self._elastic.trainings, self._elastic.trainings + 1
         return ElasticLoop(self, self._callbacks, signals, self._elastic, number, most)
+
+    def _changes_of_rank0(self, loader: Loader, held_out: Loader | None) -> Rank0Changes | None:
+        """Return what refuses changes by callbacks of rank 0 alone; None where the ranks are not compared."""
+        if not self.step.compares_replicas:
+            return None
+        roots = {"loss_fn": self.loss_fn, "forward": self._forward}
+        for argument, given in (("train", loader), ("validate", held_out)):
+            if given is not None:
+                roots |= {argument: given.dataset, **{f"{argument}.{name}": part for name, part in given.parts.items()}}
+        return Rank0Changes(self.model, self.optimizer, self.step.loss_state, roots)
 
     def hold_run_directory(self) -> None:
         """Lock the run directory on rank 0 of an elastic job, which may be another worker than before."""
@@ -433,8 +447,9 @@ class Trainer:
         Raises:
             ConfigError: for the `Loader` that training is iterating over, or a metric that is not a mean over samples.
             InterruptedRunError: after a signal while `fit` runs, naming the checkpoint.
+            MismatchError: on every worker, if the workers' hyperparameters or weights differ.
         """
-        with self._evaluating("Trainer.evaluate", dataset) as opened:
+        with self._evaluating("Trainer.evaluate", dataset, model) as opened:
             loader = opened if self._loop is None else self._loop.stoppable(opened)
             if model is None:
                 return self._evaluation.run(loader, self.step.precision, self.step.strategy, self.max_steps_in_flight)
@@ -442,11 +457,10 @@ class Trainer:
             return other.run(loader, self.step.precision, None, self.max_steps_in_flight)
 
     @contextmanager
-    def _evaluating(self, method: str, dataset: Any) -> Iterator[Loader]:
+    def _evaluating(self, method: str, dataset: Any, model: nn.Module | None = None) -> Iterator[Loader]:
         with flight_recorder.in_method(method):
             self.step.sync_model()
-            if self._loop is None:  # else the row or the step does so
-                self.step.check_replicas()
+            self.step.check_replicas(model)
             self.step.strategy.sync_buffers()
             with self._opened(dataset, "dataset") as opened, self.step.strategy.deterministic():
                 yield opened

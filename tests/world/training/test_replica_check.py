@@ -32,7 +32,9 @@ EVERYWHERE = [
 
 
 class OnRank0(Callback):
-    """Does something on rank 0 alone, after one step."""
+    """Runs on every rank, but does something on rank 0 alone, after one step."""
+
+    every_rank = True
 
     def __init__(
         self, step: int, action: Callable[[Trainer], None], later: Callable[[Trainer], None] | None = None
@@ -40,13 +42,16 @@ class OnRank0(Callback):
         self.step, self.action, self.later = step, action, later
 
     def on_train_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if result.step == self.step:
+        if result.step == self.step and trainer.comm.rank == 0:
             self.action(trainer)
 
 
 class AtEpoch(Callback):
+    every_rank = True
+
     def on_train_epoch_end(self, trainer: Trainer, row: Row) -> None:
-        change_weight(trainer)
+        if trainer.comm.rank == 0:
+            change_weight(trainer)
 
 
 def lower(trainer: Trainer) -> None:
@@ -68,7 +73,7 @@ def refused(callback: Callback, said: str, out: Path | None = None, **options: A
 
 
 @pytest.mark.parametrize("options", [*EVERYWHERE, SHARDED])
-def test_a_callback_of_rank_0_that_lowers_the_learning_rate(pool: Pool, options: dict[str, Any]) -> None:
+def test_a_callback_that_on_rank_0_lowers_the_learning_rate(pool: Pool, options: dict[str, Any]) -> None:
     said = (
         r"at step 3: 'lr' of parameter group 0 of the optimizer is 0\.001 on rank 0 and 0\.01 on rank 1\. .*every_rank"
     )
@@ -78,7 +83,7 @@ def test_a_callback_of_rank_0_that_lowers_the_learning_rate(pool: Pool, options:
 @pytest.mark.parametrize(
     ("options", "replica_check", "steps"), [({}, 1, 3), *((options, 4, 4) for options in EVERYWHERE), ({}, 50, 5)]
 )
-def test_a_callback_of_rank_0_that_changes_a_weight(
+def test_a_callback_that_on_rank_0_changes_a_weight(
     pool: Pool, options: dict[str, Any], replica_check: int, steps: int
 ) -> None:
     # a look sees one value of each tensor; all of them are seen at the end of an epoch

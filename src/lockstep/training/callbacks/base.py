@@ -108,8 +108,8 @@ class Callback:
 
     Attributes:
         every_rank: whether it runs on all workers. If not (the default), it runs on rank 0 only, and must not
-            communicate nor change the model or the optimizer. A callback on every rank must call the same collectives
-            and make the same changes on each.
+            communicate, nor change the model, the loss, the data or the optimizer: `fit` refuses that with an error. A
+            callback on every rank must call the same collectives and make the same changes on each.
         needs_columns: columns of the history that it reads, such as "val_loss"; `fit` checks before the first step that
             the rows will have them.
         adds_columns: columns that it adds itself to the rows, or to the results of a validation.

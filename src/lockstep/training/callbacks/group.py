@@ -12,6 +12,7 @@ from typing import Any
 from ... import flight_recorder
 from ...checkpoint.serialization import pack
 from ...errors import CheckpointError, ConfigError, unknown_name
+from ..rank0_changes import Rank0Changes
 from .base import Callback, TrainingContext
 from .checkpoints import Checkpoints
 from .columns import RowColumns
@@ -47,6 +48,7 @@ class CallbackGroup:
         self._members = [callback for callback in ordered if callback.every_rank or rank == 0]
         self._by_name, self._logs = _by_name(ordered), rank == 0
         self._by_hook: dict[str, list[Callback]] = {}
+        self._changes: Rank0Changes | None = None
         self._started: list[Callback] = []  # whose `on_train_start` was called
         self.shows_progress = any(isinstance(member, Progress) for member in self._members)
 
@@ -116,8 +118,26 @@ class CallbackGroup:
     def call(self, hook: str, trainer: TrainingContext, *arguments: Any) -> None:
         """Call the hook named `hook` of each callback that overrides it."""
         for member in self._overriding(hook):
-            with _declared(member, hook):
-                getattr(member, hook)(trainer, *arguments)
+            self._run(member, hook, trainer, *arguments)
+
+    def watch(self, changes: Rank0Changes | None) -> None:
+        """Let what callbacks of rank 0 alone change be refused from here on; with None, no longer.
+
+        Lockstep's own callbacks of that kind change nothing, and are not looked at.
+        """
+        self._changes = changes
+        if changes is not None and any(not (member.every_rank or _is_own(type(member))) for member in self._members):
+            changes.begin()
+
+    def _run(self, member: Callback, hook: str, trainer: TrainingContext, *arguments: Any) -> None:
+        """Call a hook of a callback."""
+        method = getattr(member, hook)
+        with _declared(member, hook):
+            if self._changes is None or member.every_rank or _is_own(method):
+                method(trainer, *arguments)
+                return
+            with self._changes.refused(member, hook, trainer, arguments):
+                method(trainer, *arguments)
 
     def _overriding(self, hook: str) -> list[Callback]:
         """Return the callbacks that override `hook`; most hooks of most callbacks do nothing at every step."""
@@ -147,21 +167,25 @@ class CallbackGroup:
 
     def _start(self, member: Callback, trainer: TrainingContext) -> None:
         """Call `on_train_start`; `running` then calls `on_train_end`."""
-        with _declared(member, "on_train_start"):
-            member.on_train_start(trainer)
+        self._run(member, "on_train_start", trainer)
         self._started.append(member)
 
     def _end(self, member: Callback, trainer: TrainingContext, error: BaseException | None) -> None:
         # An exception of `on_train_end` must not hide the one that ended the run.
-        with nullcontext() if error is None else suppress(Exception), _declared(member, "on_train_end"):
-            member.on_train_end(trainer, error)
+        with nullcontext() if error is None else suppress(Exception):
+            self._run(member, "on_train_end", trainer, error)
 
 
 def _declared(member: Callback, hook: str) -> flight_recorder.activity:
     """Return a context that tells the watchdog which callback runs, and that others wait for it on rank 0 only."""
     kind = type(member)
-    is_own = kind.__module__.startswith(_OWN)
-    return flight_recorder.activity(f"the callback {kind.__name__}.{hook}", is_own, is_solo=not member.every_rank)
+    name = f"the callback {kind.__name__}.{hook}"
+    return flight_recorder.activity(name, _is_own(kind), is_solo=not member.every_rank)
+
+
+def _is_own(defined: Any) -> bool:
+    """Return whether a class or a method is Lockstep's own."""
+    return str(getattr(defined, "__module__", "")).startswith(_OWN)
 
 
 def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
