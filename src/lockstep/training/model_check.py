@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .mean_check import (
+    WITH_GRADIENTS,
     Difference,
     Halves,
     LossLike,
@@ -29,7 +30,8 @@ __all__ = ["compare_model"]
 
 _log = logging.getLogger(__name__)
 
-# A comparison calls the model twice with these samples, so they are few of many: at most one of 16, and at most 8.
+# A comparison calls the model twice with these samples, so they are few of many: at most one of 16, and at most 8. The
+# first ones have 8 in any case: of two samples that choose the same expert, a term that balances experts is a mean.
 _ONE_OF, _MAX_SAMPLES = 16, 8
 # Elements of a model (256 MiB in float64) that is copied for the comparison.
 _MAX_COPIED = 1 << 25
@@ -68,7 +70,8 @@ def compare_model(
     Returns:
         The difference; None if there is none, or if the model cannot be compared.
     """
-    call = keep_call(data, None, size, number, most=min(_MAX_SAMPLES, max(2, size // _ONE_OF)))
+    few = _MAX_SAMPLES if number in WITH_GRADIENTS else max(2, size // _ONE_OF)
+    call = keep_call(data, None, size, number, most=min(_MAX_SAMPLES, few))
     if call.rows is None or size < 2 or not _is_affordable(number, size):
         return None
     loss = without_traces(fn)
