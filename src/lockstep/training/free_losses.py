@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -147,42 +147,39 @@ def uncounted_mean(root: torch.Tensor) -> str | None:
 
 
 def divisor(root: torch.Tensor) -> torch.Tensor | None:
-    """Return the number that a loss divides all of its terms by, as ``sum / count.clamp(min=1)``; None if there is none.
+    """Return the number that a loss divides sums by in all of its terms, as ``sum / count.clamp(min=1)``.
+
+    None if there is no such number, or if a term is divided in another way, as a mean is.
 
     Args:
         root: a loss, before its backward pass.
     """
     found: list[torch.Tensor] = []
-    for node in _walk([root.grad_fn], stop=lambda node: not _is_multiple(node)):
-        if _is_multiple(node):
-            continue
+    for node in _terms(root.grad_fn, multiples=True):
         number = getattr(node, "_saved_other", None)
         if _kind(node) != "DivBackward" or not isinstance(number, torch.Tensor) or number.numel() != 1:
             return None
+        numerators = _terms(node.next_functions[0][0], multiples=True)
+        if not all(_kind(each) == "SumBackward" or getattr(each, "_saved_reduction", None) == 2 for each in numerators):
+            return None
         found.append(number.detach())
-    same = found and all(each is found[0] or torch.equal(each, found[0]) for each in found[1:])
+    same = bool(found) and all(torch.equal(each, found[0]) for each in found[1:])
     return found[0].reshape(()) if same else None
 
 
-def _is_multiple(node: Node) -> bool:
-    """Return whether a node adds terms up, or multiplies them by a constant."""
-    return _kind(node) in _TERMS or (_kind(node) == "MulBackward" and len(_next(node)) == 1)
+def _terms(root: Node | None, multiples: bool = False) -> Iterator[Node]:
+    """Yield the nodes of the single terms of a loss that no constant multiplies; `multiples`: of those as well."""
 
+    def adds_up(node: Node) -> bool:
+        return _kind(node) in _TERMS or (multiples and _kind(node) == "MulBackward" and len(_next(node)) == 1)
 
-def _terms(root: Node | None) -> Iterator[Node]:
-    """Yield the nodes of the single terms of a loss that no constant multiplies."""
-    if root is None:
-        return
-    for node in _walk([root], stop=lambda node: not _passes_on(node)):
-        if _kind(node) not in _TERMS:
-            yield node
+    def passes_on(node: Node) -> bool:
+        if _kind(node) == "SumBackward":  # of terms, or of a sum over another dimension
+            return any(_kind(below) in ("StackBackward", "SumBackward") for below in _next(node))
+        return adds_up(node)
 
-
-def _passes_on(node: Node) -> bool:
-    """Return whether terms are below a node: it adds them up, or a sum of another dimension."""
-    if _kind(node) == "SumBackward":
-        return any(_kind(below) in ("StackBackward", "SumBackward") for below in _next(node))
-    return _kind(node) in _TERMS
+    if root is not None:
+        yield from (node for node in _walk([root], stop=lambda node: not passes_on(node)) if not adds_up(node))
 
 
 def _sums_samples(node: Node, samples: int) -> bool:

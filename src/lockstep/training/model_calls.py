@@ -37,7 +37,8 @@ class ModelCalls:
 
     The outputs of interest are those with a row, or two, for each sample, and single numbers. A first dimension may
     have that size by chance, as that of an output for one sample alone. So inputs must have it too, it must not be
-    small, and a model that is called for each sample is not looked at.
+    small, and a model that is called for each sample is not looked at. Numbers are not looked at where the samples may
+    be in the second dimension of inputs, as in sequences of (time, sample, …).
 
     What a model makes of constants, such as a prompt for each class or the points of a boundary, is no output for a
     sample. Constants are inputs that have the values that one had in the body that was looked at before.
@@ -102,8 +103,11 @@ class ModelCalls:
         for place, tensor in enumerate(tensors_of(output)):
             if tensor.grad_fn is not None and tensor.dim() > 1 and tensor.shape[0] in sizes:
                 self._outputs.append(tensor)
-            elif tensor.grad_fn is not None and tensor.numel() == 1:
+            elif tensor.grad_fn is not None and tensor.numel() == 1 and not self._may_be_second(entered):
                 self._numbers.append(_Number(model, (inputs, named), place, tensor))
+
+    def _may_be_second(self, entered: list[torch.Tensor]) -> bool:
+        return any(tensor.dim() > 1 and tensor.shape[1] == self.samples for tensor in entered)
 
     def are_data(self, values: torch.Tensor) -> bool:
         """Return whether values that entered a model are known to be no constants."""

@@ -23,7 +23,7 @@ from ..communicator import init
 from ..data.loader import Batch, Loader, dataloader_settings
 from ..data.nested import map_tensors, narrow, sample_count
 from ..errors import ConfigError, unexpected_argument
-from ..flight_recorder import note_samples
+from ..flight_recorder import current, note_samples
 from ..invariance.determinism import DeterminismSettings
 from ..invariance.fingerprints import checksum_of
 from ..invariance.gradient_buckets import Gradients
@@ -91,13 +91,15 @@ def prepare(
     - The batch size of a loader is that of the *global* batch, which all workers share.
     - ``optimizer.step()`` first sums the gradients over the workers. Each worker's gradient is weighted by its samples,
       so that the sum is the gradient of the mean over the global batch. For a mean over something else, such as tokens,
-      give the denominator of this worker's loss: ``optimizer.step(count=tokens)``; a part whose count is 0 adds
-      nothing, and if nothing counts in the whole batch, that is an error. Parameters without a gradient get one of
-      zeros.
+      give the denominator of this worker's loss: ``optimizer.step(count=tokens)``. A part whose count is 0 adds
+      nothing, unless all terms of its loss are divided by one number, such as ``count.clamp(min=1)``: its sum is added
+      then. If nothing counts in the whole batch, that is an error. Parameters without a gradient get one of zeros.
     - ``optimizer.step(loss=loss)`` returns the mean loss over the global batch, a 0-dim tensor, in the body that
       completes a step, and None in others; ``optimizer.stepped`` says which it is.
     - Gradients of several batches may be accumulated before one step, as on one device, and zeroed in any way:
       ``optimizer.zero_grad()``, ``model.zero_grad()`` or ``p.grad = None``.
+    - Several loaders in one loop, as in ``zip(labelled, unlabelled)``, give the parts of one step. Their batches must
+      be divided into equal shares: batch sizes that are multiples of the number of workers.
     - A scheduler or an `AveragedModel` acts once a step, and the buffers of an average are those of the global batch.
 
     With `virtual_workers`, each global batch is cut into so many shards, and the results have the same bits at any
@@ -117,18 +119,23 @@ def prepare(
     of samples, of which it yields slices. The global random generators are seeded for each shard, and restored after
     the last one.
 
-    **What is an error, on one worker too**: gradients changed by hand between ``backward()`` and ``step()``; a loss
-    that is a sum over samples; without virtual workers, one that compares samples with each other (see `whole_batch`),
-    and cross entropy with class weights or ignored labels in a step without count=; with virtual workers, a scheduler
-    or an `AveragedModel` that was not given and acts in each shard, and hyperparameters that differ from shard to
-    shard. Hyperparameters are compared over the ranks as well. Losses are looked at in batch 0, 1, 2, 4, … 1,024 and
-    every 1,024th (for comparisons of samples, from batch 1 on), changes of ``p.grad.data`` before step 0, 1, 2, 4 and
-    so on.
+    **What is an error, on one worker too**: gradients changed by hand between ``backward()`` and ``step()``; a step of
+    an optimizer that was not given; a loss that is a sum over samples; without virtual workers, one that compares
+    samples with each other (see `whole_batch`), a number that a model adds to it and that is no mean over samples (a
+    term that balances experts), weights that are changed between two backward passes of a body, and cross entropy with
+    class weights or ignored labels in a step without count=; with virtual workers, a scheduler or an `AveragedModel`
+    that was not given and acts in each shard, and hyperparameters that differ from shard to shard. Hyperparameters are
+    compared over the ranks as well, and several workers refuse forward passes that change parameters. Losses and
+    models are looked at in batch 0, 1, 2, 4, … 1,024 and every 1,024th (inputs that are computed from the loader's,
+    from batch 1 on), changes of ``p.grad.data`` and ``p.data`` before step 0, 1, 2, 4 and so on.
 
     **What is not checked**, and may depend on the number of workers:
 
     - a sum that is multiplied or divided, e.g. by a fixed batch size, and a sum of products such as
       ``(log_prob * advantage).sum()``: divide by ``len(inputs)``, the samples of this part;
+    - a number that a model keeps as an attribute, that is another one in evaluation mode, or that is part of a step
+      with a count; statistics of the batch within a model;
+    - of a part whose count is 0, a sum that is not zero beside terms that are not divided;
     - a loss that compares samples through a model's methods or parts, a compiled model, a selection (``topk``) or
       numbers without a gradient, such as advantages normalised over the batch, and one with fewer than 4 samples in a
       part; without count=, another mean over something else than samples, such as tokens;
@@ -147,7 +154,8 @@ def prepare(
         objects: any number of modules, optimizers over their parameters, `DataLoader`s or `lockstep.Loader`s,
             learning-rate schedulers of these optimizers that are stepped once a batch, and `AveragedModel`s.
         virtual_workers: number of shards of each global batch; as many as there are workers when None.
-        max_grad_norm: maximum 2-norm of each optimizer's whole gradient, which is then in ``optimizer.grad_norm``.
+        max_grad_norm: maximum 2-norm of each optimizer's whole gradient, which is then in ``optimizer.grad_norm``;
+            `math.inf` measures it only.
         precision: "fp32", or "bf16": forward passes run with autocast, and floating outputs are converted to float32.
         seed: the seed of the order of samples and of random draws within shards.
         threads: with virtual workers, threads within an operation on the CPU; 1 when None.
@@ -275,6 +283,7 @@ class _OwnLoop:
         self._calls: ModelCalls | None = None  # of the running body, if its losses are looked at
         self._look_number = 0  # batches that were before it
         self._inputs_before: list[torch.Tensor] | None = None  # of models, in the body that was looked at before
+        self._collectives: int | None = None  # that were recorded before the running body
         self._updates = False  # whether the step of a prepared optimizer runs
         self._has_loader = any(isinstance(each, (Loader, DataLoader)) for each in objects)
         bodies.watch()
@@ -405,6 +414,7 @@ class _OwnLoop:
             self._buffers.restore()
         for optimizer in self.optimizers.values():
             optimizer.begin_shard(shard, first)
+        self._collectives = _recorded_collectives()
         if look is not None and shard.samples:
             models = [model for model in self._models if not _is_compiled(model)]
             # The shards of virtual workers are the same on any number of workers, and so is what is compared in them.
@@ -510,8 +520,13 @@ class _OwnLoop:
             optimizer.note_step()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Check that an optimizer which steps in a body was prepared, if it has parameters of a prepared model."""
+        """Check that an optimizer which steps in a body was prepared, if it has parameters of a prepared model.
+
+        If none was, the loop may sum the gradients itself: not on several workers in a body without a collective.
+        """
         if self._updates or id(optimizer) in self.optimizers:
+            return
+        if not self.optimizers and (self.comm.size == 1 or self._collectives != _recorded_collectives()):
             return
         known = {id(p) for p in self.model.parameters()}
         if any(id(p) in known and p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -625,6 +640,11 @@ class _OwnLoop:
                 found="one: this worker has several shards, and parameters are updated after the last of them",
                 hint="Loop over loader.batches(), and for each optimizer over optimizer.shards(batch).",
             )
+
+
+def _recorded_collectives() -> int | None:
+    """Return how many collectives this process has called; None if they are not recorded."""
+    return None if current.recorder is None else current.recorder.count
 
 
 def _check_kinds(objects: tuple[Any, ...]) -> None:

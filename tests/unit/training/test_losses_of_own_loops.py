@@ -163,6 +163,27 @@ def test_a_number_of_the_model_that_parts_add_up_to_is_not(options: Any) -> None
     assert train_with_number(**options) == 4
 
 
+def test_a_number_over_time_is_not_compared_where_the_samples_are_in_the_second_dimension() -> None:
+    class Sequences(nn.Module):
+        """A recurrent network over (time, sample, feature), and how fast its states change."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.RNN(3, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            states = self.layer(x)[0]
+            return states[-1], (states[1:] - states[:-1]).square().mean()
+
+    model = Sequences()
+
+    def body(_: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores, change = model(x.expand(2 * SAMPLES, *x.shape))
+        return F.cross_entropy(scores, y.clamp(0)) + change
+
+    assert train(body, model=model) == 4
+
+
 # --- sums of constants ----------------------------------------------------------------------------------------------
 
 
@@ -177,9 +198,7 @@ def boundary(rows: int, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tenso
 
 
 @pytest.mark.parametrize("rows", [5, SAMPLES])
-@pytest.mark.parametrize(
-    "loss", [nn.MSELoss(reduction="sum"), lambda output, target: (output - target).square().sum()]
-)
+@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), lambda output, target: (output - target).square().sum()])
 def test_a_sum_of_constants_is_the_same_on_each_worker(rows: int, loss: Any) -> None:
     assert train(boundary(rows, loss)) == 4
     assert train(boundary(rows, loss), virtual_workers=2) == 4

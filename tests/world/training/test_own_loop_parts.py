@@ -77,6 +77,27 @@ def test_the_sums_of_parts_are_those_of_one_device(pool: Pool) -> None:
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
+def means_of_labels(virtual_workers: int | None) -> Tensors:
+    """Means over labels, divided once more; of many parts no label counts, and their means are no numbers."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    inputs, labels = data().tensors
+    labels = labels.where(torch.arange(48) % BATCH == 7, -100)
+    loader = DataLoader(TensorDataset(inputs, labels), BATCH)
+    model, optimizer, loader = lockstep.prepare(model, optimizer, loader, virtual_workers=virtual_workers)
+    for x, y in loader:
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) / 4).backward()
+        optimizer.step(count=(y >= 0).sum())
+    assert all(p.isfinite().all() for p in model.parameters())
+    return weights(model)
+
+
+@pytest.mark.parametrize("virtual_workers", [None, 6])
+def test_a_mean_that_is_divided_once_more_is_a_mean(pool: Pool, virtual_workers: int | None) -> None:
+    check_alike(pool, means_of_labels, virtual_workers, exact=virtual_workers is not None)
+
+
 # --- two loaders --------------------------------------------------------------------------------------------
 
 
@@ -185,6 +206,29 @@ def test_an_optimizer_that_is_prepared_may_move_the_weights_between_two_passes(
     check_alike(pool, sharpness_aware, in_one_body, virtual_workers, exact=virtual_workers is not None)
 
 
+def forgotten(reduces: bool) -> Tensors:
+    """An optimizer that was not given to prepare, in a loop that may sum the gradients itself."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, loader = lockstep.prepare(model, DataLoader(data(), BATCH))
+    comm = lockstep.init()
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for p in model.parameters() if reduces else ():
+            p.grad = comm.allreduce(p.grad) / comm.size
+        optimizer.step()
+    return weights(model)
+
+
+def test_an_optimizer_that_was_forgotten_is_noticed_unless_the_loop_sums_the_gradients(pool: Pool) -> None:
+    check_alike(pool, forgotten, True)
+    with pytest.raises(
+        RanksFailedError, match=r"optimizer: expected a step of optimizers that were given .* one of SGD"
+    ):
+        pool.run(forgotten, False, workers=2)
+
+
 # --- norms ----------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +304,8 @@ def test_forward_passes_that_change_parameters_are_named(pool: Pool, how: str) -
     said = r"got one that changes 0\.scale, of ActNorm: .*call the model once before the training"
     with pytest.raises(RanksFailedError, match=said):
         pool.run(changing, ActNorm, how, workers=2)
-    with pytest.raises(RanksFailedError, match=r"got one that changes 0\.table\.weight, of Embedding: .*Leave max_norm"):
+    said = r"got one that changes 0\.table\.weight, of Embedding: .*Leave max_norm out"
+    with pytest.raises(RanksFailedError, match=said):
         pool.run(changing, Words, how, workers=2)
 
 
@@ -288,7 +333,7 @@ def counted_by_hand(prepared: bool) -> list[str]:
                 model(inputs)
     for _ in lockstep.Loader(data(), BATCH):
         pass  # with gradients, as in a training
-    lockstep.evaluate(model, data(), global_batch_size=BATCH, metrics={"loss": F.cross_entropy})
+    lockstep.evaluate(model, lockstep.Loader(data(), BATCH, shuffle=False), F.cross_entropy)
     logging.getLogger("lockstep").removeHandler(handler)
     return [line for line in lines if "a loop without gradients" in line]
 
