@@ -133,8 +133,8 @@ def prepare(
 
     - a sum that is multiplied or divided, e.g. by a fixed batch size, and a sum of products such as
       ``(log_prob * advantage).sum()``: divide by ``len(inputs)``, the samples of this part;
-    - a number that a model keeps as an attribute, that is another one in evaluation mode, or that is part of a step
-      with a count; statistics of the batch within a model;
+    - a number that a model keeps as an attribute, or that is part of a step with a count; statistics of the batch
+      within a model;
     - of a part whose count is 0, a sum that is not zero beside terms that are not divided;
     - a loss that compares samples through a model's methods or parts, a compiled model, a selection (``topk``) or
       numbers without a gradient, such as advantages normalised over the batch, and one with fewer than 4 samples in a
@@ -283,6 +283,7 @@ class _OwnLoop:
         self._calls: ModelCalls | None = None  # of the running body, if its losses are looked at
         self._look_number = 0  # batches that were before it
         self._inputs_before: list[torch.Tensor] | None = None  # of models, in the body that was looked at before
+        self._left: list[tuple[nn.Parameter, torch.Tensor, int]] = []  # gradients, if no optimizer was given
         self._collectives: int | None = None  # that were recorded before the running body
         self._updates = False  # whether the step of a prepared optimizer runs
         self._has_loader = any(isinstance(each, (Loader, DataLoader)) for each in objects)
@@ -497,6 +498,9 @@ class _OwnLoop:
                         found.append((number_error(number), parameters_reached(root), True))
 
         def record() -> None:
+            if not self.optimizers:
+                present = [(p, p.grad) for p in self.model.parameters()]
+                self._left = [(p, gradient, gradient._version) for p, gradient in present if gradient is not None]
             for error, reached, unless_counted in found:
                 for optimizer in self.optimizers.values():
                     optimizer.refuse(error, reached, unless_counted)
@@ -522,11 +526,9 @@ class _OwnLoop:
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Check that an optimizer which steps in a body was prepared, if it has parameters of a prepared model.
 
-        If none was, the loop may sum the gradients itself: not on several workers in a body without a collective.
+        If none was, the loop may sum the gradients itself.
         """
-        if self._updates or id(optimizer) in self.optimizers:
-            return
-        if not self.optimizers and (self.comm.size == 1 or self._collectives != _recorded_collectives()):
+        if self._updates or id(optimizer) in self.optimizers or (not self.optimizers and self._may_be_summed()):
             return
         known = {id(p) for p in self.model.parameters()}
         if any(id(p) in known and p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -537,6 +539,11 @@ class _OwnLoop:
                 hint="Give it to lockstep.prepare() too. One that steps with another one inside, as a SAM does, is "
                 "written as two: the page on training has an example.",
             )
+
+    def _may_be_summed(self) -> bool:
+        """Return whether the loop may have summed gradients itself since the backward pass: changed, or sent them."""
+        same = all(p.grad is gradient and p.grad._version == version for p, gradient, version in self._left)
+        return self.comm.size == 1 or not same or self._collectives != _recorded_collectives()
 
     def check_scheduler(self, scheduler: LRScheduler) -> None:
         """Check that a scheduler of a prepared optimizer acts once a batch."""

@@ -70,8 +70,9 @@ class ShardGradients:
         self._passes: list[int] = []  # how many have reached each of them
         self._of_step: list[bool] = []
         self._norms: list[torch.Tensor | None] = []
-        self._weights: dict[int, tuple[int, torch.Tensor | None]] = {}  # versions and norms as a pass has left them
-        self._moved: list[int] = []  # parameters that had others when a later pass reached them
+        self._weights: list[int | None] = []  # versions of the parameters as the first pass has left them
+        self._sizes: dict[int, torch.Tensor] = {}  # and their norms, as changes through .data leave the version
+        self._moved: list[int] = []  # parameters that were changed when a later pass reached them
         self._due = False
         self._zeroed = False  # whether the optimizer's own zero_grad() was called for the running shard
         self._aside: _Kept | None = None  # what the shard began with, while a sample stands in for none
@@ -88,6 +89,7 @@ class ShardGradients:
             hook.remove()
         self.trained, self._own, self._shown, self._problems = trained, {}, [], []
         self._ids = frozenset(map(id, trained))
+        self.note_step()
         me = weakref.ref(self)  # a cycle through a hook would never be freed
         self._hooks = [
             p.register_post_accumulate_grad_hook(_recorder(me, number))  # type: ignore[no-untyped-call]
@@ -102,15 +104,17 @@ class ShardGradients:
         self._passes[number] += 1
         if self._due and gradient.layout is torch.strided:
             self._norms[number] = _norm(gradient)
-        version, before = self.trained[number]._version, self._weights.get(number)
+        version, before = self.trained[number]._version, self._weights[number]
         if before is None:
-            self._weights[number] = version, _norm(self.trained[number]) if self._due else None
-        elif before[0] != version or not _is_norm(self.trained[number], before[1]):
+            self._weights[number] = version
+            if self._due:
+                self._sizes[number] = _norm(self.trained[number])
+        elif before != version or (self._due and not torch.equal(self._sizes[number], _norm(self.trained[number]))):
             self._moved.append(number)
 
     def note_step(self) -> None:
         """Note that a step has changed the parameters, on every worker alike."""
-        self._weights, self._moved = {}, []
+        self._weights, self._moved = [None] * len(self.trained), []
 
     def note_used(self, by: ShardGradients) -> None:
         """Note that a step has used the gradients of another optimizer, and changed them where they are these."""
@@ -355,11 +359,6 @@ def _recorder(owner: Callable[[], ShardGradients | None], number: int) -> Callab
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(full_precision(gradient.detach()))
     return norm.float()
-
-
-def _is_norm(parameter: nn.Parameter, norm: torch.Tensor | None) -> bool:
-    """Return whether a parameter has this norm; changes through ``.data`` leave no trace in its version."""
-    return norm is None or torch.equal(_norm(parameter), norm)
 
 
 def _changed() -> ConfigError:

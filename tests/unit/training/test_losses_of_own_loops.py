@@ -163,6 +163,47 @@ def test_a_number_of_the_model_that_parts_add_up_to_is_not(options: Any) -> None
     assert train_with_number(**options) == 4
 
 
+class InTraining(WithNumber):
+    """Balances experts in training only, and drops out."""
+
+    def __init__(self) -> None:
+        super().__init__(balance)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, value = super().forward(x)
+        return self.drop(scores), value if self.training else torch.zeros(())
+
+
+class Running(WithNumber):
+    """Has the statistics of the batch in training, and running ones in evaluation, as batch norm has."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda chosen: chosen.square().mean())
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)  # type: ignore[operator]
+        return super().forward(x - (x.mean(0) if self.training else self.mean))
+
+
+def body_of(model: nn.Module) -> Any:
+    def body(_: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores, value = model(x)
+        return F.cross_entropy(scores, y.clamp(0)) + 0.01 * value
+
+    return body
+
+
+def test_a_number_that_is_computed_in_training_only_is_refused() -> None:
+    model = InTraining()
+    with pytest.raises(ConfigError, match="each number that a model adds to it"):
+        train(body_of(model), model=model)
+    running = Running()
+    assert train(body_of(running), model=running) == 4
+
+
 def test_a_number_over_time_is_not_compared_where_the_samples_are_in_the_second_dimension() -> None:
     class Sequences(nn.Module):
         """A recurrent network over (time, sample, feature), and how fast its states change."""
