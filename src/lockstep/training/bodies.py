@@ -43,12 +43,6 @@ class Shard:
     whole_batch: bool = False
     divisors: list[torch.Tensor | None] = field(default_factory=list)
 
-    def divisor(self) -> torch.Tensor | None:
-        """Return what all losses are divided by; None if that is not known to be one number."""
-        found = [each for each in self.divisors if each is not None]
-        same = len(found) == len(self.divisors) and all(torch.equal(each, found[0]) for each in found[1:])
-        return found[0] if found and same else None
-
 
 class Listener(Protocol):
     """A prepared loop, as the calls within its bodies see it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +13,7 @@ from .model_calls import ModelCalls
 from .sample_sums import NotAMean
 
 __all__ = [
+    "common_number",
     "compares_samples",
     "comparison_error",
     "count_error",
@@ -163,8 +164,24 @@ def divisor(root: torch.Tensor) -> torch.Tensor | None:
         if not all(_kind(each) == "SumBackward" or getattr(each, "_saved_reduction", None) == 2 for each in numerators):
             return None
         found.append(number.detach())
-    same = bool(found) and all(torch.equal(each, found[0]) for each in found[1:])
-    return found[0].reshape(()) if same else None
+    return common_number(found)
+
+
+def common_number(numbers: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the number that all of `numbers` are, a 0-dim tensor; None if they are not known to be one.
+
+    Numbers on an accelerator are the same only if they are one tensor: reading them would wait for it.
+    """
+
+    def are_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        if ours.device != theirs.device:
+            return False
+        return ours.data_ptr() == theirs.data_ptr() or (ours.device.type == "cpu" and bool(ours == theirs))
+
+    known = [each for each in numbers if each is not None]
+    if not known or len(known) < len(numbers) or not all(are_same(known[0], each) for each in known[1:]):
+        return None
+    return known[0].reshape(())
 
 
 def _terms(root: Node | None, multiples: bool = False) -> Iterator[Node]:

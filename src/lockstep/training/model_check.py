@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from .divided_batches import FirstPasses
 from .mean_check import (
     WITH_GRADIENTS,
     Difference,
@@ -118,12 +119,15 @@ def compare_model(
 
 
 def _in_training(model: nn.Module, training: list[nn.Module], halves: Halves, gradients: bool) -> Difference | None:
-    """Return the difference in training mode; None if the model changes buffers, as by running statistics."""
+    """Return the difference in training mode; None if the model draws, or changes buffers as by running statistics.
+
+    Draws may be the same by chance where the model is called once more, as masks of few elements are.
+    """
     for layer in training:
         layer.training = True
-    versions = [buffer._version for buffer in model.buffers()]
+    passes = FirstPasses({"": model}, device_of(list(model.parameters())))
     found = halves.difference(gradients)
-    return found if versions == [buffer._version for buffer in model.buffers()] else None
+    return None if passes.drew() or passes.changed_buffers() else found
 
 
 def _is_affordable(number: int, size: int) -> bool:

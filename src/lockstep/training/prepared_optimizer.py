@@ -16,6 +16,7 @@ from ..invariance.gradient_buckets import Bucket
 from ..invariance.ordered_reducer import BucketExchange, SubtreeLayout, gather_sum, make_exchanges, set_sums
 from ..strategies.base import accumulation_dtype
 from .bodies import Shard
+from .free_losses import common_number
 from .in_flight import LAG, HostCopy
 from .mean_check import is_due
 from .precision import clip, scale_gradients
@@ -291,9 +292,10 @@ class PreparedOptimizer:
         if shard.samples:
             weight = weight.fill_(shard.weight) if count is None else weight + count
         scale = weight
-        if count is not None and (divisor := shard.divisor()) is not None:
+        if count is not None and shard.samples and (divisor := common_number(shard.divisors)) is not None:
             # The sum of a part that counts nothing may be divided by something else, as by clamp(count, min=1).
-            scale = torch.where(weight == 0, divisor.to(weight), weight) if shard.samples else weight
+            number = float(divisor) if divisor.device.type == "cpu" else divisor.to(weight.dtype)
+            scale = torch.where(weight == 0, number, weight)
         numbers = torch.zeros(8, dtype=weight.dtype, device=device)
         if loss is not None and shard.samples:
             # Where nothing counts, a mean is no number.
