@@ -219,6 +219,7 @@ class Loader:
         self._same_data: SameData | None = None  # compares the data sets of the workers
         self._compared: Any = None  # a reference to the process group whose ranks do that
         self._is_other_length_said = False
+        self._has_said_parts = False
 
     def _check(self, num_workers: int) -> None:
         for name, value, minimum in (
@@ -293,7 +294,20 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the next epoch: epoch 0, then 1, and so on, from the loaded position in the first."""
+        if not torch.is_grad_enabled():
+            self._say_that_parts_are_seen()
         return self.epoch(self._epoch)
+
+    def _say_that_parts_are_seen(self) -> None:
+        """Say once that a loop without gradients sees this worker's part alone: sums over it are no results."""
+        if not self._has_said_parts and self.comm.size > 1 and self.comm.rank == 0:
+            _log.warning(
+                "%d workers: in a loop without gradients each of them gets a part of the data, so that a sum, a mean "
+                "or a count over the loop is that of a part. lockstep.evaluate(model, loader, metrics=...) and "
+                "lockstep.predict return results of all samples; comm.allreduce sums up what the loop has counted",
+                self.comm.size,
+            )
+        self._has_said_parts = True
 
     @property
     def parts(self) -> dict[str, Any]:

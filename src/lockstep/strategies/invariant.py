@@ -19,6 +19,7 @@ from .base import Strategy, accumulation_dtype
 from .buffers import MutatedBuffers
 from .module_sync import broadcast_tensors, expanded_dimensions, sync_module
 from .sync_batchnorm import SyncBatchNorm, convert_marked
+from .unchanged_parameters import UnchangedParameters
 from .unsupported_layers import check_joint_passes, check_supported
 
 __all__ = ["Invariant", "ShardBuffers"]
@@ -215,8 +216,7 @@ class Invariant(Strategy):
         self._prepared: tuple[OrderedReducer, ShardBuffers, MutatedBuffers] | None = None
         self.joint_layers: list[SyncBatchNorm] = []
         self._changed_buffers: list[bool] = []
-        self._checked_parameters: list[nn.Parameter] = []  # those that forward passes must not change
-        self._versions: list[int] = []
+        self._unchanged: UnchangedParameters | None = None
         self._has_begun = False
 
     def _log_threads(self) -> None:
@@ -249,8 +249,7 @@ class Invariant(Strategy):
         sync_module(model, self.comm)
         if self.comm.size > 1 and not self.comm.is_joining:
             self.determinism.check_same(self.comm)
-        layers = [layer for layer in model.modules() if not getattr(layer, "same_bits", False)]
-        self._checked_parameters = [p for layer in layers for p in layer.parameters(recurse=False)]
+        self._unchanged = UnchangedParameters(model)
         reducer = OrderedReducer(model.parameters(), self.virtual_workers, self.comm, bare=True)
         everything = self.with_loss(model)
         mutated = MutatedBuffers(everything, self.comm, at_once=True)
@@ -288,7 +287,8 @@ class Invariant(Strategy):
     def begin(self) -> None:
         """Save the buffers, and the versions of parameters and buffers, at the beginning of a step."""
         _, buffers, mutated = self._prepared_parts
-        self._versions = [p._version for p in self._checked_parameters]
+        assert self._unchanged is not None
+        self._unchanged.note()
         buffers.begin()
         self._has_begun = True
         if self.comm.size > 1:
@@ -313,21 +313,12 @@ class Invariant(Strategy):
         Raises:
             ConfigError: if a forward pass has changed a parameter, which other shards and workers would not get.
         """
-        if [p._version for p in self._checked_parameters] != self._versions:
-            raise self._parameter_changed()
+        assert self._unchanged is not None
+        self._unchanged.check()
         _, buffers, mutated = self._prepared_parts
         buffers.set_statistics(sums, samples)
         if self.comm.size > 1:
             mutated.sync(self._changed_buffers, count_new)
-
-    def _parameter_changed(self) -> ConfigError:
-        versions = {id(p): version for p, version in zip(self._checked_parameters, self._versions, strict=True)}
-        assert self._model is not None
-        name = next(name for name, p in self._model.named_parameters() if p._version != versions.get(id(p), p._version))
-        hint = "Store what it changes in a buffer. If you know better, set same_bits = True on the layer."
-        return ConfigError(
-            "model", "forward passes that change no parameter", found=f"one that changes {name}", hint=hint
-        )
 
     def begin_step(self) -> None:
         """Note that no pass has changed the buffers yet: each step saves them itself."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 __all__ = ["Listener", "Shard", "begin", "end", "running", "watch"]
@@ -28,6 +30,7 @@ class Shard:
         left_out: in the last shard, the samples that a collate function has left out of this worker's shards; None if
             there is no such function.
         whole_batch: whether its loss is one of the whole batch, on each worker.
+        divisors: what the losses of its backward passes are divided by, where steps have a count; see `divisor`.
     """
 
     number: int
@@ -38,6 +41,7 @@ class Shard:
     total: int = 1
     left_out: int | None = None
     whole_batch: bool = False
+    divisors: list[torch.Tensor | None] = field(default_factory=list)
 
 
 class Listener(Protocol):
@@ -45,6 +49,10 @@ class Listener(Protocol):
 
     def before_backward(self, roots: list[torch.Tensor]) -> Callable[[], None]:
         """Look at the losses of a backward pass; returns what to do after it."""
+        ...
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check that an optimizer may step."""
         ...
 
     def check_scheduler(self, scheduler: LRScheduler) -> None:
@@ -90,6 +98,7 @@ def watch() -> None:
     """Wrap the calls that a prepared loop is told of; once more for classes of schedulers defined since then."""
     if not hasattr(torch.autograd.backward, _MARK):
         torch.autograd.backward = _marked(_watched_backward, torch.autograd.backward)
+        register_optimizer_step_pre_hook(_watched_optimizer)
     if not hasattr(AveragedModel.update_parameters, _MARK):
         original = AveragedModel.update_parameters
         AveragedModel.update_parameters = _marked(_watched_update, original)  # type: ignore[method-assign]
@@ -122,6 +131,11 @@ def _watched_backward(original: Any, tensors: Any, grad_tensors: Any = None, *ar
     for call in after:
         call()
     return result
+
+
+def _watched_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for loop in _running:
+        loop.check_optimizer(optimizer)
 
 
 def _watched_step(original: Any, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:

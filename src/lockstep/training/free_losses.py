@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
-from ..data.nested import tensors_of
 from ..errors import ConfigError
+from .model_calls import ModelCalls
+from .sample_sums import NotAMean
 
 __all__ = [
-    "Outputs",
+    "common_number",
     "compares_samples",
     "comparison_error",
     "count_error",
+    "divisor",
+    "number_error",
     "parameters_reached",
     "sum_error",
     "uncounted_mean",
@@ -96,26 +99,30 @@ _ENTRANCES = {
 _INPUTS = {"AddmmBackward": 1}
 
 
-def undivided_sum(root: torch.Tensor, samples: int | None) -> str | None:
+def undivided_sum(root: torch.Tensor, calls: ModelCalls) -> str | None:
     """Return what makes `root` a sum over samples that nothing divides; None if it is not certain that it is one.
 
     It must be called before the backward pass, which frees what the graph has saved. Certain are the losses of torch
     with ``reduction="sum"``, and ``.sum()`` over numbers of which none has been scaled. A sum of products may be a
-    mean by its weights, and so may one that is multiplied by a constant; a term of the weights alone may be any sum.
+    mean by its weights, and so may one that is multiplied by a constant; a term of the weights alone may be any sum,
+    and so may one of constants, such as the points of a boundary: it is the same on each worker.
 
     Args:
         root: a loss.
-        samples: samples of the part of a batch that it is of; None if that is not known.
+        calls: the calls of models in the body.
     """
+    samples = calls.samples
     for node in _terms(root.grad_fn):
         kind = _kind(node)
         if getattr(node, "_saved_reduction", None) == 2:
             weighted = kind.startswith("Binary") and getattr(node, "_saved_weight", None) is not None
             rows = getattr(node, "_saved_self", None)
-            if not weighted and rows is not None and rows.dim() and rows.shape[0] > 1 and not _of_weights(node):
+            several = rows is not None and rows.dim() > 0 and rows.shape[0] > 1
+            if several and not weighted and not _of_weights(node) and not _of_constants(node, calls):
                 return f'reduction="sum" ({node.name()})'
-        elif kind == "SumBackward" and samples is not None and samples > 1:
-            if _sums_samples(node, samples) and _is_unscaled(node, samples) and _has_data(node, samples):
+        elif kind == "SumBackward" and samples > 1 and _sums_samples(node, samples):
+            of_data = _has_data(node, samples) and not _of_constants(node, calls)
+            if of_data and _is_unscaled(node, samples):
                 return f"sum() over a tensor of shape {list(node._saved_self_sym_sizes)}"
     return None
 
@@ -140,20 +147,56 @@ def uncounted_mean(root: torch.Tensor) -> str | None:
     return None
 
 
-def _terms(root: Node | None) -> Iterator[Node]:
-    """Yield the nodes of the single terms of a loss that no constant multiplies."""
-    if root is None:
-        return
-    for node in _walk([root], stop=lambda node: not _passes_on(node)):
-        if _kind(node) not in _TERMS:
-            yield node
+def divisor(root: torch.Tensor) -> torch.Tensor | None:
+    """Return the number that a loss divides sums by in all of its terms, as ``sum / count.clamp(min=1)``.
+
+    None if there is no such number, or if a term is divided in another way, as a mean is.
+
+    Args:
+        root: a loss, before its backward pass.
+    """
+    found: list[torch.Tensor] = []
+    for node in _terms(root.grad_fn, multiples=True):
+        number = getattr(node, "_saved_other", None)
+        if _kind(node) != "DivBackward" or not isinstance(number, torch.Tensor) or number.numel() != 1:
+            return None
+        numerators = _terms(node.next_functions[0][0], multiples=True)
+        if not all(_kind(each) == "SumBackward" or getattr(each, "_saved_reduction", None) == 2 for each in numerators):
+            return None
+        found.append(number.detach())
+    return common_number(found)
 
 
-def _passes_on(node: Node) -> bool:
-    """Return whether terms are below a node: it adds them up, or a sum of another dimension."""
-    if _kind(node) == "SumBackward":
-        return any(_kind(below) in ("StackBackward", "SumBackward") for below in _next(node))
-    return _kind(node) in _TERMS
+def common_number(numbers: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the number that all of `numbers` are, a 0-dim tensor; None if they are not known to be one.
+
+    Numbers on an accelerator are the same only if they are one tensor: reading them would wait for it.
+    """
+
+    def are_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        if ours.device != theirs.device:
+            return False
+        return ours.data_ptr() == theirs.data_ptr() or (ours.device.type == "cpu" and bool(ours == theirs))
+
+    known = [each for each in numbers if each is not None]
+    if not known or len(known) < len(numbers) or not all(are_same(known[0], each) for each in known[1:]):
+        return None
+    return known[0].reshape(())
+
+
+def _terms(root: Node | None, multiples: bool = False) -> Iterator[Node]:
+    """Yield the nodes of the single terms of a loss that no constant multiplies; `multiples`: of those as well."""
+
+    def adds_up(node: Node) -> bool:
+        return _kind(node) in _TERMS or (multiples and _kind(node) == "MulBackward" and len(_next(node)) == 1)
+
+    def passes_on(node: Node) -> bool:
+        if _kind(node) == "SumBackward":  # of terms, or of a sum over another dimension
+            return any(_kind(below) in ("StackBackward", "SumBackward") for below in _next(node))
+        return adds_up(node)
+
+    if root is not None:
+        yield from (node for node in _walk([root], stop=lambda node: not passes_on(node)) if not adds_up(node))
 
 
 def _sums_samples(node: Node, samples: int) -> bool:
@@ -206,86 +249,40 @@ def _is_mask(node: Node, samples: int) -> bool:
 
 
 def _has_data(node: Node, samples: int) -> bool:
-    """Return whether data enters a layer below `node`."""
+    """Return whether data may enter a layer below `node`: as many numbers for each sample."""
+    return any(values.numel() % samples == 0 for values in _entered(node))
+
+
+def _of_constants(node: Node, calls: ModelCalls) -> bool:
+    """Return whether all that enters layers below `node` is known to be constant, or not known to be data yet."""
+    entered = list(_entered(node))
+    calls.inputs += entered
+    return bool(entered) and not any(calls.are_data(values) for values in entered)
+
+
+def _entered(node: Node) -> Iterator[torch.Tensor]:
+    """Yield what enters layers below `node`: no parameters."""
     for each in _walk([node]):
-        kind = _kind(each)
+        kind, variable = _kind(each), getattr(each, "variable", None)
+        if variable is not None and not isinstance(variable, torch.nn.Parameter):
+            yield variable.detach()  # such as points at which a solution is differentiated
         if kind not in _ENTRANCES:
             continue
-        entered = each.next_functions[_INPUTS.get(kind, 0)][0] is None or kind == "EmbeddingBackward"
+        entered = kind == "EmbeddingBackward" or each.next_functions[_INPUTS.get(kind, 0)][0] is None
         values = getattr(each, _ENTRANCES[kind], None)
-        if entered and values is not None and values.numel() and values.numel() % samples == 0:
-            return True
-    return False
+        if entered and values is not None and values.numel():
+            yield values.detach()
 
 
 # --- Losses that compare samples --------------------------------------------------------------------------------------
 
-# Numbers of classes, channels and views are often smaller.
-_FEWEST_SAMPLES = 4
 # Elements of outputs beyond which they are not compared: it needs their memory three times.
 _MOST_ELEMENTS = 1 << 23
 # Of the second derivatives within one sample. Without a comparison they are zero exactly.
 _TOLERANCE = 1e-5
 
 
-class Outputs:
-    """The outputs of prepared models in a body: those with a row, or two, for each sample.
-
-    A first dimension may have that size by chance, as that of an output for one sample alone. So inputs must have it
-    too, it must not be small, and a model that is called for each sample is not looked at.
-
-    What a model makes of constants, such as a prompt for each class, is no output for a sample. Constants are inputs
-    that have the values that one had in the body that was looked at before.
-
-    Args:
-        models: the models.
-        samples: samples of the body's part of a batch.
-        before: the inputs in the body that was looked at before; None if this is the first one, whose outputs are
-            not known to be of samples yet.
-
-    Attributes:
-        inputs: those of this body.
-    """
-
-    def __init__(
-        self, models: Sequence[torch.nn.Module], samples: int, before: Sequence[torch.Tensor] | None = ()
-    ) -> None:
-        self.samples = samples
-        self.inputs: list[torch.Tensor] = []
-        self._before = before
-        self._tensors: list[torch.Tensor] = []
-        self._calls = 0
-        looks = models if samples >= _FEWEST_SAMPLES else []
-        self._hooks = [model.register_forward_hook(self._record, with_kwargs=True) for model in looks]
-
-    def _record(self, _module: Any, inputs: Any, named: Any, output: Any) -> None:
-        self._calls += 1
-        entered = [tensor.detach() for tensor in (*tensors_of(inputs), *tensors_of(named)) if tensor.dim()]
-        self.inputs += entered
-        if self._before is None or all(_is_among(tensor, self._before) for tensor in entered):
-            return
-        sizes = {tensor.shape[0] for tensor in entered}
-        for tensor in tensors_of(output):
-            if tensor.grad_fn is not None and tensor.dim() > 1 and tensor.shape[0] in sizes:
-                self._tensors.append(tensor)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the outputs."""
-        rows = (self.samples, 2 * self.samples)
-        return [tensor for tensor in self._tensors if tensor.shape[0] in rows] if self._calls < self.samples else []
-
-    def close(self) -> None:
-        """Remove the hooks, and forget the outputs."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._tensors = [], []
-
-
-def _is_among(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    return any(tensor.shape == other.shape and torch.equal(tensor, other.to(tensor)) for other in others)
-
-
-def compares_samples(root: torch.Tensor, outputs: Outputs) -> bool:
+def compares_samples(root: torch.Tensor, calls: ModelCalls) -> bool:
     """Return whether a loss depends on several samples together, as one with in-batch negatives does.
 
     A mean over samples has no second derivative with respect to the outputs of two samples: the gradient for one half
@@ -294,9 +291,9 @@ def compares_samples(root: torch.Tensor, outputs: Outputs) -> bool:
 
     Args:
         root: a loss, before its backward pass.
-        outputs: the outputs that it was computed from.
+        calls: the calls of models that it was computed from.
     """
-    samples, found = outputs.samples, {tensor.grad_fn: tensor for tensor in outputs.tensors()}
+    samples, found = calls.samples, {tensor.grad_fn: tensor for tensor in calls.outputs()}
     if not found or sum(tensor.numel() for tensor in found.values()) > _MOST_ELEMENTS:
         return False
     above = list(_walk([root.grad_fn], stop=lambda node: node in found))
@@ -398,6 +395,21 @@ def count_error(what: str) -> ConfigError:
         "the denominator of the loss of this part of the batch",
         found=f"none, with a loss that is a mean over {over}",
         hint=f"Parts of a batch are weighted by their samples otherwise: optimizer.step({count}).",
+    )
+
+
+def number_error(found: NotAMean) -> ConfigError:
+    """Return the error for a number of a model that is no mean over samples, and a part of a loss."""
+    whole, halves = found.means()
+    return ConfigError(
+        "loss",
+        "a mean over the samples of the body's part of the batch, in each number that a model adds to it",
+        found=f"a number of the model that is {whole} for {found.samples} samples, and {halves} as the mean of their "
+        "two halves: it depends on how a batch is divided",
+        hint="A term of the whole batch, such as one that balances experts, is no mean over samples. Return from the "
+        "model what it is computed from, one row for each sample, and compute it from lockstep.whole_batch(rows). Or "
+        "use virtual_workers=, whose shards are the same on any number of workers. If the number is a mean over "
+        "something else, such as tokens: optimizer.step(count=tokens).",
     )
 
 

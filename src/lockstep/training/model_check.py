@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
+from .divided_batches import FirstPasses
 from .mean_check import (
+    WITH_GRADIENTS,
     Difference,
     Halves,
     LossLike,
@@ -29,7 +33,8 @@ __all__ = ["compare_model"]
 
 _log = logging.getLogger(__name__)
 
-# A comparison calls the model twice with these samples, so they are few of many: at most one of 16, and at most 8.
+# A comparison calls the model twice with these samples, so they are few of many: at most one of 16, and at most 8. The
+# first ones have 8 in any case: of two samples that choose the same expert, a term that balances experts is a mean.
 _ONE_OF, _MAX_SAMPLES = 16, 8
 # Elements of a model (256 MiB in float64) that is copied for the comparison.
 _MAX_COPIED = 1 << 25
@@ -39,6 +44,8 @@ _MAX_COPIED = 1 << 25
 _COPY, _FLOAT32 = (2e-6, 2e-5), (1e-5, 1e-4)
 # Kernels of lower precision than the tensors have, such as TF32, differ by that much with the number of samples.
 _REDUCED = (1e-3, 1e-3)
+# Layers that draw, or have statistics, in training.
+_DRAWING = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
 # Up to so many elements a parameter's gradient is compared: among them those of gates, which choose experts.
 _SMALL = 1 << 16
 
@@ -54,6 +61,9 @@ def compare_model(
 ) -> NotAMean | None:
     """Compare the loss of a few samples with those of their halves; the model is called in evaluation mode.
 
+    In the first steps a copy is called in training mode as well, without random draws and batch norm's statistics: some
+    models compute terms of the whole batch in training only.
+
     It leaves no trace in the model: buffers, modes, gradients and random generators are restored.
 
     Args:
@@ -68,7 +78,8 @@ def compare_model(
     Returns:
         The difference; None if there is none, or if the model cannot be compared.
     """
-    call = keep_call(data, None, size, number, most=min(_MAX_SAMPLES, max(2, size // _ONE_OF)))
+    few = _MAX_SAMPLES if number in WITH_GRADIENTS else max(2, size // _ONE_OF)
+    call = keep_call(data, None, size, number, most=min(_MAX_SAMPLES, few))
     if call.rows is None or size < 2 or not _is_affordable(number, size):
         return None
     loss = without_traces(fn)
@@ -82,8 +93,13 @@ def compare_model(
                 lambda _: _COPY,
                 sums_add_up=True,
             )
+            training = [layer for layer in wide.modules() if layer.training and not isinstance(layer, _DRAWING)]
+            wide.eval()
             try:
-                return halves.difference(number == 0)
+                found = halves.difference(number == 0)
+                if found is None and number in WITH_GRADIENTS and training:
+                    found = _in_training(wide, training, halves, number == 0)
+                return found
             except (RuntimeError, TypeError, ValueError):
                 pass  # a layer that does not compute in float64
         tolerance = partial(_tolerance, model)
@@ -102,6 +118,18 @@ def compare_model(
     return NotAMean("loss_fn", describe_function(fn), call.size, found, is_model=True)
 
 
+def _in_training(model: nn.Module, training: list[nn.Module], halves: Halves, gradients: bool) -> Difference | None:
+    """Return the difference in training mode; None if the model draws, or changes buffers as by running statistics.
+
+    Draws may be the same by chance where the model is called once more, as masks of few elements are.
+    """
+    for layer in training:
+        layer.training = True
+    passes = FirstPasses({"": model}, device_of(list(model.parameters())))
+    found = halves.difference(gradients)
+    return None if passes.drew() or passes.changed_buffers() else found
+
+
 def _is_affordable(number: int, size: int) -> bool:
     """Return whether a comparison is made that is due: in small batches, two samples are a large part of a step."""
     power = max(0, number.bit_length() - 1)
@@ -116,7 +144,7 @@ def _loss_of(model: nn.Module, fn: LossLike, forward: Callable[[nn.Module, Any],
 
 
 def _in_float64(model: nn.Module) -> nn.Module | None:
-    """Return a copy of a model in float64 and in evaluation mode; None for a large model, or one that is not copied."""
+    """Return a copy of a model in float64; None for a large model, or one that is not copied."""
     inner: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
     tensors = [*inner.parameters(), *inner.buffers()]
     if sum(tensor.numel() for tensor in tensors) > _MAX_COPIED or device_of(tensors).type == "mps":
@@ -124,7 +152,7 @@ def _in_float64(model: nn.Module) -> nn.Module | None:
     # the tensors are converted at once, not copied before
     wide = {id(tensor): _wide(tensor) for tensor in tensors if tensor.is_floating_point()}
     try:
-        return copy.deepcopy(inner, wide).eval()
+        return copy.deepcopy(inner, wide)
     except Exception as error:
         _log.debug("the model is not copied to compare its loss: %s: %s", type(error).__name__, error)
         return None

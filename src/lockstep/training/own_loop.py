@@ -6,7 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..communicator import init
 from ..data.loader import Batch, Loader, dataloader_batch_size, dataloader_settings
 from ..data.nested import map_tensors, narrow, sample_count
 from ..errors import ConfigError, unexpected_argument
-from ..flight_recorder import note_samples
+from ..flight_recorder import current, note_samples
 from ..invariance.determinism import DeterminismSettings
 from ..invariance.fingerprints import checksum_of
 from ..invariance.gradient_buckets import Gradients
@@ -38,19 +38,22 @@ from ..strategies.unsupported_layers import check_supported
 from . import bodies
 from .divided_batches import FirstPasses, describe_division
 from .free_losses import (
-    Outputs,
     compares_samples,
     comparison_error,
     count_error,
+    divisor,
+    number_error,
     parameters_reached,
     sum_error,
     uncounted_mean,
     undivided_sum,
 )
 from .mean_check import is_due
+from .model_calls import ModelCalls
 from .model_changes import ModelChanges
 from .precision import Precision, full_precision
 from .prepared_optimizer import PreparedOptimizer
+from .shard_gradients import ShardGradients
 from .step import check_max_grad_norm, check_threads
 from .whole_batch import gather_rows
 
@@ -88,13 +91,15 @@ def prepare(
     - The batch size of a loader is that of the *global* batch, which all workers share.
     - ``optimizer.step()`` first sums the gradients over the workers. Each worker's gradient is weighted by its samples,
       so that the sum is the gradient of the mean over the global batch. For a mean over something else, such as tokens,
-      give the denominator of this worker's loss: ``optimizer.step(count=tokens)``; a part whose count is 0 adds
-      nothing, and if nothing counts in the whole batch, that is an error. Parameters without a gradient get one of
-      zeros.
+      give the denominator of this worker's loss: ``optimizer.step(count=tokens)``. A part whose count is 0 adds
+      nothing, unless all terms of its loss are divided by one number, such as ``count.clamp(min=1)``: its sum is added
+      then. If nothing counts in the whole batch, that is an error. Parameters without a gradient get one of zeros.
     - ``optimizer.step(loss=loss)`` returns the mean loss over the global batch, a 0-dim tensor, in the body that
       completes a step, and None in others; ``optimizer.stepped`` says which it is.
     - Gradients of several batches may be accumulated before one step, as on one device, and zeroed in any way:
       ``optimizer.zero_grad()``, ``model.zero_grad()`` or ``p.grad = None``.
+    - Several loaders in one loop, as in ``zip(labelled, unlabelled)``, give the parts of one step. Their batches must
+      be divided into equal shares: batch sizes that are multiples of the number of workers.
     - A scheduler or an `AveragedModel` acts once a step, and the buffers of an average are those of the global batch.
 
     With `virtual_workers`, each global batch is cut into so many shards, and the results have the same bits at any
@@ -114,18 +119,23 @@ def prepare(
     of samples, of which it yields slices. The global random generators are seeded for each shard, and restored after
     the last one.
 
-    **What is an error, on one worker too**: gradients changed by hand between ``backward()`` and ``step()``; a loss
-    that is a sum over samples; without virtual workers, one that compares samples with each other (see `whole_batch`),
-    and cross entropy with class weights or ignored labels in a step without count=; with virtual workers, a scheduler
-    or an `AveragedModel` that was not given and acts in each shard, and hyperparameters that differ from shard to
-    shard. Hyperparameters are compared over the ranks as well. Losses are looked at in batch 0, 1, 2, 4, … 1,024 and
-    every 1,024th (for comparisons of samples, from batch 1 on), changes of ``p.grad.data`` before step 0, 1, 2, 4 and
-    so on.
+    **What is an error, on one worker too**: gradients changed by hand between ``backward()`` and ``step()``; a step of
+    an optimizer that was not given; a loss that is a sum over samples; without virtual workers, one that compares
+    samples with each other (see `whole_batch`), a number that a model adds to it and that is no mean over samples (a
+    term that balances experts), weights that are changed between two backward passes of a body, and cross entropy with
+    class weights or ignored labels in a step without count=; with virtual workers, a scheduler or an `AveragedModel`
+    that was not given and acts in each shard, and hyperparameters that differ from shard to shard. Hyperparameters are
+    compared over the ranks as well, and several workers refuse forward passes that change parameters. Losses and
+    models are looked at in batch 0, 1, 2, 4, … 1,024 and every 1,024th (inputs that are computed from the loader's,
+    from batch 1 on), changes of ``p.grad.data`` and ``p.data`` before step 0, 1, 2, 4 and so on.
 
     **What is not checked**, and may depend on the number of workers:
 
     - a sum that is multiplied or divided, e.g. by a fixed batch size, and a sum of products such as
       ``(log_prob * advantage).sum()``: divide by ``len(inputs)``, the samples of this part;
+    - a number that a model keeps as an attribute, or that is part of a step with a count; statistics of the batch
+      within a model;
+    - of a part whose count is 0, a sum that is not zero beside terms that are not divided;
     - a loss that compares samples through a model's methods or parts, a compiled model, a selection (``topk``) or
       numbers without a gradient, such as advantages normalised over the batch, and one with fewer than 4 samples in a
       part; without count=, another mean over something else than samples, such as tokens;
@@ -144,7 +154,8 @@ def prepare(
         objects: any number of modules, optimizers over their parameters, `DataLoader`s or `lockstep.Loader`s,
             learning-rate schedulers of these optimizers that are stepped once a batch, and `AveragedModel`s.
         virtual_workers: number of shards of each global batch; as many as there are workers when None.
-        max_grad_norm: maximum 2-norm of each optimizer's whole gradient, which is then in ``optimizer.grad_norm``.
+        max_grad_norm: maximum 2-norm of each optimizer's whole gradient, which is then in ``optimizer.grad_norm``;
+            `math.inf` measures it only.
         precision: "fp32", or "bf16": forward passes run with autocast, and floating outputs are converted to float32.
         seed: the seed of the order of samples and of random draws within shards.
         threads: with virtual workers, threads within an operation on the CPU; 1 when None.
@@ -184,9 +195,14 @@ class PreparedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the next epoch: epoch 0, then 1, and so on, from the loaded position in the first."""
+        """Iterate over the next epoch: epoch 0, then 1, and so on, from the loaded position in the first.
+
+        In the body of a loop over another prepared loader, as in ``zip(labelled, unlabelled)``, it yields the same
+        shard of its own batches, which must be divided into the same shares.
+        """
         for batch in self.batches():
-            yield from self._job.shards(batch)
+            is_second = self._job.current is not None and torch.is_grad_enabled()
+            yield from self._job.shards_beside(batch) if is_second else self._job.shards(batch)
 
     def batches(self) -> Iterator[Batch]:
         """Iterate over the global batches of the next epoch, for `shards` of the optimizers."""
@@ -254,18 +270,22 @@ class _OwnLoop:
         self._prepare_model()
         self._changes, self._buffers = ModelChanges(self.model), self._make_buffers()
         self._has_described = self.exact or self.comm.rank != 0
-        self._has_said_parts = False
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self.optimizers = {id(each): PreparedOptimizer(each, self) for each in optimizers}
         self.current: bodies.Shard | None = None
+        self.counts = False  # whether a step has had a count
         self.source: Loader | None = None  # that of the latest batch
         self._batch_size = 0  # samples in the global batch
         self._passes: dict[Any, int] = {}  # how often `shards` has been called for the current batch
         self._deferred: list[tuple[nn.Parameter, Any, int]] = []
         self._after_batch: list[Callable[[], None]] = []
         self._looks = Counter[int]()  # at losses, by the number of the pass over a batch
-        self._outputs: Outputs | None = None  # of the running body, if its losses are looked at
+        self._calls: ModelCalls | None = None  # of the running body, if its losses are looked at
+        self._look_number = 0  # batches that were before it
         self._inputs_before: list[torch.Tensor] | None = None  # of models, in the body that was looked at before
+        self._left: list[tuple[nn.Parameter, torch.Tensor, int]] = []  # gradients, if no optimizer was given
+        self._collectives: int | None = None  # that were recorded before the running body
+        self._updates = False  # whether the step of a prepared optimizer runs
         self._has_loader = any(isinstance(each, (Loader, DataLoader)) for each in objects)
         bodies.watch()
 
@@ -280,17 +300,6 @@ class _OwnLoop:
 
     def _make_buffers(self) -> _Buffers:
         return _Buffers(self, nn.ModuleList([*self._models, *(each.module for each in self._averages)]))
-
-    def _say_that_parts_are_seen(self) -> None:
-        """Say once that a pass without gradients yields this worker's part alone: sums over it are no results."""
-        if not self._has_said_parts and self.comm.size > 1 and self.comm.rank == 0:
-            _log.warning(
-                "%d workers: in a loop without gradients each of them gets a part of the data, so that a sum, a mean "
-                "or a count over the loop is that of a part. lockstep.evaluate(model, loader, metrics=...) and "
-                "lockstep.predict return results of all samples; comm.allreduce sums up what the loop has counted",
-                self.comm.size,
-            )
-        self._has_said_parts = True
 
     def _look_at_model(self) -> None:
         """Give all workers rank 0's values of new parameters."""
@@ -336,19 +345,18 @@ class _OwnLoop:
 
     def shards(self, batch: Any) -> Iterator[Any]:
         """Yield the data of each of this worker's shards of a global batch, while its passes run."""
-        if self.current is not None:
-            raise ConfigError("shards", "one loop over the shards of a batch at a time", found="one inside another")
         parts, total = self._parts(batch)
         if not torch.is_grad_enabled():
-            self._say_that_parts_are_seen()
             yield from (data for _, data, samples in parts if samples)
             return
+        if self.current is not None:
+            raise ConfigError("shards", "one loop over the shards of a batch at a time", found="one inside another")
         key = self._key(batch)
         if not any(samples for *_, samples in parts):  # each worker must take part in each step
             parts = [(self.local_shards[0], self._stand_in(batch), 0)]
         empty = [shard for shard in self.local_shards if shard not in [number for number, *_ in parts]]
         left_out = self._left_out(batch)
-        looks = self._looks_at_losses(batch)
+        look = self._look(batch)
         self._batch_size, self._after_batch = total, []
         with ExitStack() as stack:
             if self._determinism is not None:
@@ -363,7 +371,7 @@ class _OwnLoop:
                 last = position == len(parts) - 1
                 several, missing = len(self.local_shards) > 1, left_out if last else left_out and 0
                 shard = bodies.Shard(number, samples, samples / total, last, several, total, missing)
-                self._begin_shard(shard, first=position == 0, looks=looks)
+                self._begin_shard(shard, data, first=position == 0, look=look)
                 seed_shard(self.seed, key, number, self.comm.device)
                 first = None if self._has_described else FirstPasses({"": self.model}, self.comm.device)
                 yield data
@@ -378,17 +386,43 @@ class _OwnLoop:
                 call()
             note_samples(sum(samples for *_, samples in parts))
 
-    def _begin_shard(self, shard: bodies.Shard, first: bool, looks: bool) -> None:
+    def shards_beside(self, batch: Any) -> Iterator[Any]:
+        """Yield the data of a second loader's batch in the bodies of the first one, which says what the parts weigh.
+
+        Raises:
+            ConfigError: if the two batches are divided into other shares.
+        """
+        parts, total = self._parts(batch)
+        for number, data, samples in parts or [(self.local_shards[0], self._stand_in(batch), 0)]:
+            shard = self.current
+            if shard is None or number != shard.number or samples * self._batch_size != shard.samples * total:
+                first = "none" if shard is None else f"{shard.samples} of {self._batch_size}"
+                workers = "workers" if not self.exact else "virtual workers"
+                raise ConfigError(
+                    "loader",
+                    "a second loader in a body whose batches are divided into the same shares as the first one's",
+                    found=f"{samples} of its {total} samples beside {first}",
+                    hint=f"Use batch sizes that are multiples of the number of {workers} ({self.virtual_workers}), "
+                    "drop_last=True for both, and one batch of each in a body. Or a single data set whose samples are "
+                    "pairs of both.",
+                )
+            yield data
+
+    def _begin_shard(self, shard: bodies.Shard, data: Any, first: bool, look: int | None) -> None:
         self.current = shard
         bodies.begin(self)
         if not first:
             self._buffers.restore()
         for optimizer in self.optimizers.values():
             optimizer.begin_shard(shard, first)
-        if looks and shard.samples:
+        self._collectives = _recorded_collectives()
+        if look is not None and shard.samples:
+            models = [model for model in self._models if not _is_compiled(model)]
             # The shards of virtual workers are the same on any number of workers, and so is what is compared in them.
-            models = [] if self.exact else [model for model in self._models if not _is_compiled(model)]
-            self._outputs = Outputs(models, shard.samples, self._inputs_before)
+            compares, refuses_changes = not self.exact, self.exact or self.comm.size > 1
+            before = self._inputs_before
+            self._calls = ModelCalls(models, shard.samples, data, before, compares, refuses_changes)
+            self._look_number = look
 
     def _end_shard(self) -> None:
         assert self.current is not None
@@ -400,10 +434,10 @@ class _OwnLoop:
     def _leave(self) -> None:
         self.current, self._deferred = None, []
         bodies.end(self)
-        if self._outputs is not None:
-            self._outputs.close()
-            self._inputs_before = self._outputs.inputs
-            self._outputs = None
+        if self._calls is not None:
+            self._calls.close()
+            self._inputs_before = self._calls.inputs
+            self._calls = None
 
     # --- what the body calls -----------------------------------------------------------------------------------------
 
@@ -432,36 +466,86 @@ class _OwnLoop:
             sizes = self.comm.allgather_object(shard.samples)
         return gather_rows(output, sizes, self.comm)
 
-    def _looks_at_losses(self, batch: Any) -> bool:
-        """Return whether the losses of a pass over `batch` are looked at: not of each, as that costs time."""
+    def _look(self, batch: Any) -> int | None:
+        """Return how many batches were before `batch` if its losses are looked at: not of each, as that costs time."""
         number = self._passes.get((batch.epoch, batch.step), 0) if isinstance(batch, Batch) else 0
         self._looks[number] += 1
-        return is_due(self._looks[number] - 1)
+        look = self._looks[number] - 1
+        return look if is_due(look) else None
 
     def before_backward(self, roots: list[torch.Tensor]) -> Callable[[], None]:
         """Look at the losses of a backward pass; the returned function records what is wrong with them."""
         found: list[tuple[ConfigError, set[int], bool]] = []
+        if self.current is not None and (self.counts or self._calls is not None):
+            with suppress(RuntimeError):
+                self.current.divisors += [divisor(root) for root in roots if root.grad_fn is not None]
         if self.current is not None:
-            samples, outputs, of_whole_batch = self.current.samples, self._outputs, self.current.whole_batch
+            calls, of_whole_batch = self._calls, self.current.whole_batch
             for root in roots:
                 if root.numel() != 1 or root.grad_fn is None:
                     continue
                 with suppress(RuntimeError):  # a graph of which a part has been freed
-                    what = None if outputs is None else undivided_sum(root, samples)
-                    if what is not None:
+                    if calls is not None and (what := undivided_sum(root, calls)) is not None:
                         found.append((sum_error(what), parameters_reached(root), False))
-                    elif not of_whole_batch and outputs is not None and compares_samples(root, outputs):
-                        found.append((comparison_error(samples), parameters_reached(root), False))
-                    elif not of_whole_batch and not self.exact and (mean := uncounted_mean(root)) is not None:
+                    elif of_whole_batch or self.exact:
+                        continue  # which have the same value on any number of workers
+                    elif calls is not None and compares_samples(root, calls):
+                        found.append((comparison_error(calls.samples), parameters_reached(root), False))
+                    elif (mean := uncounted_mean(root)) is not None:
                         # looked at in each pass, as labels may be ignored in few batches only, such as the last one
                         found.append((count_error(mean), parameters_reached(root), True))
+                    elif calls is None:
+                        continue
+                    elif (number := calls.number_that_is_no_mean(root, self._look_number)) is not None:
+                        found.append((number_error(number), parameters_reached(root), True))
 
         def record() -> None:
+            if not self.optimizers:
+                present = [(p, p.grad) for p in self.model.parameters()]
+                self._left = [(p, gradient, gradient._version) for p, gradient in present if gradient is not None]
             for error, reached, unless_counted in found:
                 for optimizer in self.optimizers.values():
                     optimizer.refuse(error, reached, unless_counted)
 
         return record
+
+    def note_used(self, by: ShardGradients) -> None:
+        """Note that a step has used gradients, which other optimizers may have as well."""
+        for optimizer in self.optimizers.values():
+            optimizer.note_used(by)
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Within it the step of a prepared optimizer runs, with the gradients of the global batch."""
+        self._updates = True
+        try:
+            yield
+        finally:
+            self._updates = False
+        for optimizer in self.optimizers.values():
+            optimizer.note_step()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check that an optimizer which steps in a body was prepared, if it has parameters of a prepared model.
+
+        If none was, the loop may sum the gradients itself.
+        """
+        if self._updates or id(optimizer) in self.optimizers or (not self.optimizers and self._may_be_summed()):
+            return
+        known = {id(p) for p in self.model.parameters()}
+        if any(id(p) in known and p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "optimizer",
+                "a step of optimizers that were given to lockstep.prepare()",
+                found=f"one of {type(optimizer).__name__}, which was not: its gradients are those of one's own samples",
+                hint="Give it to lockstep.prepare() too. One that steps with another one inside, as a SAM does, is "
+                "written as two: the page on training has an example.",
+            )
+
+    def _may_be_summed(self) -> bool:
+        """Return whether the loop may have summed gradients itself since the backward pass: changed, or sent them."""
+        same = all(p.grad is gradient and p.grad._version == version for p, gradient, version in self._left)
+        return self.comm.size == 1 or not same or self._collectives != _recorded_collectives()
 
     def check_scheduler(self, scheduler: LRScheduler) -> None:
         """Check that a scheduler of a prepared optimizer acts once a batch."""
@@ -565,6 +649,11 @@ class _OwnLoop:
                 found="one: this worker has several shards, and parameters are updated after the last of them",
                 hint="Loop over loader.batches(), and for each optimizer over optimizer.shards(batch).",
             )
+
+
+def _recorded_collectives() -> int | None:
+    """Return how many collectives this process has called; None if they are not recorded."""
+    return None if current.recorder is None else current.recorder.count
 
 
 def _check_kinds(objects: tuple[Any, ...]) -> None:

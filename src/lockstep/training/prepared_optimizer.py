@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from ..invariance.gradient_buckets import Bucket
 from ..invariance.ordered_reducer import BucketExchange, SubtreeLayout, gather_sum, make_exchanges, set_sums
 from ..strategies.base import accumulation_dtype
 from .bodies import Shard
+from .free_losses import common_number
 from .in_flight import LAG, HostCopy
 from .mean_check import is_due
 from .precision import clip, scale_gradients
@@ -35,6 +37,7 @@ class Job(Protocol):
     model: nn.Module
     max_grad_norm: float | None
     current: Shard | None
+    counts: bool
 
     def shards(self, batch: Any) -> Any:
         """Yield the data of each of this worker's shards of a global batch."""
@@ -46,6 +49,14 @@ class Job(Protocol):
 
     def check_deferred_step(self) -> None:
         """Check that no backward pass has run since a step was put off."""
+        ...
+
+    def note_used(self, by: ShardGradients) -> None:
+        """Note that a step has used gradients, which other optimizers may have as well."""
+        ...
+
+    def update(self) -> AbstractContextManager[None]:
+        """Return what the step of a prepared optimizer runs in, with the gradients of the global batch."""
         ...
 
     def look_at_repeated(self, gradients: list[torch.Tensor | None]) -> None:
@@ -103,6 +114,14 @@ class PreparedOptimizer:
     def refuse(self, error: ConfigError, reached: set[int], unless_counted: bool) -> None:
         """Let the next step raise `error`, if it would use gradients of the backward pass that has just ended."""
         self._gradients.refuse(error, reached, unless_counted)
+
+    def note_step(self) -> None:
+        """See `ShardGradients.note_step`."""
+        self._gradients.note_step()
+
+    def note_used(self, by: ShardGradients) -> None:
+        """See `ShardGradients.note_used`."""
+        self._gradients.note_used(by)
 
     def _refresh(self) -> None:
         """Find out which parameters are trained now."""
@@ -166,6 +185,7 @@ class PreparedOptimizer:
         if self._job.current is None:
             self._job.look_at_repeated(self._gradients.current())
         self._collect(shard, loss, count)
+        self._job.note_used(self._gradients)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's own wrapper does
         if not shard.last:
             self._gradients.release()
@@ -183,7 +203,8 @@ class PreparedOptimizer:
             norm = clip(self._gradients.trained, self._job.max_grad_norm)
             self._optimizer.grad_norm = norm  # type: ignore[attr-defined]
         self._check_replicas(sums[2:6])
-        self._original_step()
+        with self._job.update():
+            self._original_step()
         self._steps += 1
         self._gradients.release()
         self._set_stepped(True)
@@ -231,6 +252,8 @@ class PreparedOptimizer:
             raise self._incomplete()
         self._gradients.check_not_of_step()
         self._gradients.check_unchanged()
+        if not self._job.exact:  # a virtual worker may look at its own samples
+            self._gradients.check_same_weights()
         self._gradients.check_allowed(count is not None)
         if shard.one_of_several:
             self._check_settings()
@@ -268,10 +291,15 @@ class PreparedOptimizer:
         weight = torch.tensor(0.0, dtype=accumulation_dtype(device), device=device)
         if shard.samples:
             weight = weight.fill_(shard.weight) if count is None else weight + count
+        scale = weight
+        if count is not None and shard.samples and (divisor := common_number(shard.divisors)) is not None:
+            # The sum of a part that counts nothing may be divided by something else, as by clamp(count, min=1).
+            number = float(divisor) if divisor.device.type == "cpu" else divisor.to(weight.dtype)
+            scale = torch.where(weight == 0, number, weight)
         numbers = torch.zeros(8, dtype=weight.dtype, device=device)
         if loss is not None and shard.samples:
             # Where nothing counts, a mean is no number.
-            numbers[0] = torch.where(weight == 0, 0.0, torch.as_tensor(loss).detach() * weight)
+            numbers[0] = torch.where(scale == 0, 0.0, torch.as_tensor(loss).detach() * scale)
         numbers[1] = weight
         if marks is not None:
             numbers[2 : 2 + len(marks)] = marks
@@ -281,8 +309,9 @@ class PreparedOptimizer:
             numbers[7] = self._left_out_before + shard.left_out if self._accumulates else 0
         self._numbers.push((shard.number, 1), numbers)
         self._counted = count is not None
+        self._job.counts |= self._counted
         self._stepped.append(shard.number)
-        self._weigh(shard, weight)
+        self._weigh(shard, scale)
         if self._job.virtual_workers > 1:
             for bucket in self._buckets:
                 bucket.collect((shard.number, 1))

@@ -89,17 +89,21 @@ class NotAMean:
 
     def _found(self) -> str:
         found, samples = self.difference, f"{self.samples} samples of rank {self.rank}"
-        (total, count), (halves_total, halves_count) = found.whole, found.halves
         if found.is_other_form:
             return f"one value for each of {samples}, but another number of values for fewer of them"
-        if math.isnan(total):
+        if math.isnan(found.whole[0]):
             return f"nan for {samples}, whose outputs are finite, as if there were nothing in them that it counts"
         differ = f" (their gradients differ by {100 * found.gradients:.2g} %)" if found.gradients else ""
         if found.is_pair and not self.is_model:
             own, theirs = (f"{_number(a)} and the count {_number(b)}" for a, b in (found.whole, found.halves))
             return f"the sum {own} for {samples}, and the sum {theirs} for their two halves together{differ}"
-        mean, halves = _number(total / (count or 1.0)), _number(halves_total / (halves_count or 1.0))
+        mean, halves = self.means()
         return f"{mean} for {samples} and {halves} as the mean of their two halves, weighted by samples{differ}"
+
+    def means(self) -> tuple[str, str]:
+        """Return the mean over the samples, and that of their halves."""
+        (total, count), (halves_total, halves_count) = self.difference.whole, self.difference.halves
+        return _number(total / (count or 1.0)), _number(halves_total / (halves_count or 1.0))
 
     def _hint(self) -> str:
         hint = "Its value depends on how a batch is split, and so on the number of workers. "

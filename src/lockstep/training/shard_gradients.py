@@ -63,12 +63,16 @@ class ShardGradients:
     def __init__(self) -> None:
         self.trained: list[nn.Parameter] = []
         self.carried = False
+        self._ids = frozenset[int]()  # of the trained parameters
         self._hooks: list[Any] = []
         self._opened: list[Seen] = []  # as the running shard began
         self._after: list[Seen] = []  # as its latest backward pass has left them
         self._passes: list[int] = []  # how many have reached each of them
         self._of_step: list[bool] = []
         self._norms: list[torch.Tensor | None] = []
+        self._weights: list[int | None] = []  # versions of the parameters as the first pass has left them
+        self._sizes: dict[int, torch.Tensor] = {}  # and their norms, as changes through .data leave the version
+        self._moved: list[int] = []  # parameters that were changed when a later pass reached them
         self._due = False
         self._zeroed = False  # whether the optimizer's own zero_grad() was called for the running shard
         self._aside: _Kept | None = None  # what the shard began with, while a sample stands in for none
@@ -84,6 +88,8 @@ class ShardGradients:
         for hook in self._hooks:
             hook.remove()
         self.trained, self._own, self._shown, self._problems = trained, {}, [], []
+        self._ids = frozenset(map(id, trained))
+        self.note_step()
         me = weakref.ref(self)  # a cycle through a hook would never be freed
         self._hooks = [
             p.register_post_accumulate_grad_hook(_recorder(me, number))  # type: ignore[no-untyped-call]
@@ -98,6 +104,38 @@ class ShardGradients:
         self._passes[number] += 1
         if self._due and gradient.layout is torch.strided:
             self._norms[number] = _norm(gradient)
+        version, before = self.trained[number]._version, self._weights[number]
+        if before is None:
+            self._weights[number] = version
+            if self._due:
+                self._sizes[number] = _norm(self.trained[number])
+        elif before != version or (self._due and not torch.equal(self._sizes[number], _norm(self.trained[number]))):
+            self._moved.append(number)
+
+    def note_step(self) -> None:
+        """Note that a step has changed the parameters, on every worker alike."""
+        self._weights, self._moved = [None] * len(self.trained), []
+
+    def note_used(self, by: ShardGradients) -> None:
+        """Note that a step has used the gradients of another optimizer, and changed them where they are these."""
+        if by is not self and not self._ids.isdisjoint(by._ids):
+            self.release()
+
+    def check_same_weights(self) -> None:
+        """Check that all passes of the shard that have reached a parameter had the same values of it.
+
+        Raises:
+            ConfigError: otherwise, as what has changed them knew the gradients of one's own samples only.
+        """
+        if self._moved:
+            raise ConfigError(
+                "parameters",
+                "the same values in all backward passes before a step",
+                found=f"{len(self._moved)} of {len(self.trained)} that were changed between two passes, which on "
+                "several workers depends on one's own samples, such as a step of sharpness-aware minimisation (SAM)",
+                hint="Let an optimizer of its own change them, which lockstep.prepare() is given too: its step has the "
+                "gradient of the global batch. The page on training has an example.",
+            )
 
     def release(self) -> None:
         """Forget what the passes of a shard have left, after its step; nothing that follows is compared with it."""
@@ -133,6 +171,7 @@ class ShardGradients:
     def open(self, shard: Shard, first: bool) -> None:
         """Put the gradients of `shard` into ``.grad``; what an earlier step has left stays there for the first one."""
         self._zeroed = False
+        self.note_step()
         kept = self._own.pop(shard.number, None)
         of_step = [False] * len(self.trained)
         self._aside, self.carried = None, kept is not None
@@ -327,6 +366,6 @@ def _changed() -> ConfigError:
         "gradients",
         "gradients that are not changed between backward() and step(), e.g. clipped or unscaled",
         found="others than backward() has left, which on several workers are those of one's own samples only",
-        hint="Use max_grad_norm= of lockstep.prepare(), or optimizer.register_step_pre_hook(), which sees those of the "
-        "global batch.",
+        hint="Use max_grad_norm= of lockstep.prepare(), with math.inf to measure the norm only, which is then in "
+        "optimizer.grad_norm; or optimizer.register_step_pre_hook(), which sees those of the global batch.",
     )

@@ -32,6 +32,7 @@ from ..strategies.distributed import Distributed
 from ..strategies.invariant import Invariant
 from ..strategies.replicas import Replicas
 from ..strategies.sync_batchnorm import convert
+from ..strategies.unchanged_parameters import UnchangedParameters
 from .cuda_graphs import Graphs, PassGraphs, begin_pass
 from .divided_batches import FirstPasses, describe_division
 from .finite_weights import FiniteWeights
@@ -39,6 +40,7 @@ from .formats import REPLICA_CHECK
 from .loss_scale import agree_on_loss_scale
 from .loss_state import LossState
 from .losses import Forward, LossFn, LossModule, LossSum
+from .mean_check import is_due
 from .model_changes import ModelChanges, are_same
 from .out_of_memory import explaining_out_of_memory
 from .own_loss import Counting, OwnLoss, with_own_loss
@@ -262,8 +264,10 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
             "optimizer",
             "parameters of the model that is trained",
             found=f"{foreign} of {len(parameters)} that are not among them",
-            hint="Make the optimizer from model.parameters() of this model. When a layer has been replaced, give the "
-            "optimizer the parameters of the new one, in place of those of the old one.",
+            hint="Make the optimizer from model.parameters() of this model. A parameter outside of it, such as the "
+            "temperature of a loss, belongs into a module: the model, or one that lockstep.prepare() is given as well. "
+            "When a layer has been replaced, give the optimizer the parameters of the new one, in place of those of "
+            "the old one.",
         )
     return parameters
 
@@ -570,6 +574,7 @@ class TrainStep:
         self.loss_state.synchronise(self.comm)
         self.strategy.update_optimizer(self.optimizer)
         self._changes = ModelChanges(self.model)
+        self._unchanged = UnchangedParameters(self.model) if type(self.strategy) is Distributed else None
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Run one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
@@ -628,6 +633,9 @@ class TrainStep:
 
     def _run(self, batch: Batch, requests: float) -> StepResult:
         lr = self._begin()
+        unchanged = self._unchanged if self.comm.size > 1 and is_due(self.steps_done) else None
+        if unchanged is not None:
+            unchanged.note()
         marks = self._replicas.marks(self.steps_done)
         is_compared = self._loss.expect(self.steps_done)
         if self._graphs is not None:
@@ -639,6 +647,8 @@ class TrainStep:
         first = self._first_passes()
         versions = self.loss_state.versions() if len(self.strategy.devices) > 1 else None
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
+        if unchanged is not None:
+            unchanged.check()
         if first is not None:
             self._describe_division(first)
         if self.strategy.virtual_workers is None:
