@@ -213,7 +213,7 @@ def examples_on(device: str) -> list[list[str]]:
         [*lockstep_command, "run", "-np", "1", "examples/ddp.py"],
         [*lockstep_command, *train],
         [*lockstep_command, *train, "--precision", "bf16", "--virtual-workers", "4"],
-        [*lockstep_command, *train, "--cuda-graphs"],
+        [*lockstep_command, *train, "--compile", "--compile-mode", "reduce-overhead"],
     ]
 
 

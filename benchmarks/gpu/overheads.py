@@ -1,7 +1,7 @@
 """What comes on top of a training: the watchdog, memory, and checkpoints that are written meanwhile.
 
 - The watchdog on against off: all-reduces of 4 bytes and steps of DDP over NCCL, in a job of one rank.
-- The most memory of a step of ResNet-18 with 256 images: by hand and with `TrainStep`, with and without CUDA graphs.
+- The most memory of a step of ResNet-18 with 256 images: by hand and with `TrainStep`.
 - A checkpoint of 1 GB while training: how much longer some steps take with one, written at once and in the background.
 
     PYTHONPATH=src:benchmarks python benchmarks/gpu/overheads.py
@@ -74,12 +74,12 @@ def memory(given: Options) -> dict[str, float] | None:
         return None
     batches = batches_on(device, 2, 16 if given.quick else 256)
     make, found = MODELS["ResNet-18"], {}
-    for name in ("by hand", "TrainStep", "TrainStep, CUDA graphs"):
+    for name in ("by hand", "TrainStep"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         step: Any = hand_step(*made(make, device)) if name == "by hand" else None
-        step = step or train_step(make, device, cuda_graphs=name.endswith("graphs"))
+        step = step or train_step(make, device)
         for number in range(8):
             step(*batches[number % 2])
         wait_for(device)

@@ -147,13 +147,13 @@ def hand_epoch(step: Callable[[Tensor, Tensor], Tensor], data: Resident) -> Call
 
 
 def trainer_epoch(
-    make: Make, images: ImageSet, batch: int, compiled: bool = False, **options: Any
+    make: Make, images: ImageSet, batch: int, compile_mode: str | None = None, **options: Any
 ) -> Callable[[], None]:
-    """An epoch of `Trainer.fit`, with all that it does around it."""
+    """An epoch of `Trainer.fit`, with all that it does around it; compiled if a mode of the compiler is given."""
     comm = lockstep.init()
     model, optimizer = made(make, comm.device)
-    if compiled:
-        model = lockstep.prepare_model(model, comm, compile_model=True)
+    if compile_mode is not None:
+        model = lockstep.prepare_model(model, comm, compile_model=True, compile_mode=compile_mode)
     trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), batch, callbacks=[], **options)
     loader = trainer.loader(images)
     done = [0]

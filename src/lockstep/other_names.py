@@ -184,7 +184,7 @@ _PREPARE: dict[str, str] = {
     **_rows("the loss stays in your loop", "loss_fn loss criterion"),
     **_rows("a loop of your own writes its files; a lockstep.Trainer has run_dir= and callbacks=", "run_dir callbacks"),
     **_rows("it belongs to a lockstep.Trainer", "keep_checkpoints async_save save_frozen allow_different_hardware"),
-    **_rows("it belongs to a lockstep.Trainer", "max_steps_in_flight validate_every cuda_graphs schedule devices"),
+    **_rows("it belongs to a lockstep.Trainer", "max_steps_in_flight validate_every schedule devices"),
     **_rows("it belongs to a lockstep.Trainer", "scheduler_interval scheduler_metric replica_check"),
     "forward": "the forward pass stays in your loop",
     "metrics": "lockstep.evaluate(model, loader, loss_fn, metrics) evaluates",

@@ -42,6 +42,7 @@ TYPED: dict[str, tuple[str, Any]] = {
     "gradient_accumulation_steps": ("4", 4),
     "precision": ("bf16", "bf16"),
     "compile": ("", True),
+    "compile_mode": ("reduce-overhead", "reduce-overhead"),
     "channels_last": ("", True),
     "epochs": ("7", 7),
     "schedule": ("step", "step"),
@@ -58,7 +59,6 @@ TYPED: dict[str, tuple[str, Any]] = {
     "max_steps_in_flight": ("4", 4),
     "quiet": ("", True),
     "allow_different_hardware": ("", True),
-    "cuda_graphs": ("", True),
 }
 
 # those that contradict some of the others

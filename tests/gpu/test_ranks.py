@@ -1,8 +1,7 @@
-"""Ranks on one GPU: NCCL with a single rank, and two ranks that share the GPU, which NCCL refuses."""
+"""Ranks on GPUs: NCCL with a single rank, and two ranks where there are two GPUs; NCCL refuses two on one."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +17,13 @@ from support.gpu import DEVICE, ON_GPU, only_on_gpu
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
-def shared(body: Callable[[], Any], through_host: bool = False) -> Any:
-    """Run `body` on two ranks that share the GPU; returns the result of rank 0."""
+needs_two_gpus = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def on_two(body: Callable[[], Any]) -> Any:
+    """Run `body` on two ranks; returns the result of rank 0."""
 
     def work() -> Any:
-        os.environ["LOCKSTEP_SHARE_GPUS"] = "1"
-        if through_host:
-            from lockstep.transports import gpu_tensors
-
-            gpu_tensors._map_areas = lambda *_: None
         lockstep.init(DEVICE)
         return body()
 
@@ -46,11 +43,11 @@ def test_one_rank_uses_nccl() -> None:
 
 
 @only_on_gpu
-def test_two_ranks_on_one_gpu_are_an_error_unless_they_are_to_share_it() -> None:
+def test_more_ranks_than_gpus_are_an_error() -> None:
     def work() -> None:
         lockstep.init(DEVICE)
 
-    with pytest.raises(lockstep.LockstepError, match="LOCKSTEP_SHARE_GPUS=1"):
+    with pytest.raises(lockstep.LockstepError, match="at most as many workers on a node as it has GPUs"):
         lockstep.launch(work, workers=1 + torch.cuda.device_count())
 
 
@@ -98,31 +95,19 @@ def collectives(device: torch.device) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("through_host", [False, True], ids=["mapped", "through the host"])
-def test_collectives_give_the_bits_of_the_cpu(through_host: bool) -> None:
+@needs_two_gpus
+def test_collectives_give_the_bits_of_the_cpu() -> None:
     def body() -> list[str]:
         device = lockstep.init().device
         on_gpu, on_cpu = collectives(device), collectives(torch.device("cpu"))
         return [name for name, tensor in on_cpu.items() if not tensor.equal(on_gpu[name].cpu())]
 
-    assert shared(body, through_host) == []
+    assert on_two(body) == []
 
 
-@only_on_gpu
-def test_memory_of_the_gpu_is_mapped() -> None:
-    """Else the tests above would pass without what they are for."""
-
-    def body() -> bool:
-        dist.all_reduce(torch.ones(3, device=DEVICE))
-        group: Any = dist.group.WORLD
-        (tensors,) = group.__dict__["_gpu_tensors"].values()
-        return tensors._mapped is not None
-
-    assert shared(body)
-
-
+@needs_two_gpus
 def test_work_before_and_after_a_collective_is_in_order() -> None:
-    """The streams of two processes are ordered by events alone: nothing waits on the host."""
+    """Streams are ordered without the host: nothing waits there."""
 
     def body() -> bool:
         rank, busy = dist.get_rank(), torch.randn(*[2048 if ON_GPU else 32] * 2, device=DEVICE)
@@ -137,7 +122,7 @@ def test_work_before_and_after_a_collective_is_in_order() -> None:
             tensor.fill_(-1)
         return bool(torch.stack(right).all())
 
-    assert shared(body)
+    assert on_two(body)
 
 
 def fit(**options: Any) -> tuple[str, list[float]]:
@@ -151,19 +136,19 @@ def fit(**options: Any) -> tuple[str, list[float]]:
     return lockstep.fingerprint(model, optimizer), [row["train_loss"] for row in history]
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("through_host", [False, True], ids=["mapped", "through the host"])
-def test_one_worker_and_two_have_the_same_bits(through_host: bool, graphs: bool) -> None:
+@needs_two_gpus
+def test_one_worker_and_two_have_the_same_bits() -> None:
     def body() -> tuple[str, list[float]]:
-        return fit(virtual_workers=4, cuda_graphs=graphs)
+        return fit(virtual_workers=4)
 
     def alone() -> tuple[str, list[float]]:
         lockstep.init(DEVICE)
         return body()
 
-    assert shared(body, through_host) == lockstep.launch(alone, workers=1)
+    assert on_two(body) == lockstep.launch(alone, workers=1)
 
 
+@needs_two_gpus
 def test_two_workers_have_the_losses_of_one() -> None:
     def body() -> tuple[str, list[float]]:
         return fit()
@@ -173,9 +158,10 @@ def test_two_workers_have_the_losses_of_one() -> None:
         return body()
 
     # dropout differs by the worker
-    assert shared(body)[1] == pytest.approx(lockstep.launch(alone, workers=1)[1], rel=0.2)
+    assert on_two(body)[1] == pytest.approx(lockstep.launch(alone, workers=1)[1], rel=0.2)
 
 
+@needs_two_gpus
 def test_plain_ddp() -> None:
     def body() -> bool:
         torch.manual_seed(dist.get_rank())
@@ -190,9 +176,10 @@ def test_plain_ddp() -> None:
         dist.all_gather(others, flat)
         return others[0].equal(others[1])
 
-    assert shared(body)
+    assert on_two(body)
 
 
+@needs_two_gpus
 def test_sync_batchnorm() -> None:
     def body() -> tuple[torch.Tensor, torch.Tensor]:
         comm = lockstep.init()
@@ -204,11 +191,12 @@ def test_sync_batchnorm() -> None:
 
     expected = nn.BatchNorm1d(3)
     expected(torch.randn(8, 3, generator=torch.Generator().manual_seed(1)))
-    mean, variance = shared(body)
+    mean, variance = on_two(body)
     torch.testing.assert_close(mean, expected.running_mean)
     torch.testing.assert_close(variance, expected.running_var)
 
 
+@needs_two_gpus
 def test_horovod() -> None:
     def body() -> tuple[float, list[float]]:
         import lockstep.compat.horovod.torch as hvd
@@ -225,7 +213,7 @@ def test_horovod() -> None:
         optimizer.step()
         return float(total.sum()), gathered.tolist()
 
-    assert shared(body) == (3.0, [0.0, 1.0, 1.0])
+    assert on_two(body) == (3.0, [0.0, 1.0, 1.0])
 
 
 def test_tensors_arrive_on_the_cpu() -> None:

@@ -71,12 +71,8 @@ def on_cpu() -> list[float]:
         ({"num_workers": 2}, 1e-3),
         ({"max_steps_in_flight": 1}, 1e-3),
         ({"replica_check": 0}, 1e-3),
-        ({"cuda_graphs": True}, 1e-2),
-        ({"cuda_graphs": True, "virtual_workers": 4}, 1e-2),
         ({"precision": "bf16"}, 5e-2),
         ({"precision": "fp16"}, 5e-2),
-        ({"precision": "bf16", "cuda_graphs": True}, 5e-2),
-        ({"precision": "fp16", "cuda_graphs": True}, 5e-2),
     ],
     ids=id_of,
 )
@@ -88,15 +84,15 @@ def test_images_may_lie_on_the_gpu(on_cpu: list[float]) -> None:
     assert losses(DEVICE, data=images(DEVICE)) == pytest.approx(on_cpu, rel=1e-3)
 
 
-@pytest.mark.parametrize("compile_model", [False, True])
+@pytest.mark.parametrize(
+    "compiled", [{}, {"compile_model": True}, {"compile_model": True, "compile_mode": "reduce-overhead"}], ids=id_of
+)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_prepared_models(on_cpu: list[float], compile_model: bool, channels_last: bool) -> None:
+def test_prepared_models(on_cpu: list[float], compiled: dict[str, Any], channels_last: bool) -> None:
     leaks.forget_communicator()
     comm = init(DEVICE)
     torch.manual_seed(0)
-    model = lockstep.prepare_model(
-        lockstep.models.lenet(), comm, compile_model=compile_model, channels_last=channels_last
-    )
+    model = lockstep.prepare_model(lockstep.models.lenet(), comm, **compiled, channels_last=channels_last)
     found = [row["train_loss"] for row in trainer_of(model).fit(images(), 2)]
     assert found == pytest.approx(on_cpu, rel=1e-2)
 
@@ -120,8 +116,6 @@ def steps_of(batches: list[Any], **options: Any) -> Callable[[], None]:
         {"precision": "bf16"},
         {"virtual_workers": 4},
         {"schedule": lambda step: 1 / (1 + step)},
-        {"cuda_graphs": True},
-        {"cuda_graphs": True, "virtual_workers": 4, "max_grad_norm": 1.0},
     ],
     ids=id_of,
 )
@@ -129,7 +123,7 @@ def test_a_step_does_not_wait_for_the_gpu(options: dict[str, Any]) -> None:
     comm = init(DEVICE)
     loader = lockstep.Loader(images(), BATCH, comm=comm, virtual_workers=options.get("virtual_workers"))
     run = steps_of(list(loader.epoch(0)), **options)
-    for _ in range(12):  # the first ones look at the loss function, choose kernels and record graphs
+    for _ in range(12):  # the first ones look at the loss function, and choose kernels
         run()
     with no_waiting():
         for _ in range(12):
@@ -169,18 +163,14 @@ def test_clipping_and_evaluation() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [None, partial(torch.optim.AdamW, lr=1e-3)], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("there_and_back", [(DEVICE, "cpu", DEVICE), ("cpu", DEVICE, "cpu")])
-def test_a_checkpoint_goes_to_the_cpu_and_back(
-    tmp_path: Path, there_and_back: tuple[str, ...], graphs: bool, optimizer: Any
-) -> None:
+def test_a_checkpoint_goes_to_the_cpu_and_back(tmp_path: Path, there_and_back: tuple[str, ...], optimizer: Any) -> None:
     straight = losses(DEVICE, 3, optimizer=optimizer)
     found = []
     for number, device in enumerate(there_and_back):
         leaks.forget_communicator()
         init(device)
-        options = {"cuda_graphs": graphs} if device == DEVICE else {}
-        trainer = trainer_of(optimizer=optimizer, run_dir=tmp_path, callbacks=[Checkpoints()], **options)
+        trainer = trainer_of(optimizer=optimizer, run_dir=tmp_path, callbacks=[Checkpoints()])
         history = trainer.fit(images(), number + 1, resume="latest" if number else None)
         found.append(history[-1]["train_loss"])
     assert found == pytest.approx(straight, rel=2e-2)
@@ -276,65 +266,3 @@ def test_without_memory_the_error_says_what_to_try() -> None:
     assert "16384.00 GiB more were asked for" in text
     assert "are this process's" in text
     assert "\n" not in text
-
-
-# --- CUDA graphs ------------------------------------------------------------------------------------------------------
-
-
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.LazyLinear(10)
-        )
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layers(inputs)
-
-
-class Asking(Dropping):
-    """Waits for the device in its forward pass, which no recording may."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(inputs) * (2.0 if float(inputs.sum()) > 1e30 else 1.0)
-
-
-def dropping_losses(graphs: bool, kind: type[nn.Module] = Dropping, **options: Any) -> list[float]:
-    leaks.forget_communicator()
-    init(DEVICE)
-    torch.manual_seed(0)
-    model = kind()
-    model(torch.zeros(2, 1, 28, 28))
-    trainer = trainer_of(model, cuda_graphs=graphs, **options)
-    return [row["train_loss"] for row in trainer.fit(images(), 3)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"virtual_workers": 4},
-        {"max_grad_norm": 0.3},
-        {"optimizer": partial(torch.optim.AdamW, lr=1e-3)},
-        {"optimizer": partial(torch.optim.Adam, lr=1e-3, fused=True)},
-        {"schedule": lambda step: 1 / (1 + step / 4)},
-    ],
-    ids=["plain", "virtual workers", "clipped", "adamw", "fused adam", "schedule"],
-)
-def test_a_replay_draws_the_masks_of_its_own_step(options: dict[str, Any]) -> None:
-    assert dropping_losses(True, **options) == pytest.approx(dropping_losses(False, **options), rel=1e-3)
-
-
-@only_on_gpu
-def test_a_model_that_waits_for_the_gpu_is_trained_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    assert dropping_losses(True, Asking) == pytest.approx(dropping_losses(False, Asking), rel=1e-3)
-    assert [record.getMessage()[:41] for record in caplog.records if "cuda_graphs" in record.getMessage()] == [
-        "cuda_graphs: passes run without graphs: C"
-    ]
-    # the device is as usable as before
-    assert dropping_losses(True) == pytest.approx(dropping_losses(False), rel=1e-3)
-
-
-def test_equal_bits_with_graphs_at_two_numbers_of_passes() -> None:
-    """A step in 4 shards gives one answer, however often its graph is replayed."""
-    assert dropping_losses(True, virtual_workers=4) == dropping_losses(True, virtual_workers=4)

@@ -48,7 +48,7 @@ def init(
 
     Args:
         device: "auto" (a GPU where there is one), "cpu", "cuda" (the GPU of this worker's local rank, or the only one
-            that it sees) or "mps". With LOCKSTEP_SHARE_GPUS=1 several workers of a host may share a GPU.
+            that it sees) or "mps".
         timeout: how long a collective may wait; PyTorch's default when None.
         transport: the backend for tensors on the CPU: "shm", "gloo", "mpi4py" (over MPI, for processes that
             mpiexec has started), or "auto": "shm" on Linux and "gloo" elsewhere; when None,
@@ -135,14 +135,8 @@ def _join(world: World, device: torch.device, cpu_backend: str, timeout: timedel
 
 
 def _backends(device: torch.device, cpu_backend: str) -> str:
-    """Return torch.distributed's name of the backends. NCCL refuses two ranks on one GPU, which "shm" takes."""
-    if device.type != "cuda":
-        return cpu_backend
-    if not environment.shares_gpus():
-        return f"cpu:{cpu_backend},cuda:nccl"
-    if cpu_backend != "shm":
-        raise ConfigError("transport", "shm for workers that share a GPU (LOCKSTEP_SHARE_GPUS=1)", cpu_backend)
-    return "cpu:shm,cuda:shm"
+    """Return torch.distributed's name of the backends."""
+    return f"cpu:{cpu_backend},cuda:nccl" if device.type == "cuda" else cpu_backend
 
 
 def _join_elastic(
@@ -160,8 +154,7 @@ def _join_elastic(
 
 def _check_own_gpu(device: torch.device, world: World) -> None:
     """Check that no other worker of this host uses the same GPU, where each sees a single one, numbered 0."""
-    shares = environment.shares_gpus()
-    if device.type == "cuda" and world.local_world_size > 1 and torch.cuda.device_count() == 1 and not shares:
+    if device.type == "cuda" and world.local_world_size > 1 and torch.cuda.device_count() == 1:
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         claim_gpu(distributed_c10d._get_default_store(), world.rank, uuid)
 
@@ -197,8 +190,7 @@ def claim_gpu(store: Store, rank: int, uuid: str) -> None:
             "device",
             "a GPU of its own for each worker on a node",
             found=f"GPU {uuid} on rank {first.rank} and on rank {rank}, each of which sees it alone",
-            hint="Set CUDA_VISIBLE_DEVICES by the local rank, start fewer workers, choose the device cpu, or set "
-            "LOCKSTEP_SHARE_GPUS=1 to try out several workers on one GPU.",
+            hint="Set CUDA_VISIBLE_DEVICES by the local rank, start fewer workers, or choose the device cpu.",
         )
     store.set(key, text)
 
@@ -241,16 +233,14 @@ def pick_device(device: str, world: World) -> torch.device:
     if device == "cuda" or (device == "auto" and gpus):
         # srun --gpus-per-task=1, or a wrapper around this program: each worker sees only its own GPU
         sees_own_only = gpus == 1 and (world.source == "slurm" or environment.visible_gpus() == 1)
-        shares = environment.shares_gpus()
-        if world.local_world_size > gpus and not sees_own_only and not shares:
+        if world.local_world_size > gpus and not sees_own_only:
             raise ConfigError(
                 "device",
                 f"at most as many workers on a node as it has GPUs ({gpus})",
                 found=f"{world.local_world_size} workers (this is rank {world.rank})",
-                hint="Start fewer workers, choose the device cpu, or set LOCKSTEP_SHARE_GPUS=1 to try out several "
-                "workers on one GPU.",
+                hint="NCCL refuses two workers on one GPU: start fewer workers, or choose the device cpu.",
             )
-        chosen = torch.device("cuda", 0 if sees_own_only else world.local_rank % gpus)
+        chosen = torch.device("cuda", 0 if sees_own_only else world.local_rank)
         torch.cuda.set_device(chosen.index)
         return chosen
     if device == "mps" or (device == "auto" and world.world_size == 1 and torch.backends.mps.is_available()):

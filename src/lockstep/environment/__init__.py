@@ -51,7 +51,6 @@ __all__ = [
     "set_defaults",
     "set_horovod_variables",
     "set_variables",
-    "shares_gpus",
     "shm_size",
     "shows_progress",
     "stall_timeout",
@@ -434,18 +433,6 @@ def shm_size() -> int:
 def resume() -> str | None:
     """Return LOCKSTEP_RESUME: the run directory that a trainer resumes, or "latest"; None if unset."""
     return os.environ.get("LOCKSTEP_RESUME", "").strip() or None
-
-
-def shares_gpus() -> bool:
-    """Return whether several workers of a host may use one GPU, from LOCKSTEP_SHARE_GPUS; not if unset.
-
-    Raises:
-        ConfigError: for a value other than 0 and 1.
-    """
-    text = os.environ.get("LOCKSTEP_SHARE_GPUS", "").strip() or "0"
-    if text not in ("0", "1"):
-        raise ConfigError("LOCKSTEP_SHARE_GPUS", "0 or 1", text)
-    return text == "1"
 
 
 def transport() -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["IN_FLIGHT", "PRECISIONS", "REPLICA_CHECK"]
+__all__ = ["COMPILE_MODES", "IN_FLIGHT", "PRECISIONS", "REPLICA_CHECK"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""The modes of `torch.compile`."""
 
 IN_FLIGHT = 5
 """Default number of steps that may be queued on an accelerator."""

@@ -13,7 +13,7 @@ from ..invariance.shards import check_virtual_workers
 from ..models import MODELS
 from ..registry import Registry
 from ..strategies import STRATEGIES
-from .formats import IN_FLIGHT, PRECISIONS, REPLICA_CHECK
+from .formats import COMPILE_MODES, IN_FLIGHT, PRECISIONS, REPLICA_CHECK
 from .schedules import SCHEDULES
 
 __all__ = ["GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_param_groups", "parse_text"]
@@ -128,8 +128,11 @@ class TrainOptions:
     )
     precision: str = _option("fp32", GROUPS[2], "number format; fp16 scales gradients", choices=PRECISIONS)
     compile: bool = _option(False, GROUPS[2], "run the model through torch.compile")
-    cuda_graphs: bool = _option(
-        False, GROUPS[2], "on a GPU: record the kernels of a step once and replay them, for models with small steps"
+    compile_mode: str = _option(
+        "default",
+        GROUPS[2],
+        "with --compile: the mode of torch.compile; reduce-overhead records CUDA graphs, for models with small steps",
+        choices=COMPILE_MODES,
     )
     channels_last: bool = _option(False, GROUPS[2], "channels-last memory format, for convolutions on GPUs")
     max_steps_in_flight: int = _option(

@@ -12,7 +12,9 @@ from torch import nn
 
 from ..argument_checks import check_flag, check_instance
 from ..communicator import Communicator
+from ..errors import ConfigError
 from ..strategies.sync_batchnorm import SyncBatchNorm, convert
+from .formats import COMPILE_MODES
 
 __all__ = ["prepare_model"]
 
@@ -24,6 +26,7 @@ def prepare_model(
     sync_batchnorm: bool = False,
     channels_last: bool = False,
     compile_model: bool = False,
+    compile_mode: str = "default",
     fixed_shapes: bool = False,
 ) -> nn.Module:
     """Move `model` to the worker's device, and change it in place; its parameters stay the same objects.
@@ -34,6 +37,7 @@ def prepare_model(
         sync_batchnorm: use the statistics of the global batch in batch norm.
         channels_last: use the channels-last memory format; 4-d inputs are converted.
         compile_model: compile it with `torch.compile`. Names in the state dict do not change.
+        compile_mode: the mode of `torch.compile`; "reduce-overhead" records CUDA graphs, for models with small steps.
         fixed_shapes: compile separately for each shape of inputs, so that the program for a shape does not depend on
             earlier shapes; for training with virtual workers.
 
@@ -48,6 +52,8 @@ def prepare_model(
     flags = {"sync_batchnorm": sync_batchnorm, "channels_last": channels_last, "compile_model": compile_model}
     for name, value in flags.items():
         check_flag(name, value)
+    if compile_mode not in COMPILE_MODES:
+        raise ConfigError("compile_mode", f"one of {', '.join(COMPILE_MODES)}", compile_mode)
     model = model.to(comm.device)
     if sync_batchnorm:
         model = convert(model, comm)
@@ -55,7 +61,7 @@ def prepare_model(
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.register_forward_pre_hook(_to_channels_last)
     if compile_model:
-        _compile_in_place(model, partial(torch.compile, dynamic=False) if fixed_shapes else torch.compile)
+        _compile_in_place(model, partial(torch.compile, dynamic=False if fixed_shapes else None, mode=compile_mode))
     return model
 
 

@@ -33,7 +33,6 @@ from ..strategies.invariant import Invariant
 from ..strategies.replicas import Replicas
 from ..strategies.sync_batchnorm import convert
 from ..strategies.unchanged_parameters import UnchangedParameters
-from .cuda_graphs import Graphs, PassGraphs, begin_pass
 from .divided_batches import FirstPasses, describe_division
 from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
@@ -90,7 +89,6 @@ class StepOptions(TypedDict, total=False):
     virtual_workers: int | None
     threads: int | None
     replica_check: int
-    cuda_graphs: bool
     sync_batchnorm: bool
 
 
@@ -305,24 +303,11 @@ class Passes(Protocol):
         """
 
 
-def make_passes(
-    strategy: Strategy, seed: int, gradient_accumulation_steps: int, graphs: PassGraphs | None = None
-) -> Passes:
+def make_passes(strategy: Strategy, seed: int, gradient_accumulation_steps: int) -> Passes:
     """Return the passes for `strategy`; `seed` is that of dropout."""
     if isinstance(strategy, Invariant):
-        return ShardPasses(strategy, seed, graphs)
-    return AccumulatedPasses(strategy, gradient_accumulation_steps, graphs)
-
-
-def why_no_graphs(strategy: Strategy) -> str:
-    """Return why the passes of `strategy` cannot be CUDA graphs; "" if they can."""
-    if isinstance(strategy, Invariant):
-        return "batch norm over all shards needs a thread for each of them" if strategy.joint_layers else ""
-    if type(strategy) is not Distributed:
-        return f"the strategy is {type(strategy).__name__.lower()}"
-    if strategy.comm.size > 1:
-        return "several workers need virtual_workers for that: else gradients are sent during the backward pass"
-    return ""
+        return ShardPasses(strategy, seed)
+    return AccumulatedPasses(strategy, gradient_accumulation_steps)
 
 
 class AccumulatedPasses:
@@ -331,11 +316,10 @@ class AccumulatedPasses:
     Args:
         strategy: the prepared strategy.
         gradient_accumulation_steps: number of passes.
-        graphs: of passes, if they are to be replayed.
     """
 
-    def __init__(self, strategy: Strategy, gradient_accumulation_steps: int, graphs: PassGraphs | None = None) -> None:
-        self._strategy, self._accumulation_steps, self._graphs = strategy, gradient_accumulation_steps, graphs
+    def __init__(self, strategy: Strategy, gradient_accumulation_steps: int) -> None:
+        self._strategy, self._accumulation_steps = strategy, gradient_accumulation_steps
 
     @property
     def averaged_over(self) -> int:
@@ -357,20 +341,19 @@ class AccumulatedPasses:
         # The reduction averages over workers; the mean over samples needs the sum.
         scale = precision.pass_scale(batch.global_size, self.averaged_over)
         parts = self.parts(batch)
-        if self._graphs is not None:
-            self._graphs.refuse_hooks()
         for number, (data, size) in enumerate(parts):
             last = number == len(parts) - 1
             with strategy.gradient_sync(now=last):
-                begun = begin_pass(self._graphs, loss, precision, data, size, scale, len(parts) > 1)
-                totals[0] += begun.total
-                totals[1] += begun.count
+                with precision.autocast():
+                    total, count = loss(data, size)
+                totals[0] += total.detach()
+                totals[1] += count
                 if last:
                     with named("loss and sample count"):
                         weight = sum(size for _, size in parts) / batch.global_size
                         finish = strategy.reduce_totals(totals, weight, add_up=batch.collated is None)
                 with named(strategy.backward_name):
-                    begun.backward()
+                    precision.backward(total * scale)
         return finish()
 
 
@@ -482,8 +465,6 @@ class TrainStep:
         threads: with virtual workers, threads within an operation on the CPU; 1 when None.
         replica_check: steps between two comparisons of sampled weights among workers, see
             `lockstep.training.replica_check`; 0 compares neither weights nor hyperparameters.
-        cuda_graphs: record the passes and the update once and replay them, see `lockstep.training.cuda_graphs`. Where
-            that is not possible, steps run as usual, and a line in the log says why.
         sync_batchnorm: batch norm has the statistics of the global batch; its layers are replaced in the model, with
             the same parameters. With virtual workers on the CPU only, see `lockstep.strategies.sync_batchnorm`.
 
@@ -512,7 +493,6 @@ class TrainStep:
         virtual_workers: int | None = None,
         threads: int | None = None,
         replica_check: int = REPLICA_CHECK,
-        cuda_graphs: bool = False,
         sync_batchnorm: bool = False,
         **unknown: Never,
     ) -> None:
@@ -524,7 +504,6 @@ class TrainStep:
         check_step(model, optimizer, gradient_accumulation_steps, max_grad_norm, schedule)
         check_functions(loss_fn, forward)
         check_instance("seed", seed, int, "a whole number")
-        check_flag("cuda_graphs", cuda_graphs, also="False")
         check_flag("sync_batchnorm", sync_batchnorm, also="False")
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.scheduler = _make_scheduler(scheduler, optimizer, schedule, scheduler_interval, scheduler_metric)
@@ -547,9 +526,8 @@ class TrainStep:
         self.finite_weights = FiniteWeights(model, self.comm)
         self._has_described = False
         self._module = self.strategy.wrap(self._loss)
-        self._graphs = self._make_graphs() if cuda_graphs else None
         self._accumulation_steps = gradient_accumulation_steps
-        self._passes = self._make_passes()
+        self._passes = make_passes(self.strategy, seed, gradient_accumulation_steps)
         self._trained = [p.requires_grad for p in self._changes.parameters]
         self._parameters: list[nn.Parameter] = []
         self._refresh_param_groups()
@@ -561,13 +539,6 @@ class TrainStep:
             weights=not self.strategy.sharded_state,
             exact=self.strategy.virtual_workers is not None,
         )
-
-    def _make_graphs(self) -> Graphs:
-        return Graphs(self.comm.device, self.model, why_no_graphs(self.strategy), self.comm.rank == 0)
-
-    def _make_passes(self) -> Passes:
-        passes = None if self._graphs is None else self._graphs.passes
-        return make_passes(self.strategy, self._seed, self._accumulation_steps, passes)
 
     def _prepare(self) -> None:
         self.strategy.prepare(self.model)
@@ -626,9 +597,6 @@ class TrainStep:
         self.strategy.regroup(self.model)
         self._module = self.strategy.wrap(self._loss)
         self._trained = [p.requires_grad for p in self._changes.parameters]
-        if self._graphs is not None:
-            self._graphs = self._make_graphs()
-            self._passes = self._make_passes()
         self._replicas.regroup()
 
     def _run(self, batch: Batch, requests: float) -> StepResult:
@@ -638,8 +606,6 @@ class TrainStep:
             unchanged.note()
         marks = self._replicas.marks(self.steps_done)
         is_compared = self._loss.expect(self.steps_done)
-        if self._graphs is not None:
-            self._graphs.passes.is_paused = is_compared
         joint = isinstance(self.strategy, Invariant) and self.strategy.joint_layers  # which do not support fp16
         if self.precision.is_new and not joint:
             parts = self._passes.parts(batch)
@@ -772,8 +738,6 @@ class TrainStep:
         if (trained := [p.requires_grad for p in self._changes.parameters]) != self._trained:
             # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
-            if self._graphs is not None:
-                self._graphs.passes.forget()
         seed_torch(mix((self._seed, _RANDOM, self.steps_done, self.comm.rank)) & 0xFFFFFFFF, self.comm.device)
         self.optimizer.zero_grad(set_to_none=True)
         if self.schedule is not None:
@@ -788,11 +752,6 @@ class TrainStep:
     def _update(self, correction: torch.Tensor | None) -> torch.Tensor | None:
         """Update the parameters with the gradients times `correction`; returns their norm if it is limited."""
         _fill_missing_gradients(self._parameters)
-        if self._graphs is None:
-            return self._apply(correction)
-        return self._graphs.update.run(self.optimizer, self._parameters, self.precision, correction, self._apply)
-
-    def _apply(self, correction: torch.Tensor | None) -> torch.Tensor | None:
         if cast := self.precision.cast:
             converted = [p.grad for number, p in enumerate(self._changes.parameters) if number in cast]
             present = [gradient for gradient in converted if gradient is not None and not gradient.is_sparse]

@@ -384,6 +384,7 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
         sync_batchnorm=options.sync_batchnorm,
         channels_last=options.channels_last,
         compile_model=options.compile,
+        compile_mode=options.compile_mode,
         fixed_shapes=options.virtual_workers is not None,
     )
     return Trainer(
@@ -404,7 +405,6 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
         virtual_workers=options.virtual_workers,
         threads=options.threads,
         replica_check=options.replica_check,
-        cuda_graphs=options.cuda_graphs,
         precision=options.precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         max_grad_norm=options.max_grad_norm,

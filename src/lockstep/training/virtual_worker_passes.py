@@ -17,7 +17,6 @@ from ..invariance.randomness import seed_shard
 from ..invariance.shards import bounds
 from ..strategies.invariant import Invariant
 from ..strategies.joint_passes import JointPasses, run_joint_passes
-from .cuda_graphs import EagerPass, Pass, PassGraphs, begin_pass
 from .losses import LossModule
 from .precision import Precision
 
@@ -49,11 +48,10 @@ class ShardPasses:
     Args:
         strategy: the prepared strategy.
         seed: the seed of dropout and the like, keyed with the step and the shard.
-        graphs: of passes in sequence, if they are to be replayed.
     """
 
-    def __init__(self, strategy: Invariant, seed: int, graphs: PassGraphs | None = None) -> None:
-        self._strategy, self._seed, self._graphs = strategy, seed, graphs
+    def __init__(self, strategy: Invariant, seed: int) -> None:
+        self._strategy, self._seed = strategy, seed
 
     averaged_over = 1
 
@@ -84,17 +82,22 @@ class ShardPasses:
         """Run one shard after the other; each backward pass adds to the gradients."""
         strategy, device = self._strategy, self._strategy.comm.device
         reducer, buffers = strategy.reducer, strategy.buffers
+        scale = step.precision.pass_scale(step.global_size)
         for shard, part in zip(reducer, step.parts, strict=True):
             if shard > reducer.local_shards.start:
                 buffers.restore()
             seed_shard(self._seed, step.number, shard, device)
             totals = _new_totals(step.marks, part[1])
-            begun = self._begin_pass(step, part, totals) if part[1] else None
+            scaled = None  # of an empty shard
+            if part[1]:
+                with step.precision.autocast():
+                    total, totals[1] = step.loss(*part)
+                totals[0], scaled = total.detach(), total * scale
             if shard == reducer.local_shards[-1]:
                 self._set_worker_totals(totals, step)
             reducer.add(torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)]))
-            if begun is not None:
-                begun.backward()
+            if scaled is not None:
+                step.precision.backward(scaled)
 
     def _run_jointly(self, step: _Step) -> None:
         """Run all shards with barriers at the layers that use all shards, and sum their results in order."""
@@ -107,12 +110,13 @@ class ShardPasses:
             seed_shard(self._seed, step.number, shard, comm.device)
             part = step.parts[shard - reducer.local_shards.start]
             totals = _new_totals(step.marks, part[1])
-            begun = EagerPass(step.loss, step.precision, *part, 1 / step.global_size)
-            totals[0], totals[1] = begun.total, begun.count
+            with step.precision.autocast():
+                total, totals[1] = step.loss(*part)
+            totals[0] = total.detach()
             numbers = torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)])
             # In this thread, which waits at the barriers; not into .grad, which all shards share.
             with torch.autograd.set_multithreading_enabled(False):
-                gradients = torch.autograd.grad(begun.scaled, trained, allow_unused=True)
+                gradients = torch.autograd.grad(total * (1 / step.global_size), trained, allow_unused=True)
             return numbers, separate_gradients(trained, gradients)
 
         joint_passes = JointPasses(comm, strategy.virtual_workers, shards)
@@ -150,14 +154,6 @@ class ShardPasses:
                 f"at least {least} samples in each batch, one for each worker, with sync_batchnorm and virtual workers"
             )
             raise ConfigError("global_batch_size", expected, global_size, hint)
-
-    def _begin_pass(self, step: _Step, part: tuple[Any, int], totals: torch.Tensor) -> Pass:
-        """Begin the passes of a shard, with its sum and count in `totals`."""
-        several = len(self._strategy.reducer.local_shards) > 1
-        scale = step.precision.pass_scale(step.global_size)
-        begun = begin_pass(self._graphs, step.loss, step.precision, *part, scale, several)
-        totals[0], totals[1] = begun.total, begun.count
-        return begun
 
     def parts(self, batch: Batch) -> Parts:
         """Return (data, samples) of each of this worker's shards."""

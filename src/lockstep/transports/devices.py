@@ -1,7 +1,4 @@
-"""Groups such as "cpu:shm,cuda:nccl": calls with tensors on another device go to the backend for that device.
-
-In a group such as "cpu:shm,cuda:shm", the group for the CPU itself takes them, see `gpu_tensors`.
-"""
+"""Groups such as "cpu:shm,cuda:nccl": calls with tensors on another device go to the backend for that device."""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -16,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .gpu_tensors import GpuTensors
 from .runtime.c10d import PrefixStore, backend_as_group
 from .runtime.tensor_arguments import NotOnCPUError
 
@@ -58,8 +54,6 @@ def _or_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., A
             return method(self, *args, **kwargs)
         except NotOnCPUError as found:
             device = found.device
-        if (tensors := _gpu_tensors(self, device)) is not None:
-            return tensors.run(name, functools.partial(method, self), args, kwargs)
         return getattr(_backend(self, device), name)(*args, **kwargs)
 
     return call
@@ -68,9 +62,6 @@ def _or_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., A
 def _and_device_backends(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: dist.ProcessGroup) -> None:
-        if name == "shutdown":
-            for tensors in self.__dict__.get("_gpu_tensors", {}).values():
-                tensors.close()
         method(self)
         for backend in self.__dict__.get("_device_backends", {}).values():
             getattr(backend, name)()
@@ -81,7 +72,7 @@ def _and_device_backends(name: str, method: Callable[..., Any]) -> Callable[...,
 def _at_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: dist.ProcessGroup, device: torch.device | None = None) -> Any:
-        if device is None or device.type == "cpu" or _is_own(self, device):
+        if device is None or device.type == "cpu":
             return method(self, device)
         if (backend := _known_backend(self, device)) is None:
             return method(self, device)
@@ -102,7 +93,7 @@ def _known_backend(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
 
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether messages on `device` that are to run concurrently have to be passed to the group as one batch."""
-    if device.type == "cpu" or _is_own(group, device):
+    if device.type == "cpu":
         return bool(group.supports_coalescing)
     return bool(getattr(_inner(_backend(group, device), device), "supports_coalescing", False))
 
@@ -113,34 +104,13 @@ def _inner(backend: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return the name of the backend for `device`, if there is one and it is not the group's own."""
-    name = _configured(group, device)
-    return None if name == getattr(group, "backend", "shm") else name
-
-
-def _is_own(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the group, which is for the CPU, is named for `device` as well."""
-    return _configured(group, device) == getattr(group, "backend", "shm")
-
-
-def _configured(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return the name of the backend for `device` that the group was made with."""
+    """Return the name of the backend for `device` that the group was made with, if it is not the group's own."""
     try:
         config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
     except (RuntimeError, ValueError, TypeError):  # not among c10d's groups yet, or no longer
         return None
     name = config.get_device_backend_map().get(device.type)
-    return None if name is None else str(name)
-
-
-def _gpu_tensors(group: dist.ProcessGroup, device: torch.device) -> GpuTensors | None:
-    """Return what takes tensors on `device` for the group's own backend; None where that is not for them."""
-    if device.type in group.__dict__.get("_device_backends", ()):
-        return None
-    known: dict[torch.device, GpuTensors] = group.__dict__.setdefault("_gpu_tensors", {})
-    if device not in known and _is_own(group, device):
-        known[device] = GpuTensors(group, device)
-    return known.get(device)
+    return None if name in (None, getattr(group, "backend", "shm")) else str(name)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

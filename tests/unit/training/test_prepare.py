@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lockstep.communicator import Communicator
+from lockstep.errors import ConfigError
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.topology import World
+from lockstep.training.formats import COMPILE_MODES
 from lockstep.training.prepare import prepare_model
 
 ALONE = Communicator.at(World(), torch.device("cpu"))
@@ -48,8 +51,22 @@ def test_a_compiled_model_is_compiled_and_the_same(compiler: None) -> None:
     assert all(a is b for a, b in zip(before, prepared.parameters(), strict=True))
 
 
+def test_the_mode_of_the_compiler_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    prepare_model(nn.Linear(2, 2), ALONE, compile_model=True)
+    prepare_model(nn.Linear(2, 2), ALONE, compile_model=True, compile_mode="reduce-overhead", fixed_shapes=True)
+    assert asked == [{"dynamic": None, "mode": "default"}, {"dynamic": False, "mode": "reduce-overhead"}]
+    with pytest.raises(ConfigError, match=r"compile_mode: expected one of default, reduce-overhead, .*, got 'fast'"):
+        prepare_model(nn.Linear(2, 2), ALONE, compile_model=True, compile_mode="fast")
+
+
+def test_the_modes_are_those_that_torch_knows() -> None:
+    assert set(COMPILE_MODES) == {"default", *torch._inductor.list_mode_options()}
+
+
 def test_a_copy_of_a_compiled_model_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function: function)  # what it is given is what matters here
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # what it is given is what matters here
     model = prepare_model(convert(net(), ONE_OF_TWO), ALONE, compile_model=True).eval()
     twin = copy.deepcopy(model)
     x = torch.randn(5, 3, 8, 8)

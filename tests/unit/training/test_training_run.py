@@ -93,7 +93,8 @@ def test_options_of_the_model(made: Any, option: str, argument: str) -> None:
     for value in (False, True):
         asked = made(**{option: value}).prepared
         none = dict.fromkeys(("sync_batchnorm", "channels_last", "compile_model", "fixed_shapes"), False)
-        assert asked == {**none, argument: value}
+        assert asked == {**none, "compile_mode": "default", argument: value}
+    assert made(compile=True, compile_mode="reduce-overhead").prepared["compile_mode"] == "reduce-overhead"
     assert made(virtual_workers=4).prepared["fixed_shapes"]
 
 
