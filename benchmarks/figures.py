@@ -64,13 +64,14 @@ def draw_one_idea(
         pauses: what recovers → seconds, the shortest first.
         path: the PNG file.
     """
-    size: Any = {"figsize": (11.0, 3.7), "width_ratios": (1, 1, 1)}
-    figure, (fan, line, bars) = plt.subplots(1, 3, **size)
+    figure, (fan, line, bars) = plt.subplots(1, 3, figsize=(11.0, 3.7))
     # the same blue, darker the more workers there are, so that lightness alone tells them apart
     colours = ("#8FC1E8", "#4A94CF", "#1F669E", "#0B3558")
     for (workers, losses), colour, marker in zip(ddp.items(), colours, "osD^", strict=True):
         fan.plot(range(len(losses)), losses, color=colour, linewidth=2.0, marker=marker, markersize=4)
-        _label_end(fan, losses, f"{workers} worker{'s' if workers != '1' else ''}")
+        label = f"{workers} worker{'s' if workers != '1' else ''}"
+        end = (len(losses) - 1, losses[-1])
+        fan.annotate(label, end, (8, 0), textcoords="offset points", va="center", fontsize=10)
     for losses, colour, width in zip(lockstep.values(), colours, (12.0, 8.5, 5.0, 1.8), strict=True):
         line.plot(range(len(losses)), losses, color=colour, linewidth=width, solid_capstyle="round")
     *others, most = lockstep
@@ -97,17 +98,13 @@ def draw_one_idea(
     _save(figure, path)
 
 
-def _label_end(panel: Axes, values: list[float], text: str) -> None:
-    panel.annotate(text, (len(values) - 1, values[-1]), (8, 0), textcoords="offset points", va="center", fontsize=10)
-
-
 def _draw_pauses(panel: Axes, pauses: dict[str, float]) -> None:
     names, heights = list(pauses), list(pauses.values())
     colours = ["#D55E00" if name == "Lockstep" else "#999999" for name in names]
     panel.barh(names, heights, 0.6, color=colours)
     for place, seconds in enumerate(heights):
-        panel.annotate(f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s", (seconds, place), (4, 0),
-                       textcoords="offset points", va="center", fontsize=10)  # fmt: skip
+        label = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
+        panel.annotate(label, (seconds, place), (4, 0), textcoords="offset points", va="center", fontsize=10)
     panel.invert_yaxis()  # the first on top
     panel.set_xlim(right=1.25 * max(heights))
     panel.set_xlabel("seconds")
