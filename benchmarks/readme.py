@@ -70,11 +70,11 @@ def recoveries() -> dict[str, float]:
     return {name: statistics.median(loss["pause"] for loss in losses[side]) for side, name in names.items()}
 
 
-def measured() -> list[tuple[str, str, str]]:
+def measured() -> list[tuple[str, ...]]:
     """The rows of the table: Lockstep's figure, that of DDP under torchrun, and where they were measured."""
     scaling, launch = read("scaling"), read("launch")
     speeds = {(row["model"], row["side"]): row["samples_per_second"] for row in scaling["rows"]}
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (*(f"{speeds[model, side][workers]['median']:,.0f}" for side in ("lockstep", "ddp")), where(scaling))
         for model in ("lenet", "resnet18")
         for workers in ("1", "2")

@@ -70,12 +70,13 @@ def train_with_ddp(epochs: int) -> Found:
     wrapped = DistributedDataParallel(model)
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+    loss_fn = nn.CrossEntropyLoss()
     losses = [test_loss(model, tensors)]
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for inputs, labels in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(wrapped(inputs), labels).backward()
+            loss_fn(wrapped(inputs), labels).backward()
             optimizer.step()
         losses.append(test_loss(model, tensors))
     return losses, lockstep.fingerprint(model)
