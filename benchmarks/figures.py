@@ -53,35 +53,62 @@ def draw_scaling(rows: list[dict[str, Any]], titles: dict[str, str], path: Path)
     _save(figure, path)
 
 
-def draw_one_idea(losses: dict[int, list[float]], times: dict[int, float], path: Path) -> None:
-    """The losses of all steps, one curve above the other, and beside them the time of an epoch.
+def draw_one_idea(
+    lockstep: dict[str, list[float]], ddp: dict[str, list[float]], pauses: dict[str, float], path: Path
+) -> None:
+    """The losses by number of workers, those of DDP beside those of Lockstep, and the pauses after a loss of a worker.
 
     Args:
-        losses: workers → the loss of each step.
-        times: workers → the time of an epoch over that of one worker.
+        lockstep: number of workers → the test loss after 0, 1, 2, … epochs; all of them are equal.
+        ddp: the same of DDP.
+        pauses: what recovers → seconds, the shortest first.
         path: the PNG file.
     """
-    figure, (curves, bars) = plt.subplots(1, 2, figsize=(9.6, 3.4), width_ratios=(3, 1))
-    colours = ("#9CC9E8", "#0072B2", "#D55E00")
-    for (workers, values), colour, width in zip(losses.items(), colours, (7.0, 3.5, 1.0), strict=True):
-        label = f"{workers} worker{'s' if workers > 1 else ''}"
-        curves.plot(range(len(values)), values, color=colour, linewidth=width, label=label)
-    curves.set_title("The same losses, bit for bit, …", fontsize=11)
-    curves.set_xlabel("step")
-    curves.set_ylabel("loss")
-    curves.set_ylim(bottom=0)
-    curves.legend(frameon=False)
-    names = [str(workers) for workers in times]
-    bars.bar(names, list(times.values()), 0.6, color=colours[: len(times)])
-    for place, height in enumerate(times.values()):
-        bars.annotate(f"{height:.2f}", (place, height / 2), ha="center", color="black" if place == 0 else "white")
-    bars.set_title("… in less time", fontsize=11)
-    bars.set_xlabel("workers")
-    bars.set_ylabel("time of an epoch")
-    for panel in (curves, bars):
+    figure, (fan, line, bars) = plt.subplots(1, 3, figsize=(11.0, 3.7))
+    # the same blue, darker the more workers there are, so that lightness alone tells them apart
+    colours = ("#8FC1E8", "#4A94CF", "#1F669E", "#0B3558")
+    for (workers, losses), colour, marker in zip(ddp.items(), colours, "osD^", strict=True):
+        fan.plot(range(len(losses)), losses, color=colour, linewidth=2.0, marker=marker, markersize=4)
+        label = f"{workers} worker{'s' if workers != '1' else ''}"
+        end = (len(losses) - 1, losses[-1])
+        fan.annotate(label, end, (8, 0), textcoords="offset points", va="center", fontsize=10)
+    for losses, colour, width in zip(lockstep.values(), colours, (12.0, 8.5, 5.0, 1.8), strict=True):
+        line.plot(range(len(losses)), losses, color=colour, linewidth=width, solid_capstyle="round")
+    *others, most = lockstep
+    text = f"{', '.join(others)} and {most} workers:\nequal in every bit"
+    arrow = {"arrowstyle": "-", "color": "#555555", "shrinkB": 8}
+    line.annotate(text, (3, losses[3]), xytext=(3.9, 0.9), arrowprops=arrow, fontsize=10)
+    fan.set_title("PyTorch DDP\n64 samples a step on each worker", fontsize=11)
+    line.set_title("Lockstep\n64 samples a step over all workers", fontsize=11)
+    fan.set_ylabel("loss on test images")
+    for panel in (fan, line):
+        panel.set_yscale("log")
+        panel.set_ylim(0.025, 3.2)
+        panel.set_yticks([0.03, 0.1, 0.3, 1, 3], ["0.03", "0.1", "0.3", "1", "3"])
+        panel.yaxis.set_minor_locator(NullLocator())
+        panel.set_xlabel("epoch")
+        panel.set_xticks(range(0, len(ddp["1"]), 2))
+        panel.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        panel.set_axisbelow(True)
+    fan.set_xlim(right=len(ddp["1"]) + 3.2)  # room for the labels
+    _draw_pauses(bars, pauses)
+    for panel in (fan, line, bars):
         panel.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    figure.tight_layout(w_pad=2.0)
     _save(figure, path)
+
+
+def _draw_pauses(panel: Axes, pauses: dict[str, float]) -> None:
+    names, heights = list(pauses), list(pauses.values())
+    colours = ["#D55E00" if name == "Lockstep" else "#999999" for name in names]
+    panel.barh(names, heights, 0.6, color=colours)
+    for place, seconds in enumerate(heights):
+        label = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
+        panel.annotate(label, (seconds, place), (4, 0), textcoords="offset points", va="center", fontsize=10)
+    panel.invert_yaxis()  # the first on top
+    panel.set_xlim(right=1.25 * max(heights))
+    panel.set_xlabel("seconds")
+    panel.set_title("One of four workers is killed:\ntime to the next completed step", fontsize=11)
 
 
 def draw_elastic_losses(

@@ -15,12 +15,13 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 
-def test_the_readmes_example_is_the_program_that_can_be_run() -> None:
-    shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_example_is_the_program_that_can_be_run(page: str) -> None:
+    shown = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     program = (ROOT / "examples/quickstart.py").read_text()
     assert shown is not None
     assert program.endswith(shown[1])
-    assert len(shown[1].splitlines()) <= 20
+    assert len(shown[1].splitlines()) <= 25
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -58,8 +59,35 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert sorted(set(lockstep.__all__) - shown) == []
 
 
-def test_the_readme_is_one_screen() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 75
+def test_the_readme_is_short_and_says_first_what_it_is_about() -> None:
+    text = (ROOT / "README.md").read_text()
+    beside_words = r"^```.*?```$|^\|[^\n]*$|<!--.*?-->|!\[.*?\]\(.*?\)|\]\(.*?\)"
+    words = re.sub(beside_words, "", text, flags=re.DOTALL | re.MULTILINE).split()
+    assert 300 <= len(words) <= 500
+    first = " ".join(text.splitlines()[:10])
+    assert "trains a PyTorch model on any number of workers" in first and "It is for people who" in first
+
+
+def test_the_figures_of_the_readmes_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    readme = importlib.import_module("readme")
+    english, chinese = ((ROOT / language.file).read_text() for language in (readme.ENGLISH, readme.CHINESE))
+    assert readme.table(readme.ENGLISH) in english and readme.table(readme.CHINESE) in chinese
+    measured = [
+        row["over_one_pass"]["8"]["median"] for row in readme.read("invariance")["rows"] if row["over_one_pass"]
+    ]
+    least, most = (round(100 * (each(measured) - 1)) for each in (min, max))
+    assert f"took {least} to {most} % longer" in english and f"增加 {least} % 到 {most} %" in chinese
+    resumed = readme.read("trainers")["resumed"]
+    left_out = {resumed[side][1]["left out"] for side in ("accelerate", "lightning")}
+    assert left_out == {80} and "left out 80 of 360 samples" in english and "360 个样本中的 80 个" in chinese
+    pauses = [f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" for seconds in readme.recoveries().values()]
+    assert all(each in english and each.removesuffix("s") in chinese for each in pauses)
+
+
+def test_the_readme_says_nothing_has_run_on_a_gpu_as_long_as_that_is_true() -> None:
+    not_measured = "Not measured yet." in (ROOT / "docs/gpus.md").read_text()
+    assert ("Nothing has run on a GPU yet" in (ROOT / "README.md").read_text()) == not_measured
 
 
 def test_the_architecture_names_files_that_are_there() -> None:
