@@ -62,7 +62,7 @@ def test_the_mode_of_the_compiler_is_torchs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_modes_are_those_that_torch_knows() -> None:
-    assert set(COMPILE_MODES) == {"default", *torch._inductor.list_mode_options()}
+    assert set(COMPILE_MODES) <= {"default", *torch._inductor.list_mode_options()}  # newer ones have more
 
 
 def test_a_copy_of_a_compiled_model_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
