@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -117,6 +119,13 @@ _LAZY = {
     "whole_batch": "training.whole_batch:whole_batch",
     "whole_set": "training.evaluate:whole_set",
 }
+
+# Here, and not in the first of a dozen modules that import it, so that there is one message, which says what to do.
+if importlib.util.find_spec("fcntl") is None:
+    raise ImportError(
+        "lockstep: expected Linux (or macOS, where it is not tested), got a Python without the module fcntl, for "
+        f"{sys.platform!r}. On Windows, install Python and Lockstep inside WSL 2 and run the program there."
+    )
 
 register()  # the backends for init_process_group: "shm" and the others
 
