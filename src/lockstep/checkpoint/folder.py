@@ -81,6 +81,7 @@ class Checkpoint:
         path: the folder that it was read from.
         step: optimizer steps done when it was saved.
         epoch: the epoch in which it was saved.
+        numerics: the version of the numerics of the Lockstep that wrote it, see `lockstep.invariance.numerics`.
         info: plain values about the run.
         state: ``"model"``, ``"optimizer"``, … → a tree of plain values and CPU tensors; of plain values and stored
             tensors if it comes from `open_stored`.
@@ -89,6 +90,7 @@ class Checkpoint:
     path: Path
     step: int
     epoch: int
+    numerics: int
     info: dict[str, Any]
     state: dict[str, Any]
 
@@ -274,7 +276,7 @@ def open_stored(path: Path, local_rank: int = 0, local_size: int = 1) -> Checkpo
     content = _manifest(path)
     _check_files(path, content["files"], local_rank, local_size)
     state = _stored_state(path, content["files"])
-    return Checkpoint(path, content["step"], content["epoch"], content["info"], state)
+    return Checkpoint(path, content["step"], content["epoch"], content["numerics"], content["info"], state)
 
 
 def check_finite(checkpoint: Checkpoint) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError, ConfigError
+from ..invariance.numerics import NUMERICS
 from .serialization import MAX_JSON, Entry, Json, from_json, pack, to_json, unpack
 
 __all__ = [
@@ -58,7 +59,8 @@ def head(*, step: int, epoch: int, info: Mapping[str, Any]) -> dict[str, Json]:
     value, tensors = pack({"info": dict(info)})
     if tensors:
         raise ConfigError("info", "plain values only", found="tensors", hint="Put tensors into the state.")
-    return {"format": FORMAT, "version": VERSION, "step": step, "epoch": epoch, "info": value["info"]}
+    versions = {"format": FORMAT, "version": VERSION, "numerics": NUMERICS}
+    return {**versions, "step": step, "epoch": epoch, "info": value["info"]}
 
 
 def render(head: Mapping[str, Json], files: Mapping[str, Entry]) -> bytes:
@@ -67,7 +69,7 @@ def render(head: Mapping[str, Json], files: Mapping[str, Entry]) -> bytes:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read the manifest in `folder`: step, epoch, info, and for each file name its size and sha256.
+    """Read the manifest in `folder`: numerics, step, epoch, info, and for each file name its size and sha256.
 
     Raises:
         CheckpointError: it is missing, damaged, of another version, or not a manifest of Lockstep.
@@ -90,7 +92,7 @@ def read(folder: Path) -> dict[str, Any]:
         raise _mismatch(folder, MANIFEST, "the content that its checksum belongs to", "other content")
     _check_fields(folder, content)
     info = parse_content(folder, MANIFEST, lambda: unpack({"info": content["info"]}, {}))
-    return {**content, **info}
+    return {"numerics": 0, **content, **info}
 
 
 def load(folder: Path, name: str, entry: Mapping[str, Any] | None = None) -> bytes:
@@ -179,6 +181,8 @@ def _check_fields(folder: Path, content: dict[str, Json]) -> None:
     step, epoch, files = content.get("step"), content.get("epoch"), content.get("files")
     if not _is_count(step) or not _is_count(epoch) or "info" not in content:
         raise _mismatch(folder, MANIFEST, "step, epoch and info", f"step {str(step)[:80]}, epoch {str(epoch)[:80]}")
+    if not _is_count(content.get("numerics", 0)):
+        raise _mismatch(folder, MANIFEST, "numerics of at least 0, if any", str(content["numerics"])[:80])
     if not isinstance(files, dict) or not (_is_single_writer(set(files)) or _is_distributed(set(files))):
         expected = f"the files {TREE}, {TENSORS} and optionally {MODEL}, or {TREE}, {PARTS} and one file per worker"
         raise _mismatch(folder, MANIFEST, expected, str(files)[:200])

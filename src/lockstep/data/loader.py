@@ -30,6 +30,7 @@ from ..argument_checks import check_callable, check_flag, keyword_names
 from ..errors import CheckpointError, ConfigError, MismatchError, unexpected_argument
 from ..flight_recorder import named, note_batch
 from ..invariance.fingerprints import checksum_of
+from ..invariance.numerics import NUMERICS, changes_since
 from ..invariance.randomness import preserve_generators
 from ..invariance.shards import bounds, check_virtual_workers, local_range, mix, step_range, steps_per_epoch
 from ..other_names import in_loader
@@ -640,7 +641,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch yielded, and the settings it depends on (not the worker count)."""
-        state = {"epoch": self._epoch, "step": self._step, "ended": self.ended, **self._settings()}
+        position = {"epoch": self._epoch, "step": self._step, "ended": self.ended}
+        state = {**position, **self._settings(), "numerics": NUMERICS}
         if self._substreams is not None:
             return {**state, "stream": self._stream._asdict()}
         return state if self._batch_sampler is None else {**state, "batch_order": self._batches_digest}
@@ -653,6 +655,8 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position to a saved one, from a run with any number of workers.
 
+        If Lockstep deals out or draws otherwise than the one that saved it, a line in rank 0's log says so.
+
         Raises:
             CheckpointError: it was saved with another data set size, global batch size, seed or order.
         """
@@ -662,6 +666,8 @@ class Loader:
                 raise CheckpointError(
                     f"the saved position does not fit this loader: {key} was {saved!r}, here it is {current!r}"
                 )
+        if (changes := changes_since(int(state.get("numerics", 0)))) and self.comm.rank == 0:
+            _log.warning("%s", changes)
         self._resume_at = self._epoch, self._step = int(state["epoch"]), int(state["step"])
         self._batches_digest = int(state.get("batch_order", 0))
         self._stream = StreamPosition(**state["stream"]) if self._step and "stream" in state else StreamPosition()

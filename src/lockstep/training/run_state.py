@@ -61,6 +61,7 @@ _POSITION_KEYS = (
     "batches",
     "batch_order",
     "stream",
+    "numerics",
 )  # other keys say in which data it is a position
 
 
@@ -115,8 +116,10 @@ class Position:
         Raises:
             CheckpointError: if this is a position in other data, or in another order of samples.
         """
-        start = {**loader.state_dict(), "epoch": 0, "step": 0, "ended": False}
-        loader.load_state_dict(start if self._saved is None else self._saved)
+        now = loader.state_dict()
+        start = {**now, "epoch": 0, "step": 0, "ended": False}
+        # Whoever has loaded this position has said how the numerics differ; the loader need not say it again.
+        loader.load_state_dict(start if self._saved is None else {**self._saved, "numerics": now["numerics"]})
 
     def in_data_of(self, loader: Loader) -> Position:
         """Return this position if it is one in the data of `loader`, or else the next epoch's beginning there."""

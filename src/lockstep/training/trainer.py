@@ -22,6 +22,7 @@ from ..communicator import init
 from ..communicator.elastic_communicator import ElasticCommunicator
 from ..data.loader import Loader, dataloader_settings
 from ..errors import CheckpointError, ConfigError, DivergedError, unexpected_argument
+from ..invariance.numerics import NUMERICS, changes_since
 from ..other_names import in_training
 from ..replicas import Device
 from ..strategies.base import Strategy
@@ -202,7 +203,8 @@ class Trainer:
             resume: a checkpoint to resume from, or a run directory, for its newest checkpoint, or "latest": the newest
                 checkpoint in `run_dir`, if any. Damaged checkpoints in a directory are skipped and logged as errors.
                 Model, optimizer and callbacks load its state; hyperparameters with which the optimizer is now
-                constructed differently keep their new values, which is logged. When None, the environment variable
+                constructed differently keep their new values, which is logged; so is what differs from here on if it
+                was written by a Lockstep that computes otherwise. When None, the environment variable
                 LOCKSTEP_RESUME counts, if it names a directory of this run, or is "latest"; `lockstep run --resume`
                 sets it.
             max_steps: total number of steps, 1 or more, at which the run ends, also within an epoch.
@@ -565,25 +567,27 @@ class Trainer:
         # Errors are exchanged after each part: every worker reads files, and a strategy may call collectives.
         callbacks_state = read_tensors(checkpoint.state.get("callbacks", {}))
         call_on_all(self.comm, partial(self._callbacks.load_state_dict, callbacks_state))
-        call_on_all(self.comm, partial(self._load_state, checkpoint.state))
+        call_on_all(self.comm, partial(self._load_state, checkpoint.state, checkpoint.numerics))
         self.checkpoint_manager.set_last(checkpoint.step, checkpoint.path)
 
-    def _load_state(self, state: Mapping[str, Any]) -> None:
+    def _load_state(self, state: Mapping[str, Any], numerics: int) -> None:
         self.state.load_state_dict(state)
+        if (changes := changes_since(numerics)) and self.comm.rank == 0:
+            _log.warning("%s", changes)
         self.checkpoint_manager.last = None  # belongs to the previous state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from in another process, with any number of workers; called by every worker."""
-        return {**self.state.state_dict(), "callbacks": self._callbacks.state_dict()}
+        return {**self.state.state_dict(), "callbacks": self._callbacks.state_dict(), "numerics": NUMERICS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state.
+        """Load a saved state. If the Lockstep that saved it computes otherwise, a line in rank 0's log says what.
 
         Raises:
             CheckpointError: before anything is changed, if it is of another model or optimizer; if a callback cannot
                 load its state.
         """
-        self._load_state(state)
+        self._load_state(state, state.get("numerics", 0))
         self._callbacks.load_state_dict(state.get("callbacks", {}))
 
 
