@@ -109,7 +109,9 @@ def test_a_checkpoint_has_the_number_beside_its_format(tmp_path: Path) -> None:
     assert read(path).numerics == NUMERICS
 
 
-def test_a_resumed_run_says_it_once(tmp_path: Path, upgrade: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_says_it_once(
+    tmp_path: Path, upgrade: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
     make(tmp_path).fit(DATA, 1)
     make(tmp_path).fit(DATA, 2, resume="latest")
     assert said(caplog) == []
