@@ -28,7 +28,7 @@ MISTAKEN   := Could not find a version|No matching distribution|Cannot install .
 MISTAKEN   := $(MISTAKEN)|ResolutionImpossible|subprocess-exited-with-error|installing build dependencies
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cluster gpu-check lint types layers docs chaos clean distclean
+.PHONY: help train test test-cluster gpu-check lint types layers public-names docs chaos clean distclean
 
 help: ## show this list
 	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
@@ -39,6 +39,7 @@ help: ## show this list
 	@echo "make lint     check style and formatting (ruff)"
 	@echo "make types    check types (mypy, strict)"
 	@echo "make layers   check which module imports which (docs/architecture.md)"
+	@echo "make public-names  write docs/api/names.md anew, after a change of public names that is meant"
 	@echo "make docs     build the documentation as a site, in site/index.html"
 	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 200 with loops of their own, 200 of hosts"
 	@echo "              (CHAOS_FLAGS=..., LOOP_CHAOS_FLAGS=..., HOST_CHAOS_FLAGS=...)"
@@ -91,6 +92,10 @@ chaos: $(TESTS)
 layers: $(TESTS)
 	@$(BIN)/pytest -q tests/unit/test_layers.py
 	@echo "Every module keeps to its layer."
+
+public-names: $(TESTS)
+	@$(BIN)/python packaging/public_names.py
+	@echo "Write a line for each change of docs/api/names.md into CHANGELOG.md."
 
 # Mkdocs is quiet but for what is wrong, and fails then.
 docs: $(DOCS)

@@ -88,6 +88,8 @@ def write_trace(folder: Path, path: Path) -> list[RankTime]:
     group entered it; collectives in flight at the same time have further tracks below. The ranks of one host share a
     clock; between hosts, times are as exact as their clocks agree.
 
+    Experimental: may change in any release.
+
     Args:
         folder: the folder given to ``lockstep run --timeline``, or the folder with the flight records of a running job,
             which hold the last few hundred collectives.

@@ -22,6 +22,8 @@ Measure latency and bandwidth between the ranks of a job: messages between pairs
 and every collective, by message size, over every transport that is there, idle
 and while the ranks compute. Shows a table, and writes network.json for
 `lockstep plan` and a picture next to it.
+
+Experimental: may change in any release.
 """
 
 _EXAMPLES = """

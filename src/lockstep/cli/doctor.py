@@ -63,7 +63,7 @@ def add_to(commands: Any, name: str) -> None:
     parser.add_argument("--ssh-port", metavar="PORT", help="port of sshd (default: as ssh is configured)")
     parser.add_argument("--identity", metavar="FILE", help="private key for ssh (default: as ssh is configured)")
     parser.add_argument("--time-limit", metavar="SECONDS", default="60", help="limit per backend test (default: 60)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON (experimental: may change in any release)")
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
 

@@ -33,6 +33,8 @@ The script is the user's own, unmodified: with Lockstep's Trainer, TrainStep or
 OrderedReducer, or with torch's DistributedDataParallel. It ends after these
 steps; its weights are not updated. A Trainer's run directory is a temporary
 one; other files that the script writes are written.
+
+Experimental: may change in any release.
 """
 
 _EXAMPLES = """

@@ -27,6 +27,8 @@ each node, gives the trainer time to save before the time limit, and resumes.
 Nothing is handed over unless you say so. On a terminal the command shows the
 file and asks, if the scheduler's tool is installed; with --yes it does not ask;
 with --dry-run, and where nobody can be asked, it only prints the file.
+
+Experimental: may change in any release.
 """
 
 _EXAMPLES = """

@@ -399,7 +399,10 @@ def decode_batch(number: int) -> tuple[int | None, bool]:
 
 
 def open_job(folder: Path) -> dict[int, RecorderReader]:
-    """Open all flight recorders in a job's folder, by rank; those that cannot be read are left out."""
+    """Open all flight recorders in a job's folder, by rank; those that cannot be read are left out.
+
+    Experimental: may change in any release.
+    """
     found = {}
     with suppress(OSError):  # the folder is being removed
         for path in folder.glob("rank-*"):

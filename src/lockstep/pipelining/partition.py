@@ -222,6 +222,8 @@ def pipeline(
     Efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019). Rank 0's values of the model
     are used by all workers. The model itself must not be used afterwards: layers of other stages lose their values.
 
+    Experimental: may change in any release.
+
     Args:
         model: an `nn.Sequential`, or another model with `split` and `example`.
         stages: number of stages, which must equal the number of workers; None means that number.

@@ -122,6 +122,8 @@ _PER_STAGE = 4
 class Pipeline:
     """One stage of a model that is split over the workers, see `lockstep.pipeline`.
 
+    Experimental: may change in any release.
+
     All workers call every method together, except `parameters` and `named_parameters`::
 
         pipe = lockstep.pipeline(model, stages=2)

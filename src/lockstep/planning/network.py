@@ -1,4 +1,7 @@
-"""Networks as users describe them: a link's bandwidth and latency, networks by name, and hosts of an emulated one."""
+"""Networks as users describe them: a link's bandwidth and latency, networks by name, and hosts of an emulated one.
+
+Experimental: may change in any release.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs a function in the workers of a new job on a Ray cluster, with the signature and the reports of `launch`."""
+"""Runs a function in the workers of a new job on a Ray cluster, with the signature and the reports of `launch`.
+
+Experimental: may change in any release.
+"""
 
 from __future__ import annotations
 

@@ -56,6 +56,8 @@ def steps(loader: Loader, step: TrainStep, epochs: int = 1, *, state: Mapping[st
     and what is in `state` it may change anywhere. It communicates in `step` and in `Steps.call`, as the end of any
     other collective by a loss ends the job.
 
+    Experimental: may change in any release.
+
     Args:
         loader: of the global batches; training begins at its position.
         step: the training step, with the `virtual_workers` of the loader.
@@ -100,6 +102,8 @@ def _check(loader: Any, step: Any, epochs: Any, state: Any) -> None:
 
 class Steps:
     """The batches of a training, see `steps`; outside of elastic jobs nothing more than that.
+
+    Experimental: may change in any release.
 
     Args:
         loader, step, epochs: see `steps`.
