@@ -52,8 +52,8 @@ examples:
       resume the last run; or any run, in a new directory:
   lockstep train --resume latest
   lockstep train --resume runs/first --run-dir runs/second --epochs 30 --lr 0.01
-      options from a file, e.g. the config.yaml of a run:
-  lockstep train --config runs/first/config.yaml --seed 1
+      options from a file, e.g. the config.json of a run:
+  lockstep train --config runs/first/config.json --seed 1
 
 exit codes:
   0  done
@@ -80,7 +80,7 @@ def add_to(commands: Any, name: str) -> None:
     for option in fields(TrainOptions):
         add_option(groups[option.metadata["group"]], option)
     files = groups[GROUPS[4]]
-    text = "YAML or TOML file with options, e.g. a line `epochs: 20`; flags take precedence"
+    text = "YAML, TOML or JSON file with options, e.g. a line `epochs: 20`; flags take precedence"
     files.add_argument("--config", metavar="FILE", help=text)
     files.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command, other_names.TRAIN_FLAGS)
