@@ -1,4 +1,4 @@
-"""Checks of the types and values of arguments, with one error for each kind of value."""
+"""Checks of the types and values of arguments, and of packages that they need, with one error for each kind."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ import copyreg
 import io
 import pickle
 from collections import ChainMap
+from contextlib import suppress
 from types import CodeType, FunctionType
-from typing import Any, ClassVar
+from typing import Any
 
 from .errors import MissingPackageError
 
@@ -21,7 +22,7 @@ class _PicklerByName(pickle.Pickler):
     process, which runs another one, to fail or to find another function of that name.
     """
 
-    dispatch_table: ClassVar[dict[type, Any]] = copyreg.dispatch_table
+    dispatch_table = copyreg.dispatch_table
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (FunctionType, type)):
@@ -32,11 +33,11 @@ class _PicklerByName(pickle.Pickler):
         return NotImplemented
 
 
-_Base: Any
-try:
-    from cloudpickle import Pickler as _Base
-except ImportError:
-    _Base = _PicklerByName
+_Base: Any = _PicklerByName
+with suppress(ImportError):
+    import cloudpickle
+
+    _Base = cloudpickle.Pickler
 
 
 def _code(file: str, *arguments: Any) -> CodeType:

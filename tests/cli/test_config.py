@@ -73,7 +73,8 @@ def test_a_flag_in_place_of_a_bad_key_is_what_an_error_names(folder: Path, capsy
 def test_a_file_that_is_no_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.yaml").write_bytes(b"\xff\xfe")
     assert run("--config", "a.yaml") == 2
-    assert "--config: expected a YAML, TOML or JSON file that can be read, got a.yaml ('utf-8'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--config: expected a YAML, TOML or JSON file that can be read, got a.yaml ('utf-8'" in said
 
 
 def test_numbers_as_yaml_1_1_reads_them(folder: Path) -> None:

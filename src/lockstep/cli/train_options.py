@@ -8,6 +8,7 @@ import json
 import secrets
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -46,12 +47,11 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError("config", "a YAML, TOML or JSON file that can be read", found=f"{path} ({reason})") from None
-    parse = {".toml": _toml, ".json": json.loads}.get(path.suffix)
-    if parse is None:
+    parse: dict[str, Callable[[str], Any]] = {".toml": _toml, ".json": json.loads}
+    if path.suffix not in parse:
         check_package("PyYAML", str(path), "yaml", module="yaml")
-        parse = _yaml
     try:
-        content = parse(text)
+        content = parse.get(path.suffix, _yaml)(text)
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         expected = f"{path} to be YAML, or TOML or JSON with the ending .toml or .json"
