@@ -58,6 +58,7 @@ def test_a_training_runs_and_resumes(
     assert [record.getMessage() for record in caplog.records] == [f"{line} The training continues without it."]
     files = {path.name for path in (folder / "run").iterdir()}
     assert files >= {"config.json", "metrics.csv", "model.safetensors", "result.json"} and "curve.png" not in files
+    assert "model.safetensors" in begun.stdout and "curve.png" not in begun.stdout
     resumed = here("train", "--resume", "run", "--epochs", "2", "--workers", "1")
     assert resumed.returncode == 0, resumed.stderr
     assert len((folder / "run/metrics.csv").read_text().splitlines()) == 3

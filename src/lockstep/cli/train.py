@@ -177,12 +177,8 @@ def _print_summary(run_dir: Path, result: dict[str, Any]) -> None:
         noun += f" on {len(result['devices'])} devices"
     unit = "tokens" if "tokens_per_second" in result else "samples"
     rows.append(("speed", f"{result[f'{unit}_per_second']:,.0f} {unit}/s with {result['workers']} {noun}"))
-    rows += [
-        ("model", str(run_dir / "model.safetensors")),
-        *([("samples", str(run_dir / "samples.txt"))] if (run_dir / "samples.txt").exists() else []),
-        ("curve", str(run_dir / "curve.png")),
-        ("all files", str(run_dir)),
-    ]
+    files = {"model": "model.safetensors", "samples": "samples.txt", "curve": "curve.png", "all files": ""}
+    rows += [(name, str(run_dir / file)) for name, file in files.items() if (run_dir / file).exists()]
     console = Console(highlight=False, markup=False, emoji=False)  # paths are printed unchanged
     console.print()
     for name, text in rows:
