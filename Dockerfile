@@ -22,7 +22,7 @@ RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 
 WORKDIR /opt/lockstep
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml setup.py README.md LICENSE NOTICE ./
 
 # torch first, in a layer of its own: it is most of the image, and changes least.
 RUN python -m pip install --no-cache-dir -c constraints.txt --index-url "https://download.pytorch.org/whl/${TORCH}" torch

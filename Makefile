@@ -1,5 +1,5 @@
 # `make train` and `make test` are all that a newcomer needs; both work on a fresh clone and again at once.
-# Everything is installed into .venv, once: again only when pyproject.toml, constraints.txt or a C file has changed.
+# Everything is installed into .venv, once: again only when pyproject.toml, setup.py, constraints.txt or a C file has changed.
 
 PYTHON       ?= python3
 TRAIN_FLAGS  ?= --data digits --model lenet --epochs 15 --global-batch-size 64 --workers auto
@@ -11,6 +11,7 @@ HOST_CHAOS_FLAGS ?= 200
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PIP_FLAGS    ?=
 GPU_FLAGS    ?=
+RELEASE_FLAGS ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -20,6 +21,7 @@ DEMO  := $(VENV)/.ready-demo
 TESTS := $(VENV)/.ready-test
 DOCS  := $(VENV)/.ready-docs
 CLUSTER := $(VENV)/.ready-cluster
+RELEASE := $(VENV)/.ready-release
 
 # What pip writes when it cannot reach an index, and what it then takes to be wrong instead.
 NO_NETWORK := Could not fetch URL .*(connection error|timed out)|NewConnectionError|NameResolutionError|ProxyError
@@ -28,7 +30,7 @@ MISTAKEN   := Could not find a version|No matching distribution|Cannot install .
 MISTAKEN   := $(MISTAKEN)|ResolutionImpossible|subprocess-exited-with-error|installing build dependencies
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cluster gpu-check lint types layers public-names docs chaos clean distclean
+.PHONY: help train test test-cluster gpu-check lint types layers public-names docs chaos release-check clean distclean
 
 help: ## show this list
 	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
@@ -43,6 +45,8 @@ help: ## show this list
 	@echo "make docs     build the documentation as a site, in site/index.html"
 	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 200 with loops of their own, 200 of hosts"
 	@echo "              (CHAOS_FLAGS=..., LOOP_CHAOS_FLAGS=..., HOST_CHAOS_FLAGS=...)"
+	@echo "make release-check  build the distributions, install each into a new environment and try it there; nothing is uploaded"
+	@echo "              (RELEASE_FLAGS=... for options, PIP_FLAGS=... for those of pip)"
 	@echo "make clean    remove caches and build output; make distclean removes .venv as well"
 	@echo "TEST_PROCESSES=...  the number of processes that run tests (now: $(TEST_PROCESSES))"
 	@echo "PYTHON=...    the Python that .venv is made with, 3.10 or newer (now: $(PYTHON))"
@@ -97,6 +101,10 @@ public-names: $(TESTS)
 	@$(BIN)/python packaging/public_names.py
 	@echo "Write a line for each change of docs/api/names.md into CHANGELOG.md."
 
+# Three new environments with a torch each: minutes. --also PYTHON is a further one that is to load the compiled part.
+release-check: $(RELEASE)
+	@$(BIN)/python packaging/release_check.py $(RELEASE_FLAGS) -- $(PIP_FLAGS)
+
 # Mkdocs is quiet but for what is wrong, and fails then.
 docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
@@ -112,8 +120,9 @@ distclean: clean
 # Each file stands for an installed extra. What the tests need includes what the demonstration needs.
 # pip says that the network is at fault when it tries again. Bytecode is written for what is imported, not for all
 # 13,000 files, which takes pip more than a minute.
-$(DEMO) $(TESTS) $(DOCS) $(CLUSTER): $(VENV)/.ready-%: pyproject.toml constraints.txt $(C) | $(BIN)/python
+$(DEMO) $(TESTS) $(DOCS) $(CLUSTER) $(RELEASE): $(VENV)/.ready-%: pyproject.toml setup.py constraints.txt $(C) | $(BIN)/python
 	@echo "Installing Lockstep with extra '$*' into $(VENV); the first time this takes minutes (log: $(LOG)) ..."
+	@rm -f src/lockstep/transports/shm/_native.*.so # of another version of Python, which would come before the new one
 	@$(BIN)/python -m pip install --retries 3 --no-compile $(PIP_FLAGS) -c constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
 	    said=$$(grep -iE '^ *error:' $(LOG) | grep -vE '$(MISTAKEN)' | cut -c 1-200 | tail -n 5); \
 	    if [ -z "$$said" ] && grep -qE '$(NO_NETWORK)' $(LOG); then \

@@ -1,6 +1,7 @@
 """PyTorch's own way, DistributedDataParallel, without a word of Lockstep: its launcher runs it as it is.
 
 lockstep run -np 2 examples/ddp.py [EPOCHS]        or torchrun --nproc-per-node 2
+It needs scikit-learn, for the digits.
 """
 
 import os

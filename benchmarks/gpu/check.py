@@ -46,7 +46,6 @@ NEEDED = {
     "rich": "rich",
     "yaml": "PyYAML",
     "matplotlib": "matplotlib",
-    "pooch": "pooch",
     "msgspec": "msgspec",
     "setproctitle": "setproctitle",
     "psutil": "psutil",

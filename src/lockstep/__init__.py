@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .training.trainer import Trainer
     from .training.whole_batch import whole_batch
 
+__version__ = "0.2.0"
+
 __all__ = [
     "LAMB",
     "LARS",
@@ -131,13 +133,6 @@ register()  # the backends for init_process_group: "shm" and the others
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version  # takes a third of the time of `import lockstep`
-
-        try:
-            return version("lockstep-train")
-        except PackageNotFoundError:  # imported from a source folder, without installation
-            return "0+unknown"
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module_name, _, attribute = _LAZY[name].partition(":")
@@ -147,4 +142,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, "__version__"])
+    return sorted([*globals(), *__all__])

@@ -1,4 +1,4 @@
-"""Checks of the types and values of arguments, with one error for each kind of value."""
+"""Checks of the types and values of arguments, and of packages that they need, with one error for each kind."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, MissingPackageError
 
 __all__ = [
     "check_callable",
     "check_flag",
     "check_instance",
     "check_number",
+    "check_package",
     "check_path",
     "check_text",
     "check_texts",
@@ -114,6 +116,22 @@ def check_texts(argument: str, value: Any, expected: str) -> None:
     is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
     if not is_list or not all(isinstance(each, str) for each in value):
         raise ConfigError(argument, expected, value)
+
+
+def check_package(package: str, needed_by: str, extra: str, module: str = "") -> None:
+    """Check that a package is installed that only a part of Lockstep needs.
+
+    Args:
+        package: its name on an index.
+        needed_by: what needs it, as the error begins: an argument, or a call such as "Curve()".
+        extra: the extra of Lockstep that installs it.
+        module: the module that it installs, if that has another name.
+
+    Raises:
+        MissingPackageError: if it is not; the message says how to install it.
+    """
+    if find_spec(module or package) is None:
+        raise MissingPackageError(needed_by, package, extra)
 
 
 def check_path(argument: str, value: Any, expected: str, hint: str = "") -> Path:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_map  # torch.export uses it for arguments
 
 from .data.nested import map_tensors
-from .errors import ConfigError, LockstepError
+from .errors import ConfigError, LockstepError, MissingPackageError
 from .replicas.copies import replicate
 from .replicas.scatter import leaves
 from .system.atomic_files import write_bytes
@@ -134,9 +134,7 @@ def export(
     _check_path(Path(path))
     missing = [name for name in _ONNX if importlib.util.find_spec(name) is None]
     if onnx and missing:
-        raise ConfigError(
-            "onnx", f"{', '.join(missing)} installed", found="not", hint="pip install 'lockstep-train[onnx]'."
-        )
+        raise MissingPackageError("onnx", missing[0], "onnx")
     args = example if isinstance(example, tuple) else (example,)
     args = map_tensors(lambda tensor: tensor.detach().cpu(), args)
     # Data-parallel wrappers, torch's and Lockstep's, have `device_ids`; in other models `module` may be a submodule.

@@ -20,6 +20,7 @@ __all__ = [
     "LockstepError",
     "MembershipChangedError",
     "MismatchError",
+    "MissingPackageError",
     "RankLostError",
     "StallError",
     "TransportError",
@@ -87,6 +88,28 @@ class ConfigError(LockstepError, ValueError):
         """Return the message with `argument` as the argument's name."""
         text = f"{argument}: expected {self.expected}, got {self.found or repr(self.got)}"
         return f"{text}. {self.hint}" if self.hint else text
+
+
+class MissingPackageError(ConfigError):
+    """A package that only a part of Lockstep needs is not installed.
+
+    Args:
+        needed_by: what needs it: an argument, as for `ConfigError`, or a call such as ``"Curve()"``.
+        package: the name of the package on an index.
+        extra: the extra of Lockstep that installs it.
+    """
+
+    def __init__(self, needed_by: str, package: str, extra: str) -> None:
+        self.package, self.extra = package, extra
+        hint = f"pip install 'lockstep-train[{extra}]'"
+        super().__init__(needed_by, f"the package {package}", hint=hint, found="an environment without it")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.argument, self.package, self.extra)
+
+    def render(self, argument: str) -> str:
+        """Return the message with `argument` as the name of what needs the package."""
+        return f"{argument} needs the package {self.package}: {self.hint}"
 
 
 class DataError(LockstepError):

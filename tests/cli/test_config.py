@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from lockstep.cli import main
 from lockstep.cli.main import _parser
@@ -37,7 +36,7 @@ def resolved(*arguments: str) -> TrainOptions:
         ("a.yaml", "", "to hold options by name, such as `epochs: 20`, got an empty file"),
         ("a.yaml", "lr: [1", "to be YAML"),
         ("a.yaml", "lr: " + "[" * 5000, "to be YAML"),
-        ("a.toml", "lr = ", "to be YAML, or TOML with the ending .toml"),
+        ("a.toml", "lr = ", "to be YAML, or TOML or JSON with the ending"),
         ("a.yaml", "!!python/object/apply:os.mkdir [hacked]", "to be YAML"),
         ("a.yaml", "compile: maybe", "a.yaml: compile: expected true or false, got 'maybe'"),
         ("a.toml", "max-grad-norm = 'big'", "a.toml: max-grad-norm: expected a number, got 'big'"),
@@ -74,7 +73,8 @@ def test_a_flag_in_place_of_a_bad_key_is_what_an_error_names(folder: Path, capsy
 def test_a_file_that_is_no_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.yaml").write_bytes(b"\xff\xfe")
     assert run("--config", "a.yaml") == 2
-    assert "--config: expected a YAML or TOML file that can be read, got a.yaml ('utf-8'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--config: expected a YAML, TOML or JSON file that can be read, got a.yaml ('utf-8'" in said
 
 
 def test_numbers_as_yaml_1_1_reads_them(folder: Path) -> None:
@@ -108,7 +108,7 @@ def test_home_is_found_in_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_flags_win_over_a_config_file_and_all_is_written_down(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
     assert run("--config", name, "--lr", "0.01") == 0
-    config = yaml.safe_load((folder / "done/config.yaml").read_text())
+    config = json.loads((folder / "done/config.json").read_text())
     assert set(config) == {option.name for option in fields(TrainOptions)} - {
         "run_dir",
         "resume",
@@ -118,7 +118,7 @@ def test_flags_win_over_a_config_file_and_all_is_written_down(folder: Path, name
     expected: dict[str, Any] = {"global_batch_size": 100, "lr": 0.01, "workers": "1", "device": "cpu"}
     assert {key: config[key] for key in expected} == expected
     # and the file is itself a config file, for a run in another folder
-    assert main(["train", "--config", "done/config.yaml"]) == 0
+    assert main(["train", "--config", "done/config.json"]) == 0
     (again,) = (folder / "runs").iterdir()
     fingerprints = [json.loads((run / "result.json").read_text())["fingerprint"] for run in (folder / "done", again)]
     assert fingerprints[0] == fingerprints[1]

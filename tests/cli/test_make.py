@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 
 def make(folder: Path, said: str) -> str:
     """Run `make train` where pip writes `said` and fails; what the user sees."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
     (folder / "said").write_text(said)
     python = folder / ".venv/bin/python"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from lockstep.checkpoint.folder import CheckpointStore, read
 from lockstep.cli import main
@@ -46,7 +45,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def config(run: Path) -> dict[str, Any]:
-    written: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text())
+    written: dict[str, Any] = json.loads((run / "config.json").read_text())
     return written
 
 
@@ -134,7 +133,7 @@ def test_what_cannot_be_resumed_gets_one_line_and_changes_nothing(
 ) -> None:
     for name, text in (("other", ""), ("stopped", "epochs: 1\n"), ("odd", "lr: -1\n")):
         (runs / name).mkdir()
-        (runs / name / "config.yaml").write_text(text)
+        (runs / name / "config.yaml").write_text(text)  # as of versions before 0.2
     shutil.copytree(runs / "first/checkpoints", runs / "odd/checkpoints")
     before = contents(folder)
     assert main(["train", "--quiet", *arguments.split()]) == 2

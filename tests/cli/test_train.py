@@ -71,7 +71,7 @@ def left(folder: Path) -> set[str]:
         ("--device cuda", "--device: expected cpu or auto"),
         ("--log csv,wandb", "--log: expected one of csv, tensorboard, got 'wandb'"),
         ("--checkpoint-every often", "--checkpoint-every: expected"),
-        ("--config none.yaml", "--config: expected a YAML or TOML file that can be read, got none.yaml"),
+        ("--config none.yaml", "--config: expected a YAML, TOML or JSON file that can be read, got none.yaml"),
         ("--resume nowhere", "--resume: expected a checkpoint, a run directory, or latest"),
         ("--resume latest", "--resume: expected an earlier run"),
         ("--worker 3", "Did you mean --workers"),
@@ -112,7 +112,7 @@ def test_the_run_folder(folder: Path) -> None:
     (made,) = (folder / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-mlp-synthetic-[0-9a-f]{4}", made.name)
     assert {path.name for path in made.iterdir()} == {
-        "config.yaml",
+        "config.json",
         "metrics.csv",
         "curve.png",
         "tensorboard",
@@ -151,7 +151,7 @@ def test_what_a_run_has_written_before_it_diverged_stays(folder: Path) -> None:
         module.write("    def forward(self, x):\n        if os.path.isdir('out'): open('out/notes', 'w').close()\n")
         module.write("        return super().forward(x.flatten(1)) * (float('nan') if self.training else 1)\n")
     assert run("--model", "mine:Noted", "--run-dir", "out") == 1
-    assert {path.name for path in (folder / "out").iterdir()} == {"config.yaml", "notes"}
+    assert {path.name for path in (folder / "out").iterdir()} == {"config.json", "notes"}
 
 
 def test_a_run_that_dies_at_once_leaves_nothing(folder: Path) -> None:

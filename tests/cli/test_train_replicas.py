@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from lockstep import environment
 from lockstep.cli import main
@@ -24,7 +24,7 @@ def train(out: str, *arguments: str) -> int:
 
 
 def left(out: str, name: str) -> Any:
-    return yaml.safe_load((Path(out) / name).read_text())
+    return json.loads((Path(out) / name).read_text())
 
 
 def test_two_devices_learn_what_one_learns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +33,7 @@ def test_two_devices_learn_what_one_learns(capsys: pytest.CaptureFixture[str]) -
     assert "1 worker on cpu, 2 replicas each" in said
     assert "samples/s with 1 worker on 2 devices" in said
     assert left("two", "result.json")["devices"] == ["cpu", "cpu"]
-    assert [left("two", "config.yaml")[name] for name in ("strategy", "devices")] == ["replicas", "cpu,cpu"]
+    assert [left("two", "config.json")[name] for name in ("strategy", "devices")] == ["replicas", "cpu,cpu"]
     assert train("one", "--epochs", "1", "--quiet", "--workers", "1", "--max-steps-in-flight", "1") == 0
     for name in ("train_loss", "val_loss"):
         assert left("two", "result.json")[name] == pytest.approx(left("one", "result.json")[name], rel=1e-4)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import lockstep
@@ -56,7 +55,7 @@ def test_a_run_on_a_text_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert samples.count("=== epoch") == 2 and samples.count("▸") == 2 + 6
     assert shown.count("▸") == 6
 
-    options = yaml.safe_load((made / "config.yaml").read_text())
+    options = json.loads((made / "config.json").read_text())
     names = ("context", "layers", "heads", "width", "dropout")
     model = lockstep.models.gpt(256, **{name: options[name] for name in names})
     model.load_state_dict(load_file(made / "model.safetensors"))

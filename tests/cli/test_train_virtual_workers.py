@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from lockstep.cli import main
 from lockstep.cli.train import choose_workers
@@ -24,13 +23,13 @@ def train(out: str, *arguments: str) -> int:
 
 
 def left(out: str, name: str) -> Any:
-    return yaml.safe_load((Path(out) / name).read_text())
+    return json.loads((Path(out) / name).read_text())
 
 
 def test_any_number_of_workers() -> None:
     assert train("alone", "--epochs", "1", "--workers", "1", "--virtual-workers", "8") == 0
     assert train("both", "--epochs", "1", "--workers", "2", "--virtual-workers", "8") == 0
-    assert left("alone", "config.yaml")["virtual_workers"] == left("both", "config.yaml")["virtual_workers"] == 8
+    assert left("alone", "config.json")["virtual_workers"] == left("both", "config.json")["virtual_workers"] == 8
     results = [json.loads((Path(out) / "result.json").read_text()) for out in ("alone", "both")]
     for name in ("fingerprint", "train_loss", "val_loss"):
         assert results[0][name] == results[1][name]

@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from lockstep.system.pickling import pickled
+from lockstep.pickling import pickled
 
 from . import leaks, mpi
 from .outcome import Outcome, RanksFailedError

@@ -23,7 +23,7 @@ end = time.process_time()
 print(json.dumps({"torch": middle - start, "lockstep": end - middle, "modules": sorted(sys.modules)}))
 """
 
-SLOW = {"accelerate", "matplotlib", "pooch", "psutil", "rich", "sklearn", "tensorboard", "yaml"}
+SLOW = {"accelerate", "matplotlib", "psutil", "rich", "sklearn", "tensorboard", "yaml"}
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "PIL": (),
     "accelerate": (),
+    "cloudpickle": ("lockstep.pickling",),  # where it is installed
     "matplotlib": (),
     "mpi4py": (),
-    "pooch": (),
     "psutil": (),
     "pyarrow": (),
     "ray": (),
     "rich": (),
-    "sklearn": (),
+    "setproctitle": (),
     "tensorboard": (),
     "torch.utils.tensorboard": (),
     "yaml": (),
@@ -37,6 +37,7 @@ PLUG_INS = [
     *(f"lockstep.models.{name}" for name in ("conv_net", "le_net", "perceptron", "resnet")),
     "lockstep.training.callbacks.learning_rates",  # callbacks have a file each
     "lockstep.training.callbacks.pretrained",
+    "lockstep.training.callbacks.tensorboard",
     # where programs look for them: MXNet's and Horovod's own modules
     *("lockstep.compat.gluon.loss", "lockstep.compat.gluon.utils", "lockstep.compat.horovod.torch.sync_batch_norm"),
 ]

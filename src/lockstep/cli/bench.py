@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..hosts import parse_hosts
-from .parser import Help, whole_number
+from .parser import Help, can_draw, whole_number
 
 if TYPE_CHECKING:
     from ..planning.measurement import NetworkMeasurement
@@ -76,6 +76,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError("-o", "a file in an existing folder", str(path))
 
+    with_picture = can_draw("lockstep bench")
     from ..planning import network_bench
 
     start = ["-np", str(workers)] + (["-H", arguments.hosts] if hosts else [])
@@ -83,13 +84,13 @@ def run_command(arguments: argparse.Namespace) -> int:
         began = time.monotonic()
         found = network_bench.bench(start, workers, not hosts, seconds, progress.show)
         took = time.monotonic() - began
-    picture = network_bench.write(found, path)
+    written = network_bench.write(found, path, with_picture)
     if arguments.json:
         print(path.read_text(), end="")
     else:
         _print(found)
         print(f"took {took:.0f} s: {seconds} s for messages, the rest to start the ranks and to copy in memory")
-        print(f"\nWritten: {path}, {picture}")
+        print(f"\nWritten: {', '.join(map(str, written))}")
     if not found.is_result:
         print(f"lockstep bench: {network_bench.verdict(found)}", file=sys.stderr)
     return int(not found.is_result)

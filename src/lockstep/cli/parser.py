@@ -1,14 +1,16 @@
-"""The argument parser of the command, with Lockstep's errors, and numbers in options."""
+"""The argument parser of the command, with Lockstep's errors, numbers in options, and pictures that may be missing."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from ..errors import ConfigError, LockstepError
+from ..argument_checks import check_package
+from ..errors import ConfigError, LockstepError, MissingPackageError
 
-__all__ = ["Help", "Parser", "UsageError", "whole_number"]
+__all__ = ["Help", "Parser", "UsageError", "can_draw", "whole_number"]
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -70,3 +72,13 @@ def whole_number(flag: str, text: str, maximum: int | None = None) -> int:
         expected = "a whole number of at least 1" if maximum is None else f"a whole number from 1 to {maximum}"
         raise ConfigError(flag, expected, text)
     return int(text)
+
+
+def can_draw(command: str) -> bool:
+    """Return whether the picture that `command` draws unasked can be drawn; if not, a line says what is missing."""
+    try:
+        check_package("matplotlib", "the picture", "plots")
+    except MissingPackageError as error:
+        print(f"{command}: without a picture: {error}", file=sys.stderr)
+        return False
+    return True

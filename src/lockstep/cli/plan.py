@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..activity import Activity
+from ..argument_checks import check_package
 from ..errors import ConfigError, unknown_name
-from .parser import Help, whole_number
+from .parser import Help, can_draw, whole_number
 
 if TYPE_CHECKING:
     from ..planning.collective_costs import Fabric
@@ -87,7 +88,7 @@ def add_to(commands: Any, name: str) -> None:
     measured.add_argument("--held-out", action="store_true", help=compare)
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="also write everything as JSON, for programs")
-    output.add_argument("--picture", metavar="FILE", default="plan.png", help="(default: plan.png)")
+    output.add_argument("--picture", metavar="FILE", help="(default: plan.png)")
     output.add_argument("--no-picture", action="store_true", help="draw none")
     output.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command, full_tracebacks=True)
@@ -124,7 +125,15 @@ def _price(text: str | None) -> float | None:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Check before the measurement that the results can be written after it."""
+    """Check before the measurement that the results can be written after it.
+
+    A picture that was not asked for is left out, with a line, where it cannot be drawn.
+    """
+    if arguments.picture is None:
+        arguments.picture = "plan.png"
+        arguments.no_picture = arguments.no_picture or not can_draw("lockstep plan")
+    elif not arguments.no_picture:
+        check_package("matplotlib", "--picture", "plots")
     files = {"--json": arguments.json, "--picture": None if arguments.no_picture else arguments.picture}
     for flag, name in files.items():
         if name is not None and (not Path(name).parent.is_dir() or Path(name).is_dir()):

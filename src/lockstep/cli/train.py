@@ -52,8 +52,8 @@ examples:
       resume the last run; or any run, in a new directory:
   lockstep train --resume latest
   lockstep train --resume runs/first --run-dir runs/second --epochs 30 --lr 0.01
-      options from a file, e.g. the config.yaml of a run:
-  lockstep train --config runs/first/config.yaml --seed 1
+      options from a file, e.g. the config.json of a run:
+  lockstep train --config runs/first/config.json --seed 1
 
 exit codes:
   0  done
@@ -80,7 +80,7 @@ def add_to(commands: Any, name: str) -> None:
     for option in fields(TrainOptions):
         add_option(groups[option.metadata["group"]], option)
     files = groups[GROUPS[4]]
-    text = "YAML or TOML file with options, e.g. a line `epochs: 20`; flags take precedence"
+    text = "YAML, TOML or JSON file with options, e.g. a line `epochs: 20`; flags take precedence"
     files.add_argument("--config", metavar="FILE", help=text)
     files.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command, other_names.TRAIN_FLAGS)
@@ -177,12 +177,8 @@ def _print_summary(run_dir: Path, result: dict[str, Any]) -> None:
         noun += f" on {len(result['devices'])} devices"
     unit = "tokens" if "tokens_per_second" in result else "samples"
     rows.append(("speed", f"{result[f'{unit}_per_second']:,.0f} {unit}/s with {result['workers']} {noun}"))
-    rows += [
-        ("model", str(run_dir / "model.safetensors")),
-        *([("samples", str(run_dir / "samples.txt"))] if (run_dir / "samples.txt").exists() else []),
-        ("curve", str(run_dir / "curve.png")),
-        ("all files", str(run_dir)),
-    ]
+    files = {"model": "model.safetensors", "samples": "samples.txt", "curve": "curve.png", "all files": ""}
+    rows += [(name, str(run_dir / file)) for name, file in files.items() if (run_dir / file).exists()]
     console = Console(highlight=False, markup=False, emoji=False)  # paths are printed unchanged
     console.print()
     for name, text in rows:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import secrets
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from .. import environment
+from ..argument_checks import check_package
 from ..errors import ConfigError
-from ..training.options import TrainOptions, from_mapping, parse_text
+from ..training.options import CONFIGS, TrainOptions, from_mapping, parse_text
 
 __all__ = [
     "REPORTS",
@@ -33,34 +36,45 @@ __all__ = [
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the options in a file: TOML if its name ends in ``.toml``, else YAML.
+    """Read the options in a file: TOML or JSON if its name ends in ``.toml`` or ``.json``, else YAML.
 
     Raises:
-        ConfigError: the file cannot be read or is invalid; the message names the file and the option.
+        ConfigError: the file cannot be read or is invalid, or PyYAML is not installed; the message names the file and
+            the option.
     """
-    import yaml
-
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError("config", "a YAML or TOML file that can be read", found=f"{path} ({reason})") from None
+        raise ConfigError("config", "a YAML, TOML or JSON file that can be read", found=f"{path} ({reason})") from None
+    parse: dict[str, Callable[[str], Any]] = {".toml": _toml, ".json": json.loads}
+    if path.suffix not in parse:
+        check_package("PyYAML", str(path), "yaml", module="yaml")
     try:
-        content = _toml(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        content = parse.get(path.suffix, _yaml)(text)
+    except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError("config", f"{path} to be YAML, or TOML with the ending .toml", found=reason) from None
+        expected = f"{path} to be YAML, or TOML or JSON with the ending .toml or .json"
+        raise ConfigError("config", expected, found=reason) from None
     if not isinstance(content, dict):
         got = "an empty file" if content is None else type(content).__name__
         raise ConfigError("config", f"{path} to hold options by name, such as `epochs: 20`", found=got)
     return from_mapping(content, str(path))
 
 
-def _toml(text: str) -> dict[str, Any]:
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None
+
+
+def _toml(text: str) -> Any:
     # tomllib is part of Python since 3.11; with 3.10, tomli is installed.
     toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    content: dict[str, Any] = toml.loads(text)
-    return content
+    return toml.loads(text)
 
 
 # --- The checkpoint to resume and the run directory -------------------------------------------------------------------
@@ -88,7 +102,7 @@ def find_checkpoint(resume: str, run_dir: str | None) -> tuple[Path, Path | None
             raise ConfigError(
                 "resume", "a checkpoint, a run directory, or latest", found=f"{resume} (there is no such folder)"
             )
-        if (path / "checkpoints").is_dir() or (path / "config.yaml").exists():
+        if (path / "checkpoints").is_dir() or _config_of(path) is not None:
             _check_any(path)
             return path, path
         run = path.parent.parent if path.parent.name == "checkpoints" else None
@@ -99,6 +113,11 @@ def find_checkpoint(resume: str, run_dir: str | None) -> tuple[Path, Path | None
         return path, run
     except OSError as error:
         raise ConfigError("resume", "a folder that can be read", found=f"{resume} ({error.strerror})") from None
+
+
+def _config_of(run: Path) -> Path | None:
+    """Return the file in which a run has recorded its options; None if there is none."""
+    return next((run / name for name in CONFIGS if (run / name).exists()), None)
 
 
 def _latest_run() -> Path:
@@ -194,13 +213,14 @@ def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _recorded_options(run: Path | None) -> list[tuple[Path, dict[str, Any]]]:
-    """Read the options that the resumed run has recorded in its config.yaml."""
-    if run is None or not (run / "config.yaml").exists():
+    """Read the options that the resumed run has recorded."""
+    path = None if run is None else _config_of(run)
+    if path is None:
         return []
-    values = read_config(run / "config.yaml")
+    values = read_config(path)
     if environment.is_launched():
         values.pop("workers", None)  # the launcher determines their number
-    return [(run / "config.yaml", values)]
+    return [(path, values)]
 
 
 def _merge(files: list[tuple[Path, dict[str, Any]]], flags: dict[str, Any]) -> dict[str, Any]:

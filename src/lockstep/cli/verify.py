@@ -91,7 +91,9 @@ def add_to(commands: Any, name: str) -> None:
     for option in fields(TrainOptions):
         if option.name not in _EXCLUDED:
             add_option(groups[option.metadata["group"]], option)
-    groups[GROUPS[4]].add_argument("--config", metavar="FILE", help="YAML or TOML file with options; flags win over it")
+    groups[GROUPS[4]].add_argument(
+        "--config", metavar="FILE", help="YAML, TOML or JSON file with options; flags win over it"
+    )
     groups[GROUPS[4]].add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
 

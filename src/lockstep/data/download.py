@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import fcntl
-import logging
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import DataError
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+from ..system import atomic_files
 
 __all__ = ["RemoteFile", "fetch", "locked"]
 
-_BLOCK = 1 << 16  # pooch writes and flushes each block; its default is 1 KiB
+_BLOCK = 1 << 16
+_TIMEOUT_S = 30  # without an answer, or a further block
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _fetch_one(file: RemoteFile, folder: Path, names: Sequence[str]) -> Path:
     for address in file.addresses:
         try:
             return _retrieve(address, file, folder)
-        except (OSError, ValueError) as error:  # what pooch raises for networks, disks and wrong checksums
+        except (OSError, ValueError, HTTPException) as error:
             reasons.append(f"{address}: {_root_cause(error)}")
     raise DataError(
         f"{folder / file.name}: cannot be downloaded ({'; '.join(reasons)}). "
@@ -65,16 +65,25 @@ def _fetch_one(file: RemoteFile, folder: Path, names: Sequence[str]) -> Path:
 
 
 def _retrieve(address: str, file: RemoteFile, folder: Path) -> Path:
-    import pooch
-
     path = folder / file.name
-    is_new = not path.exists()
-    with _bar(file.name) as bar, _quiet(pooch.get_logger()):
-        downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=_BLOCK)
-        pooch.retrieve(address, f"md5:{file.md5}", file.name, folder, downloader=downloader)
-    if is_new:
-        # pooch leaves it the mode of a temporary file, which other users of a shared folder cannot read.
-        path.chmod(0o644)
+    if path.exists():  # another process has downloaded it meanwhile
+        return path
+    request = urllib.request.Request(address, headers={"User-Agent": "lockstep-train"})
+    digest = hashlib.md5(usedforsecurity=False)
+    received = 0
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+        size = response.length
+        with atomic_files.file(path) as temporary, _bar(file.name, size) as advance:
+            with temporary.open("wb") as output:
+                while block := response.read(_BLOCK):
+                    output.write(block)
+                    digest.update(block)
+                    received += len(block)
+                    advance(len(block))
+            if size is not None and received != size:
+                raise ValueError(f"expected {size} bytes, got {received}")
+            if digest.hexdigest() != file.md5:
+                raise ValueError(f"expected md5 {file.md5}, got {digest.hexdigest()}")
     return path
 
 
@@ -119,50 +128,18 @@ def locked(folder: Path, purpose: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    # pooch logs each download; the progress bar shows the same.
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _bar(name: str, size: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar, where there is a terminal; yield what advances it by a number of bytes.
 
-
-@contextmanager
-def _bar(name: str) -> Iterator[_Bar]:
+    Args:
+        name: of the file.
+        size: of the file in bytes; None if the server does not send it.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield _Bar(progress, progress.add_task(name, total=None))
-
-
-class _Bar:
-    """A rich progress bar with the interface that pooch expects (that of tqdm)."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task, self._total = progress, task, 0
-
-    @property
-    def total(self) -> int:
-        """Size of the download in bytes; 0 if the server does not send it."""
-        return self._total
-
-    @total.setter
-    def total(self, size: int) -> None:
-        self._total = size
-        self._progress.update(self._task, total=size or None)
-
-    def update(self, size: int) -> None:
-        """Advance by `size` bytes."""
-        self._progress.advance(self._task, size)
-
-    def reset(self) -> None:
-        """Start again at 0."""
-        self._progress.update(self._task, completed=0)
-
-    def close(self) -> None:
-        """Do nothing: `_bar` ends the progress bar."""
+        task = progress.add_task(name, total=size)
+        yield lambda count: progress.advance(task, count)

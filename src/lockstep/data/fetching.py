@@ -125,7 +125,7 @@ def _pickles_by_name(value: Any) -> bool:
 
 
 def _pack(value: Any) -> bytes:
-    from ..system.pickling import Pickler, pickled
+    from ..pickling import Pickler, pickled
 
     class SharingPickler(Pickler):
         # ForkingPickler's reducers include torch's, which send tensors through shared memory.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -144,8 +142,9 @@ def _check_scale(name: str, mean: Sequence[float], std: Sequence[float], channel
         )
 
 
-# --- Digits (scikit-learn) --------------------------------------------------------------------------------------------
+# --- Digits -----------------------------------------------------------------------------------------------------------
 
+_DIGITS = Path(__file__).with_name("handwritten_digits")
 _DIGITS_TEST = 360
 _SIDE = 28
 # Computed over all pixels of the training part of digits().
@@ -157,51 +156,23 @@ def digits() -> tuple[ImageSet, ImageSet]:
 
     The split is always the same; it does not depend on a seed. Both parts have the ten classes in the same proportions.
 
-    Source: "Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI Machine Learning Repository, 1998;
-    the copy that comes with scikit-learn.
-
-    Raises:
-        ConfigError: scikit-learn is not installed.
+    They come with the package. Source: the test part of "Optical Recognition of Handwritten Digits", Alpaydin and
+    Kaynak, UCI Machine Learning Repository, 1998 (CC BY 4.0), as scikit-learn has it.
     """
-    images, labels = _load_digits()
-    large = _enlarge(images)
-    is_test = _test_mask(labels)
+    images, labels = (_DIGITS / f"{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1"))
+    pixels, numbers = read_pair(images, labels, classes=10)
+    large = _enlarge(pixels)
+    is_test = _test_mask(numbers)
     train, test = (
-        ImageSet(large[mask], labels[mask], [str(n) for n in range(10)], "digits", _DIGITS_MEAN, _DIGITS_STD)
+        ImageSet(large[mask], numbers[mask], [str(n) for n in range(10)], "digits", _DIGITS_MEAN, _DIGITS_STD)
         for mask in (~is_test, is_test)
     )
     return train, test
 
 
-_DIGITS_FILE = "datasets/data/digits.csv.gz"  # in scikit-learn; 64 pixels and the label of an image in each line
-
-
-def _load_digits() -> tuple[Tensor, Tensor]:
-    # The file is read without importing scikit-learn, which takes each worker some seconds.
-    found = importlib.util.find_spec("sklearn")
-    folders = found.submodule_search_locations if found is not None else None
-    if not folders:
-        raise ConfigError(
-            "data",
-            "scikit-learn to be installed, which contains the digits",
-            found="no such package",
-            hint="Install lockstep-train[demo].",
-        )
-    path = Path(folders[0], _DIGITS_FILE)
-    if path.exists():
-        table = np.loadtxt(path, delimiter=",")
-        images, labels = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
-    else:  # a version that keeps it elsewhere
-        from sklearn.datasets import load_digits
-
-        data = load_digits()
-        images, labels = data.images, data.target
-    return torch.from_numpy(images).to(torch.float64), torch.from_numpy(labels).to(torch.int64)
-
-
 def _enlarge(images: Tensor) -> Tensor:
-    """Convert (n, 8, 8) on the scale 0 to 16 to uint8 of shape (n, 1, 28, 28) on the scale 0 to 255."""
-    large = F.interpolate(images.unsqueeze(1) * (255 / 16), size=(_SIDE, _SIDE), mode="bilinear")
+    """Convert (n, 1, 8, 8) on the scale 0 to 16 to uint8 of shape (n, 1, 28, 28) on the scale 0 to 255."""
+    large = F.interpolate(images.to(torch.float64) * (255 / 16), size=(_SIDE, _SIDE), mode="bilinear")
     # Two thousand exact values end in .5; adding 1e-6 rounds them all up, on every host.
     return (large + 0.5 + 1e-6).floor().to(torch.uint8)
 

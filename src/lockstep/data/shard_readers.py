@@ -6,7 +6,6 @@ import io
 import json
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -14,10 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..argument_checks import check_package
 from ..errors import ConfigError
 from ..registry import Registry
 
-__all__ = ["READERS", "Arrow", "Blocks", "JsonLines", "Parquet", "ShardReader", "Tar", "Tokens", "check_package"]
+__all__ = ["READERS", "Arrow", "Blocks", "JsonLines", "Parquet", "ShardReader", "Tar", "Tokens"]
 
 Blocks = tuple[Sequence[int] | NDArray[np.int64], Sequence[Any] | NDArray[np.int64]]
 """(the number of samples in each block of a file, the place of each block: a whole number, or a tuple of them)."""
@@ -51,17 +51,6 @@ class ShardReader(Protocol):
 
     def read(self, path: Path, place: tuple[int, ...]) -> Sequence[Any]:
         """Return the samples of the block at `place`; they may be decoded when they are taken from the sequence."""
-
-
-def check_package(package: str, needed_by: str, extra: str = "streams") -> None:
-    """Check that an optional package is installed.
-
-    Raises:
-        ConfigError: if it is not; names what to install.
-    """
-    if find_spec(package) is None:
-        hint = f"pip install 'lockstep-train[{extra}]'"
-        raise ConfigError(needed_by, f"the package {package}", found="an environment without it", hint=hint)
 
 
 class _Decoded(Sequence[Any]):
@@ -272,7 +261,7 @@ class Parquet:
     """
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
-        check_package("pyarrow", "Parquet files")
+        check_package("pyarrow", "Stream() of Parquet files", "streams")
         self._columns = None if columns is None else list(columns)
 
     def blocks(self, path: Path) -> Blocks:
@@ -309,7 +298,7 @@ class Arrow:
     _MAGIC = b"ARROW1"
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
-        check_package("pyarrow", "Arrow files")
+        check_package("pyarrow", "Stream() of Arrow files", "streams")
         self._columns = None if columns is None else list(columns)
 
     def blocks(self, path: Path) -> Blocks:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..argument_checks import check_package
 from ..errors import ConfigError, DataError
 from ..system import atomic_files
 from .download import locked
@@ -207,11 +208,9 @@ class _TokenizerFile:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            hint = "pip install 'lockstep-train[text]'"
-            raise ConfigError("tokenizer", "the package tokenizers", found="no such package", hint=hint) from None
+        check_package("tokenizers", "tokenizer", "text")
+        import tokenizers
+
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no other class

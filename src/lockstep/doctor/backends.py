@@ -44,7 +44,8 @@ def examine_backends(limit: float) -> Section:
         text, problem = describe(name, remark, results.get(name))
         section.add(name, text, problem, good=True if name in results else None)
     if not _is_compiled():
-        fix = "Install a C compiler, then Lockstep again: pip install --force-reinstall --no-deps lockstep-train"
+        source = "--force-reinstall --no-deps --no-binary lockstep-train lockstep-train"
+        fix = f"Install a C compiler, then Lockstep from its source: pip install {source}"
         section.problems.append(Problem("the compiled part of shm is missing; it works, but is slower", fix))
     return section
 

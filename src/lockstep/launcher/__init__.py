@@ -48,7 +48,8 @@ def launch(
 
     Every worker is a separate process in which ``lockstep.init()`` (or ``torch.distributed``) finds its rank in
     torchrun's environment variables. The function may be a lambda, a closure, or defined in a script or notebook: it
-    is pickled by value together with its arguments, and the main module is not run again in the workers. Tensors on a
+    is pickled by value together with its arguments, and the main module is not run again in the workers. That takes
+    cloudpickle, of the extra "launch"; without it both have to come from modules that can be imported. Tensors on a
     device arrive on the CPU, in both directions. Workers write to this process's standard output and standard error; in
     a notebook, into the cell.
 

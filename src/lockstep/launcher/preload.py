@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import setproctitle
 import torch.distributed.elastic.multiprocessing.api  # noqa: F401
 
 from ..environment import with_variables
@@ -54,7 +53,9 @@ def _heed_signals(server: int, handlers: Mapping[signal.Signals, Any]) -> None:
 def _prepare_titles() -> None:
     """Let workers change their command lines in ps: where these lie is found out before variables change."""
     # The variables in /proc/PID/environ stay, by which the launcher finds what a run has left behind.
-    with with_variables({"SPT_NOENV": "1"}):
+    with with_variables({"SPT_NOENV": "1"}), suppress(ImportError):
+        import setproctitle
+
         setproctitle.getproctitle()
 
 

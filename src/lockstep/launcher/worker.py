@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import setproctitle
 import torch
 import torch.distributed as dist
 
@@ -146,9 +145,12 @@ def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
 
 
 def _set_title(name: str, program: str) -> None:
-    """Show `name` and `program` as this process's command line in ps and top."""
-    setproctitle.setproctitle(f"{name}: {program}")
-    setproctitle.setthreadtitle(name)  # where the place of the command line is not known: not forked, but spawned
+    """Show `name` and `program` as this process's command line in ps and top, where setproctitle is installed."""
+    with suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(f"{name}: {program}")
+        setproctitle.setthreadtitle(name)  # where the place of the command line is not known: not forked, but spawned
 
 
 def refuse_bad_fork() -> None:

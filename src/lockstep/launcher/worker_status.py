@@ -25,9 +25,9 @@ import torch
 from msgspec import structs
 
 from .. import environment, messages
-from ..errors import ConfigError, InterruptedRunError, LockstepError, WorkerError
+from ..errors import ConfigError, InterruptedRunError, LockstepError, MissingPackageError, WorkerError
+from ..pickling import Pickler, pickled
 from ..system.job_folders import JobFolderLock
-from ..system.pickling import Pickler, pickled
 from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
 from ..watchdog.report import Report as WatchdogReport
 
@@ -79,6 +79,8 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """
     try:
         return pickle_by_value((fn, args, kwargs))
+    except MissingPackageError:
+        raise
     except Exception as error:
         arguments: dict[str, object] = {"fn": fn}
         arguments |= {f"args[{i}]": value for i, value in enumerate(args)} | kwargs

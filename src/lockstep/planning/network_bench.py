@@ -192,16 +192,17 @@ def _us(seconds: Sequence[float]) -> list[float]:
     return [1e6 * each for each in seconds]
 
 
-def write(found: NetworkMeasurement, path: Path) -> Path:
-    """Write network.json and the picture next to it; return the path of the picture.
+def write(found: NetworkMeasurement, path: Path, with_picture: bool) -> list[Path]:
+    """Write network.json, and the picture next to it if `with_picture`; return the paths.
 
     Raises:
         LockstepError: a file cannot be written.
     """
     picture = path.with_suffix(".png")
     try:
-        draw(found, picture)
+        if with_picture:
+            draw(found, picture)
         atomic_files.write_text(path, to_json(found))
     except OSError as error:
         raise LockstepError(f"{path}: cannot be written: {error.strerror or error}") from None
-    return picture
+    return [path, picture] if with_picture else [path]

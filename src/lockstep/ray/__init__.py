@@ -5,10 +5,10 @@ Experimental: may change in any release.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from ..argument_checks import check_package
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..interruption import install
 from ..launcher import attach_report, check_process, check_settings, is_count
@@ -57,21 +57,20 @@ def launch(
         kwargs: its keyword arguments. Those named as a setting here can be bound with `functools.partial`.
 
     Raises:
-        ConfigError: a setting is invalid, the cluster can never hold so many workers, or the function or an argument
-            cannot be pickled (the message names it).
+        ConfigError: Ray is not installed, a setting is invalid, the cluster can never hold so many workers, or the
+            function or an argument cannot be pickled (the message names it).
         WorkerError: a worker raised an exception or died; if several did, the first one.
         DesyncError, RankLostError, StallError: the ranks are desynchronised, or wait for one that died or stalled.
         LockstepError: a subclass such as ConfigError, if all workers raised the same error: then it is not specific to
             one worker, and the error of the first worker, with its traceback, is the cause.
         InterruptedRunError: the workers shut down cleanly after a signal, or this process received SIGTERM.
         KeyboardInterrupt: this process received SIGINT and the workers reported nothing else.
-        LockstepError: Ray is not installed or ends, this process is a worker itself, or workers cannot be started.
+        LockstepError: Ray ends, this process is a worker itself, or workers cannot be started.
     """
     check_settings(fn, threads, grace)
     limits = _limits(workers)
     check_process()
-    if importlib.util.find_spec("ray") is None:
-        raise LockstepError("lockstep.ray needs Ray, which is not installed: pip install 'lockstep-train[ray]'")
+    check_package("ray", "lockstep.ray", "ray")
     from ..launcher.worker_status import pickle_call, unpickle
     from . import elastic_nodes, rank_actors
     from .resources import Placement, check_resources, connect, default_resources

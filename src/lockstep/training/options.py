@@ -16,10 +16,12 @@ from ..strategies import STRATEGIES
 from .formats import COMPILE_MODES, IN_FLIGHT, PRECISIONS, REPLICA_CHECK
 from .schedules import SCHEDULES
 
-__all__ = ["GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_param_groups", "parse_text"]
+__all__ = ["CONFIGS", "GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_param_groups", "parse_text"]
 
 GROUPS = ("what to train", "workers", "the step", "the run", "files and display")
 LOGS = ("csv", "tensorboard")
+# The file in which a run of `lockstep train` records its options, and its name in versions before 0.2.
+CONFIGS = ("config.json", "config.yaml")
 _GPT = {"layers": 4, "heads": 4, "width": 128, "dropout": 0.0}  # the defaults of lockstep.models.gpt
 _PER_CALL = ("run_dir", "resume", "allow_different_hardware", "quiet")
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
@@ -185,7 +187,7 @@ class TrainOptions:
             self.global_batch_size = 64 if small else 32 if self.text_file is not None else 256
         if self.text_file is not None and self.context is None:
             self.context = 256
-        if self.model == "gpt":  # config.yaml then says all that a program needs to build it again
+        if self.model == "gpt":  # config.json then says all that a program needs to build it again
             for name, value in _GPT.items():
                 if getattr(self, name) is None:
                     setattr(self, name, value)

@@ -19,12 +19,13 @@ from ..checkpoint.folder import CheckpointStore
 from ..errors import ConfigError
 from ..messages import Integer
 from ..system.terminal_text import plain
+from .options import CONFIGS
 
 __all__ = ["RunLock", "check_newest", "check_unused", "choose", "numbered", "of_this_job", "prepare", "release"]
 
 _log = logging.getLogger(__name__)
 
-_FILES_OF_A_RUN = ("config.yaml", "result.json", "checkpoints")
+_FILES_OF_A_RUN = (*CONFIGS, "result.json", "checkpoints")
 
 
 def choose(run_dir: Path, checkpoint: Path | None, fresh: bool) -> Path:

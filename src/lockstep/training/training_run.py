@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import shutil
 import statistics
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..activity import Activity
+from ..argument_checks import check_package
 from ..checkpoint.folder import save_weights
 from ..communicator import init
 from ..data import DATA, TextBlocks, text
@@ -35,11 +37,10 @@ from .callbacks import (
     TokenColumns,
     TrainingContext,
 )
-from .callbacks.tensorboard import check_installed
 from .losses import check_fit
 from .modes import evaluating
 from .optimizers import LAMB, LARS
-from .options import TrainOptions, parse_param_groups
+from .options import CONFIGS, TrainOptions, parse_param_groups
 from .prepare import prepare_model
 from .schedules import Schedule, make_schedule, scaled_lr
 from .trainer import Trainer
@@ -224,14 +225,12 @@ class RunDirectory(Callback):
         self._epochs_before: int | None = None  # epochs done when this process started
 
     def on_train_start(self, trainer: TrainingContext) -> None:
-        """Write `config.yaml`, after a checkpoint to resume from has been accepted."""
-        import yaml
-
+        """Write `config.json`, after a checkpoint to resume from has been accepted."""
         self._epochs_before = len(trainer.history)
         resolved = {"workers": str(trainer.comm.size), "device": trainer.comm.device.type}
-        text = yaml.safe_dump({**self._options.as_dict(), **resolved}, sort_keys=False)
+        text = json.dumps({**self._options.as_dict(), **resolved}, indent=2)
         try:
-            atomic_files.write_text(self._run_dir / _CONFIG, _HEAD + text)
+            atomic_files.write_text(self._run_dir / _CONFIG, text + "\n")
         except OSError as error:
             raise ConfigError(
                 "run_dir", "a folder that can be written", found=f"{self._run_dir} ({error.strerror})"
@@ -281,11 +280,7 @@ class RunDirectory(Callback):
         return result
 
 
-_CONFIG = "config.yaml"
-_HEAD = """\
-# All options of this run, as resolved. To repeat the run in a new run directory:
-# lockstep train --config THIS_FILE
-"""
+_CONFIG = CONFIGS[0]
 
 
 _SPEEDS = ("samples_per_second", "tokens_per_second")
@@ -462,7 +457,7 @@ def make_callbacks(options: TrainOptions) -> list[Callback]:
     chosen: list[Callback] = [] if options.quiet else [Progress(options.context)]
     chosen += [CSVLog(), Curve(), Checkpoints(options.checkpoint_every)]
     if "tensorboard" in options.logs():
-        check_installed("log")
+        check_package("tensorboard", "log", "tensorboard")
         chosen.append(TensorBoard())
     return chosen
 

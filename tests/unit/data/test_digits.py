@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
 
-import pytest
 import torch
 
 from lockstep.data import sets
 from lockstep.data.sets import digits
-from lockstep.errors import ConfigError
 
 
 def test_sizes_classes_and_scale() -> None:
@@ -32,11 +30,22 @@ def test_the_split_is_complete_and_every_class_gives_its_share() -> None:
     assert (tested - every * 360 / 1797).abs().max() < 1
 
 
-def test_the_digits_are_those_that_scikit_learn_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    train, test = digits()
-    monkeypatch.setattr(sets, "_DIGITS_FILE", "elsewhere.csv.gz")
-    for ours, theirs in zip((train, test), digits(), strict=True):
-        assert torch.equal(ours.images, theirs.images) and torch.equal(ours.labels, theirs.labels)
+def test_the_digits_are_those_that_scikit_learn_loads() -> None:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images, labels = torch.from_numpy(data.images), torch.from_numpy(data.target)
+    is_test = sets._test_mask(labels)
+    for part, mask in zip(digits(), (~is_test, is_test), strict=True):
+        assert torch.equal(part.images, sets._enlarge(images[mask].unsqueeze(1)))
+        assert torch.equal(part.labels, labels[mask])
+
+
+def test_the_digits_are_those_of_earlier_versions() -> None:
+    """Whose fingerprints of runs and checkpoints stay comparable."""
+    train, test = (hashlib.sha256(part.images.numpy().tobytes() + part.labels.numpy().tobytes()) for part in digits())
+    assert train.hexdigest() == "6b109ea987a6e955f3f78bf4b833aa67e25d183e1ea4bd39d908cf2a315c2c99"
+    assert test.hexdigest() == "b5f584ec28901a2e948e39de40175d6f25b074164ecd66b8ed07f1aa7ffc3df7"
 
 
 def test_no_seed_goes_into_the_split() -> None:
@@ -46,9 +55,3 @@ def test_no_seed_goes_into_the_split() -> None:
     second = digits()
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels)
-
-
-def test_without_scikit_learn_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"Install lockstep-train\[demo\]"):
-        digits()

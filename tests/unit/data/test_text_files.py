@@ -209,5 +209,5 @@ def test_a_folder_that_cannot_be_made(story: Path, tokenizer: Path) -> None:
 
 def test_the_package_is_missing(story: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"^tokenizer: expected the package tokenizers.*'lockstep-train\[text\]'"):
+    with pytest.raises(ConfigError, match=r"^tokenizer needs the package tokenizers: .*'lockstep-train\[text\]'$"):
         load(story, tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from typing import Any
 
 import pytest
@@ -26,8 +26,8 @@ def node(key: str, **total: float) -> Node:
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LockstepError, match=r"not installed: pip install 'lockstep-train\[ray\]'$"):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(LockstepError, match=r"needs the package ray: pip install 'lockstep-train\[ray\]'$"):
         lockstep.ray.launch(print)
 
 

@@ -163,7 +163,7 @@ def test_written_options_can_be_read_and_name_no_folder() -> None:
     options = TrainOptions(run_dir="somewhere", resume="somewhere/else", lr=0.3, workers="2", compile=True)
     written = options.as_dict()
     assert set(written) == set(BY_NAME) - {"run_dir", "resume", "allow_different_hardware", "quiet"}
-    assert TrainOptions(**from_mapping(written, "config.yaml")) == TrainOptions(lr=0.3, workers="2", compile=True)
+    assert TrainOptions(**from_mapping(written, "config.json")) == TrainOptions(lr=0.3, workers="2", compile=True)
 
 
 def test_the_formats_offered_are_those_there_are() -> None:

@@ -187,7 +187,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("sign", ["checkpoints", "config.yaml", "result.json"])
+@pytest.mark.parametrize("sign", ["checkpoints", "config.json", "config.yaml", "result.json"])
 def test_a_run_beside_an_earlier_one_gets_a_number(tmp_path: Path, sign: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run" / sign).mkdir(parents=True)
     for number in (2, 3):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...argument_checks import check_package
+from ...errors import MissingPackageError
 from ...system import atomic_files
 from .base import Callback, Row, TrainingContext
 from .writing import WriteGuard
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from ..step import StepResult
 
 __all__ = ["Curve", "StepLosses", "draw"]
+
+_log = logging.getLogger(__name__)
 
 _RATIO = 20  # of the largest loss to the smallest one, from which on a logarithmic scale shows more
 
@@ -59,13 +64,14 @@ class StepLosses:
 class Curve(Callback):
     """Plots the run to `curve.png` in its run directory when it ends, with or without an error.
 
-    If the file cannot be written, a warning is logged.
+    If the file cannot be written, or matplotlib is not installed, a warning is logged.
     """
 
     needs_run_dir = True
 
     def __init__(self) -> None:
         self._losses = StepLosses()
+        self._can_draw = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of the steps."""
@@ -75,13 +81,21 @@ class Curve(Callback):
         """Load what `state_dict` returned."""
         self._losses.load_state_dict(state)
 
+    def on_train_start(self, trainer: TrainingContext) -> None:
+        """Say at once if no plot can be made."""
+        try:
+            check_package("matplotlib", "curve.png", "plots")
+        except MissingPackageError as error:
+            self._can_draw = False
+            _log.warning("%s. The training continues without it.", error)
+
     def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
         """Keep the loss of a step."""
         self._losses.add(loss)
 
     def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
         """Plot all epochs so far, if there are any."""
-        if trainer.run_dir is not None and trainer.history:
+        if trainer.run_dir is not None and trainer.history and self._can_draw:
             path = trainer.run_dir / "curve.png"
             with WriteGuard().to(path):
                 picture = draw(trainer.history, self._losses, trainer.steps_per_epoch, trainer.run_dir.name)

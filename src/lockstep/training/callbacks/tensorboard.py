@@ -6,34 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...argument_checks import check_whole
-from ...errors import ConfigError
+from ...argument_checks import check_package, check_whole
 from .base import Callback, Row, TrainingContext
 from .writing import WriteGuard
 
 if TYPE_CHECKING:
     from ..step import StepResult
 
-__all__ = ["TensorBoard", "check_installed"]
+__all__ = ["TensorBoard"]
 
 # Columns of the history → tags; metrics of validations become "accuracy/val" and so on.
 _TAGS = {"train_loss": "loss/train_epoch", "lr": "learning_rate", "samples_per_second": "samples_per_second"}
-
-
-def check_installed(argument: str = "TensorBoard()") -> None:
-    """Check that the package tensorboard is installed.
-
-    Args:
-        argument: what needs it, as errors name it.
-
-    Raises:
-        ConfigError: if it is not, naming what to install.
-    """
-    from importlib.util import find_spec
-
-    if find_spec("tensorboard") is None:
-        found = "an environment without it"
-        raise ConfigError(argument, "the package tensorboard", found=found, hint="pip install tensorboard")
 
 
 class TensorBoard(Callback):
@@ -54,7 +37,7 @@ class TensorBoard(Callback):
     needs_run_dir = True
 
     def __init__(self, every_steps: int = 10) -> None:
-        check_installed()
+        check_package("tensorboard", "TensorBoard()", "tensorboard")
         check_whole("every_steps", every_steps, 1)
         self._every = every_steps
         self._write_guard = WriteGuard()

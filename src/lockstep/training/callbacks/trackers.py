@@ -7,10 +7,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ...argument_checks import check_instance, check_whole
+from ...argument_checks import check_instance, check_package, check_whole
 from ...errors import ConfigError
 from .base import Callback, Row, TrainingContext
 
@@ -36,10 +35,7 @@ class _Tracker(Callback):
     package = ""
 
     def __init__(self, every_steps: int, config: Mapping[str, Any] | None) -> None:
-        kind = f"{type(self).__name__}()"
-        if find_spec(self.package) is None:
-            hint = f"pip install {self.package}"
-            raise ConfigError(kind, f"the package {self.package}", found="an environment without it", hint=hint)
+        check_package(self.package, f"{type(self).__name__}()", extra=self.package)
         check_whole("every_steps", every_steps, 1)
         if config is not None:
             check_instance("config", config, Mapping, "a dict of values to store with the run")

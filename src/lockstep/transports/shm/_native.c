@@ -27,11 +27,11 @@ static PyObject *advance(Exchange *x, long spins) {
 
 /* Reads `count` parts from a tuple of addresses and sizes; one pair may stand for parts of equal size in a row. */
 static int read_parts(PyObject *numbers, Part *parts, int64_t count) {
-    Py_ssize_t given = PyTuple_Check(numbers) ? PyTuple_GET_SIZE(numbers) / 2 : -1;
+    Py_ssize_t given = PyTuple_Check(numbers) ? PyTuple_Size(numbers) / 2 : -1;
     if (count == 0) return 1;
     for (int64_t i = 0; i < given && i < count; i++) {
-        parts[i].at = PyLong_AsVoidPtr(PyTuple_GET_ITEM(numbers, 2 * i));
-        parts[i].bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, 2 * i + 1));
+        parts[i].at = PyLong_AsVoidPtr(PyTuple_GetItem(numbers, 2 * i));
+        parts[i].bytes = PyLong_AsLongLong(PyTuple_GetItem(numbers, 2 * i + 1));
         if (PyErr_Occurred()) return 0;
         if (parts[i].bytes < 0 || (parts[i].bytes > 0 && parts[i].at == NULL)) given = -1;
     }

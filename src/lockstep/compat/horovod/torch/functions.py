@@ -6,10 +6,10 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import cloudpickle
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.pickling import pickled
 from lockstep.strategies.full_state import load_optimizer
 
 from ..common.process_sets import ProcessSet, checked_process_set, global_process_set
@@ -171,7 +171,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def _pickle(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
 
 
 def _unpickle(data: torch.Tensor) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 
-from lockstep.system.pickling import pickled
+from lockstep.pickling import pickled
 
 
 def make() -> Callable[[], Any]:
