@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from lockstep.tried_versions import NEWEST_TORCH, OLDEST_TORCH, about_untried_torch
+from lockstep.tried_versions import NEWEST_TORCH, OLDEST_TORCH, about_untried_torch, release_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,8 +33,21 @@ def test_the_oldest_is_the_one_that_pyproject_asks_for() -> None:
     assert f'"torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"' in (ROOT / "pyproject.toml").read_text()
 
 
+def _tried() -> set[tuple[str, str]]:
+    """Return the pairs of Python and torch in the documentation."""
+    text = (ROOT / "docs" / "first-ten-minutes.md").read_text()
+    return set(re.findall(r"^\| (3\.\d+) \| (\d+\.\d+\.\d+) \|", text, re.MULTILINE))
+
+
 def test_the_documents_name_the_oldest_and_the_newest() -> None:
-    table = (ROOT / "docs" / "first-ten-minutes.md").read_text()
-    tried = [tuple(map(int, found)) for found in re.findall(r"^\| 3\.\d+ \| (\d+)\.(\d+)\.\d+ \|", table, re.MULTILINE)]
+    tried = [release_of(torch) for _, torch in _tried()]
     assert min(tried) == OLDEST_TORCH
     assert max(tried) == NEWEST_TORCH
+
+
+def test_the_public_checks_run_these_pairs_and_the_targets_of_our_own() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    pairs = jobs["test"]["strategy"]["matrix"]["include"]
+    assert {(pair["python"], pair["torch"]) for pair in pairs} == _tried()
+    targets = re.findall(r"^check make (\w+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert sorted(jobs["check"]["strategy"]["matrix"]["target"]) == sorted(targets)
