@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.nn.modules import batchnorm, dropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
-from torch.optim import SGD, optimizer
+from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
@@ -115,8 +115,10 @@ def _compiled_call_replaces_a_call() -> bool:
 
 def _parts_of_a_module() -> bool:
     layer = nn.Sequential(nn.BatchNorm1d(2))
+    layer.register_buffer("kept_out", torch.ones(1), persistent=False)
     return (
-        list(layer._modules) == ["0"]
+        layer._non_persistent_buffers_set == {"kept_out"}
+        and list(layer._modules) == ["0"]
         and set(layer[0]._parameters) == {"weight", "bias"}
         and len(layer[0]._buffers) == 3
     )
@@ -258,10 +260,6 @@ def _scheduler_has(name: str) -> Callable[[], bool]:
     return test
 
 
-def _optimizer_has(name: str) -> Callable[[], bool]:
-    return lambda: getattr(SGD([nn.Parameter(torch.ones(1))], lr=1.0), name) == {}
-
-
 # --- Process groups ---------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +310,7 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_buffers": _parts_of_a_module,
     "_modules": _parts_of_a_module,
     "_parameters": _parts_of_a_module,
+    "_non_persistent_buffers_set": _parts_of_a_module,
     "_call_impl": _compiled_call_replaces_a_call,
     "_compiled_call_impl": _compiled_call_replaces_a_call,
     "_dynamo": _compiled_model_has_the_original,
@@ -350,16 +349,7 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_standard_gamma": _has(torch, "_standard_gamma"),
     "_get_default_mps_generator": _has(torch.mps, "_get_default_mps_generator"),
     "_is_in_bad_fork": lambda: torch.cuda._is_in_bad_fork() is False,
-    "_share_cuda_": _has(torch.UntypedStorage, "_share_cuda_"),
-    "_new_shared_cuda": _has(torch.UntypedStorage, "_new_shared_cuda"),
-    # used where torch has them: only builds with CUDA do
-    "_cuda_endAllocateToPool": lambda: not torch.backends.cuda.is_built() or torch._C._cuda_endAllocateToPool,
-    "_cuda_releasePool": lambda: not torch.backends.cuda.is_built() or torch._C._cuda_releasePool,
     # torch: optimizers, schedulers, loaders
-    "_optimizer_step_pre_hooks": _optimizer_has("_optimizer_step_pre_hooks"),
-    "_optimizer_step_post_hooks": _optimizer_has("_optimizer_step_post_hooks"),
-    "_global_optimizer_pre_hooks": lambda: optimizer._global_optimizer_pre_hooks == {},
-    "_global_optimizer_post_hooks": lambda: optimizer._global_optimizer_post_hooks == {},
     "_opt_called": _step_that_a_scheduler_leaves,
     "_wrapped_by_lr_sched": _step_that_a_scheduler_leaves,
     "_last_lr": _scheduler_has("_last_lr"),
