@@ -2,6 +2,7 @@
 # Everything is installed into .venv, once: again only when pyproject.toml, setup.py, constraints.txt or a C file has changed.
 
 PYTHON       ?= python3
+TORCH        ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 TRAIN_FLAGS  ?= --data digits --model lenet --epochs 15 --global-batch-size 64 --workers auto
 PYTEST_FLAGS ?=
 CHAOS_FLAGS  ?= 1000
@@ -50,6 +51,7 @@ help: ## show this list
 	@echo "make clean    remove caches and build output; make distclean removes .venv as well"
 	@echo "TEST_PROCESSES=...  the number of processes that run tests (now: $(TEST_PROCESSES))"
 	@echo "PYTHON=...    the Python that .venv is made with, 3.10 or newer (now: $(PYTHON))"
+	@echo "TORCH=...     the version of torch in a new .venv (now: $(TORCH)); after another one: make distclean"
 
 train: $(DEMO)
 	@$(BIN)/lockstep train $(TRAIN_FLAGS)
@@ -123,7 +125,8 @@ distclean: clean
 $(DEMO) $(TESTS) $(DOCS) $(CLUSTER) $(RELEASE): $(VENV)/.ready-%: pyproject.toml setup.py constraints.txt $(C) | $(BIN)/python
 	@echo "Installing Lockstep with extra '$*' into $(VENV); the first time this takes minutes (log: $(LOG)) ..."
 	@rm -f src/lockstep/transports/shm/_native.*.so # of another version of Python, which would come before the new one
-	@$(BIN)/python -m pip install --retries 3 --no-compile $(PIP_FLAGS) -c constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip install --retries 3 --no-compile $(PIP_FLAGS) -c $(VENV)/constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
 	    said=$$(grep -iE '^ *error:' $(LOG) | grep -vE '$(MISTAKEN)' | cut -c 1-200 | tail -n 5); \
 	    if [ -z "$$said" ] && grep -qE '$(NO_NETWORK)' $(LOG); then \
 	        echo "error: packages could not be downloaded: the package index cannot be reached." >&2; \

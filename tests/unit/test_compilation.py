@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import warnings
 from pathlib import Path
 
 import pytest
@@ -58,9 +57,7 @@ def test_models_have_programs_of_their_own() -> None:
     for number in range(10):  # more than the programs that torch keeps of one piece of code
         model = compile_or_fallback(nn.Sequential(*(nn.Tanh() for _ in range(number % 9 + 1))), backend="eager")
         model.register_forward_hook(lambda *_, number=number: calls.append(number))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            torch.testing.assert_close(model(x), nn.Sequential.forward(model, x))
+        torch.testing.assert_close(model(x), nn.Sequential.forward(model, x))  # a fallback would warn: an error here
     assert calls == list(range(10))
 
 
@@ -105,9 +102,7 @@ def test_a_mistake_in_the_call_is_the_models_own_error_and_changes_nothing() -> 
     model = compile_or_fallback(nn.Linear(3, 2), backend=backend)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.zeros(4, 5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(torch.zeros(4, 3))
+    model(torch.zeros(4, 3))  # a fallback would warn, which is an error in tests
     assert len(programs) == 1
 
 

@@ -204,9 +204,11 @@ def _mismatch(folder: Path, name: str, expected: str, got: str) -> CheckpointErr
 
 
 def _kind(path: Path) -> str:
-    if not path.exists():
+    try:
+        mode = path.stat().st_mode  # not path.exists(), which in Python 3.14 says no where it may not look
+    except (FileNotFoundError, NotADirectoryError):
         return "nothing of that name"
-    return "a folder" if path.is_dir() else "a file" if path.is_file() else "something else"
+    return "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "something else"
 
 
 def _is_count(number: object) -> bool:

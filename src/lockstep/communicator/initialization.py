@@ -24,6 +24,8 @@ from ..system.processes import is_alive
 from ..topology import World
 from ..transports.runtime import host_identity
 from ..transports.runtime.c10d import Store
+from ..tried_versions import about_untried_torch
+from ..watchdog.jobs import write_message
 from .communicator import Communicator
 from .groups import world_of
 
@@ -32,6 +34,7 @@ __all__ = ["claim_gpu", "current", "init", "pick_device"]
 # One process is one worker of one job, so there is one communicator for all workers; torch.distributed holds its
 # default process group in the same way.
 _default: Communicator | None = None
+_has_noted_torch = False
 
 
 _TRANSPORTS = ("auto", "shm", "gloo", "mpi4py")
@@ -75,10 +78,12 @@ def init(
         return _default
     if dist.is_initialized():
         world = world_of(dist.group.WORLD)
+        _note_untried_torch(world)
         _default = Communicator.at(world, pick_device(device, world), dist.group.WORLD)
         _check_own_gpu(_default.device, world)
         return _default
     world = environment.find_world()
+    _note_untried_torch(world)
     where = pick_device(device, world)
     if where.type == "cuda":  # equal bits need it, and torch before 2.10 reads it once, at its first matrix product
         environment.set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
@@ -104,6 +109,16 @@ def _still_valid(found: Communicator) -> bool:
     if dist.is_initialized():
         return found.group is dist.group.WORLD
     return found.group is None and found.world == replace(environment.find_world(), device=found.world.device)
+
+
+def _note_untried_torch(world: World) -> None:
+    """Write one line on a torch that Lockstep has not been tried with: on rank 0, once in a process."""
+    global _has_noted_torch
+    if world.rank == 0 and not _has_noted_torch:
+        _has_noted_torch = True
+        line = about_untried_torch(str(torch.__version__))
+        if line is not None:
+            write_message(None, line)
 
 
 def _pick_backend(transport: str | None) -> str:

@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import sysconfig
+import threading
 import traceback
 import weakref
 from collections import ChainMap, deque
@@ -621,7 +622,7 @@ class Fetcher:
             prefetch_factor=self._prefetch if self._in_parts else self._prefetch // self._processes,
             persistent_workers=True,
             pin_memory=self._pin and not (self._in_parts and self.parts > 1),
-            worker_init_fn=partial(_ignore_signals, new_group=multiprocessing.parent_process() is None),
+            worker_init_fn=partial(_prepare_process, new_group=multiprocessing.parent_process() is None),
             # A separate generator: otherwise each epoch draws a seed from the global one.
             generator=torch.Generator(),
         )
@@ -681,7 +682,13 @@ def _unchanged(data: Any) -> Any:
     return data
 
 
-def _ignore_signals(_: int, new_group: bool) -> None:
+def _prepare_process(_: int, new_group: bool) -> None:
+    """Let a loader process ignore signals that are meant for its parent, and end with it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():
+        # Its parent in the system is a fork server (the default since Python 3.14), which lives as long as it does;
+        # torch looks only for that.
+        threading.Thread(target=_end_with, args=(parent,), name="lockstep loader parent", daemon=True).start()
     # Ctrl-C reaches every process of the terminal, and SIGTERM of Slurm every process of a step. The parent completes
     # its step first, and needs this process's batches for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -690,6 +697,11 @@ def _ignore_signals(_: int, new_group: bool) -> None:
         os.setpgid(0, 0)
         # In a background process group, writing to the terminal must not stop the process ("stty tostop").
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _pass_over_once(number: int, _frame: FrameType | None) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from .. import environment
 from ..errors import ConfigError
+from ..tried_versions import OLDEST_TORCH, release_of
 from .findings import Problem, Section
 
 __all__ = [
@@ -216,7 +217,7 @@ def _unused(torch: Any, driver: str) -> Problem:
 
 # --- Versions ---------------------------------------------------------------------------------------------------------
 
-_OLDEST = {"python": (3, 10), "torch": (2, 9)}
+_OLDEST = {"python": (3, 10), "torch": OLDEST_TORCH}
 _PACKAGES = {"lockstep": "lockstep-train", "torch": "torch", "numpy": "numpy", "mpi4py": "mpi4py"}
 
 NAMES = ("python", "torch", "lockstep")
@@ -247,7 +248,7 @@ def examine_versions() -> Section:
 
 def _too_old(name: str, text: str) -> Problem | None:
     oldest = _OLDEST.get(name)
-    if oldest is None or tuple(map(int, re.findall(r"\d+", text)[:2])) >= oldest:
+    if oldest is None or release_of(text) >= oldest:
         return None
     least = ".".join(map(str, oldest))
     return Problem(f"{name} is {text}", f"Install {name} {least} or newer, as Lockstep needs it.")

@@ -411,8 +411,10 @@ class TransportGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         try:
             config = dist.BackendConfig(dist.Backend(dist.get_backend_config(self)))
-        except (RuntimeError, ValueError, TypeError):  # not among c10d's groups, or no longer
-            return [torch.device("cpu")]
+        except (RuntimeError, ValueError, TypeError):
+            # Not among c10d's groups, or no longer. Since 2.15 torch attaches its flight recorder to a group that it
+            # makes if that has devices, and looks for their backends, which c10d keeps only for its own class.
+            return []
         kinds = config.get_device_backend_map()
         return [torch.device(kind) for kind in kinds if _is_available(kind)]
 

@@ -439,8 +439,9 @@ class GroupProxy(dist.ProcessGroup):
 def replace_group(group: Any, made: Any) -> None:
     """Put `made` in the place of `group` in torch's tables."""
     world = c10d._world
-    table: Any
-    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+    # pg_flight_recorder_hooks is new in torch 2.15
+    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_flight_recorder_hooks")
+    for table in (getattr(world, name, {}) for name in names):
         if group in table:
             table[made] = table.pop(group)
     for groups in world.tags_to_pg.values():

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -125,7 +126,7 @@ def test_ctrl_c_is_left_to_the_parent() -> None:
 
 
 def test_what_processes_are_started_with_can_be_sent_to_them() -> None:
-    init = partial(fetching._ignore_signals, new_group=True)
+    init = partial(fetching._prepare_process, new_group=True)
     for part in (init, fetching._Batches(TensorDataset(torch.arange(3)), None)):
         pickle.dumps(part)
 
@@ -139,7 +140,8 @@ def test_a_signal_to_the_process_group_is_left_to_the_parent() -> None:
 
 
 def test_below_a_launcher_they_stay_in_the_workers_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    launcher = SimpleNamespace(pid=os.getpid())
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: launcher)
     loader = Loader(Who(), 4, num_workers=1, comm=ALONE)
     for _ in loader.epoch(0):
         (process,) = _loader_processes()
@@ -148,7 +150,8 @@ def test_below_a_launcher_they_stay_in_the_workers_group(monkeypatch: pytest.Mon
 
 
 ORPHANED = """
-import multiprocessing, os, signal, torch
+import multiprocessing, os, signal, sys, torch
+multiprocessing.set_start_method(sys.argv[1])
 from lockstep.communicator import Communicator
 from lockstep.data.loader import Loader
 from lockstep.topology import World
@@ -160,8 +163,9 @@ for _ in loader.epoch(0):
 """
 
 
-def test_they_end_though_the_parent_could_not_end_them() -> None:
-    program = subprocess.run([sys.executable, "-c", ORPHANED], stdout=subprocess.PIPE, text=True, check=False)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_they_end_though_the_parent_could_not_end_them(method: str) -> None:
+    program = subprocess.run([sys.executable, "-c", ORPHANED, method], stdout=subprocess.PIPE, text=True, check=False)
     assert program.returncode == -signal.SIGKILL
     # They look for their parent every few seconds; reading all of the output has waited for the last one that held it.
     with suppress(psutil.NoSuchProcess):

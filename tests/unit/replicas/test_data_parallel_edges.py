@@ -98,7 +98,7 @@ def test_batches_whose_samples_do_not_lie_side_by_side(batch: Any, said: str) ->
         DataParallel(nn.Identity(), TWO)(batch)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_compiled_script_is_refused() -> None:
     script = torch.jit.script(nn.Linear(6, 4))
     with pytest.raises(ConfigError, match=r"module: expected modules in Python, got a RecursiveScript.* at .*layer"):

@@ -23,7 +23,8 @@ import lockstep
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
 
-DATA = TensorDataset(torch.randn(20, 4), torch.randint(0, 3, (20,)))
+_DRAWS = torch.Generator().manual_seed(0)  # the same in loader processes that import this file
+DATA = TensorDataset(torch.randn(20, 4, generator=_DRAWS), torch.randint(0, 3, (20,), generator=_DRAWS))
 
 
 def trainer(**options: Any) -> lockstep.Trainer:
@@ -60,7 +61,8 @@ def test_its_collate_function_order_and_last_batch_are_used() -> None:
 
 
 def test_its_processes_are_used() -> None:
-    loader = trainer().loader(DataLoader(DATA, 8, shuffle=True, num_workers=1, prefetch_factor=3))
+    data = TensorDataset(torch.randn(20, 4))  # not DATA: a fork server would keep it in shared memory
+    loader = trainer().loader(DataLoader(data, 8, shuffle=True, num_workers=1, prefetch_factor=3))
     with loader:
         assert loader.num_workers == 1
         assert len(list(loader)) == 3

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -346,3 +349,19 @@ def test_a_part_of_a_group_that_is_bound_to_a_device_is_made_by_its_members_alon
 
 def test_the_repr_of_a_communicator_names_its_rank() -> None:
     assert "rank=1, size=2" in repr(Communicator.at(World(1, 2, 1, 2), torch.device("cpu")))
+
+
+def test_rank_0_names_a_torch_that_was_not_tried_once(pool: Pool) -> None:
+    def body() -> str:
+        errors = io.StringIO()
+        untried = mock.patch.object(torch, "__version__", "9.1.0")
+        with untried, mock.patch.object(initialization, "_has_noted_torch", False), redirect_stderr(errors):
+            lockstep.init("cpu")
+            lockstep.init("cpu")
+            initialization._default = None  # a program may destroy its group and make another
+            lockstep.init("cpu")
+        return errors.getvalue()
+
+    first, other = pool.run(body, workers=2)
+    assert re.fullmatch(r"lockstep: torch 9\.1 has not been tried with Lockstep [^\n]*\n", first)
+    assert other == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import struct
@@ -76,7 +77,8 @@ class Job:
 
     def workers(self) -> list[int]:
         """The processes of the workers that have begun to train."""
-        return [int(line.split()[-1]) for _, line in list(self.lines) if "pid " in line]
+        found = (re.search(r"pid (\d+)$", line) for _, line in list(self.lines))  # Python 3.12 warns of "self.pid ="
+        return [int(each[1]) for each in found if each is not None]
 
     def out(self, launcher: int = -1) -> str:
         return "".join(line for each, line in list(self.lines) if launcher in (-1, each))

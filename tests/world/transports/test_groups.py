@@ -95,6 +95,10 @@ def what_a_group_says(transport: str) -> None:
     assert torch.device("cpu") in group._device_types
     assert dist.get_process_group_ranks(group) == list(range(size))
     assert dist.get_backend_config(group).startswith(f"cpu:{transport}")
+    if transport == "shm":
+        # torch attaches its recorder to a group with devices while it makes the group; shm's has no backends of c10d's
+        dist.destroy_process_group(group)
+        assert group._device_types == []
 
 
 def outsiders(transport: str) -> None:

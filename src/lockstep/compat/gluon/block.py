@@ -55,6 +55,7 @@ class Block(nn.Module):
     def __init__(self, prefix: str | None = None, params: Any = None) -> None:
         super().__init__()
         self._placement: Placement | None = None
+        self._is_copy = False  # on one device: it computes there at once; torch 2.9 compiles no `_CALL.in_model`
         self._initializer: Initializer | None = None
         self._compiled = False
         self._example: tuple[Any, ...] = ()
@@ -117,6 +118,8 @@ class Block(nn.Module):
         for layer, *layer_copies in zip(self.modules(), *(copy.modules() for copy in copies), strict=True):
             by_context = dict(zip(placement.contexts, layer_copies, strict=True))
             vars(layer)["_placement"] = Placement(placement.contexts, by_context)
+            for layer_copy in layer_copies:
+                vars(layer_copy)["_is_copy"] = True
         if self._compiled:
             self._compile()
 
@@ -133,7 +136,7 @@ class Block(nn.Module):
         Raises:
             ContextError: the block has not been initialised in this context.
         """
-        if _CALL.in_model:
+        if self._is_copy or _CALL.in_model:
             return super().__call__(*args)
         name = type(self).__name__
         placement = placement_of(self, name)
