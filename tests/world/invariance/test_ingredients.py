@@ -40,17 +40,17 @@ def left_fold() -> None:
 def mean_of_means() -> None:
     from lockstep.training.virtual_worker_passes import ShardPasses
 
-    parts_before, begin_before = ShardPasses.parts, ShardPasses._begin_pass
+    parts_before, run_before = ShardPasses.parts, ShardPasses._run_in_sequence
 
     def parts(self: ShardPasses, batch: Batch) -> Any:
         self.size = batch.size * self._strategy.comm.size  # type: ignore[attr-defined]
         return parts_before(self, batch)
 
-    def begin(self: ShardPasses, step: Any, part: Any, totals: Any) -> Any:
-        return begin_before(self, replace(step, global_size=self.size), part, totals)  # type: ignore[attr-defined]
+    def run(self: ShardPasses, step: Any) -> None:
+        run_before(self, replace(step, global_size=self.size))  # type: ignore[attr-defined]
 
     ShardPasses.parts = parts  # type: ignore[method-assign]
-    ShardPasses._begin_pass = begin  # type: ignore[method-assign]
+    ShardPasses._run_in_sequence = run  # type: ignore[method-assign]
 
 
 def statistics_of_rank_0() -> None:
