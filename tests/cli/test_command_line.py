@@ -248,13 +248,18 @@ def test_help_does_not_load_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_summary_shows_paths_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_shows_paths_as_they_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("a [/b] :cat: " + "long" * 30)
+    folder.mkdir(parents=True)
     result = {"val_accuracy": 0.987, "epochs": 1, "workers": 2, "devices": ["CPU"] * 2, "samples_per_second": 1234.5}
-    train._print_summary(Path("a [/b] :cat: " + "long" * 30), result)
+    train._print_summary(folder, result)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "accuracy       98.70% of the test set, after 1 epoch"
     assert lines[2] == "speed          1,234 samples/s with 2 workers"
-    assert lines[-1] == "all files      a [/b] :cat: " + "long" * 30
+    assert lines[-1] == "all files      a [/b] :cat: " + "long" * 30  # the only one that is there
     train._print_summary(Path("a"), {**result, "val_accuracy": None})
     assert "accuracy" not in capsys.readouterr().out
 
