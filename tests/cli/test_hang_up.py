@@ -50,6 +50,7 @@ def start(folder: Path, command: list[str], epochs: int, before: Callable[[], ob
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # which is ignored where a shell runs the tests in the background
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_PROGRESS": "off"}
         if before is not None:
             before()
