@@ -11,7 +11,6 @@ import email
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import tarfile
@@ -312,17 +311,6 @@ def _packages(environment: Path) -> Path:
     return next(environment.glob("lib/python*/site-packages"))
 
 
-def write_fashion_mnist(home: Path) -> None:
-    """Write a small set in place of Fashion-MNIST where Lockstep looks for it: nothing is downloaded."""
-    folder = home / ".cache/lockstep/fashion-mnist"
-    folder.mkdir(parents=True)
-    for part, count in (("train", 1024), ("t10k", 256)):
-        labels = bytes(i % 10 for i in range(count))
-        pixels = b"".join(bytes([25 * label]) * 784 for label in labels)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">HBB3I", 0, 8, 3, count, 28, 28) + pixels)
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">HBB1I", 0, 8, 1, count) + labels)
-
-
 def try_out(environment: Path, build: Build, is_compiled: bool) -> str:
     """Run what a user runs first, in an empty folder, without the repository and without a network.
 
@@ -332,7 +320,6 @@ def try_out(environment: Path, build: Build, is_compiled: bool) -> str:
     with tempfile.TemporaryDirectory(prefix="lockstep-release-") as place:
         folder, home = Path(place, "work"), Path(place, "home")
         folder.mkdir()
-        write_fashion_mnist(home)
         variables = {
             "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
             "HOME": str(home),
