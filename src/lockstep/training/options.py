@@ -324,11 +324,13 @@ def parse_param_groups(text: str) -> list[tuple[list[str], dict[str, float]]]:
 
 
 def check_together(options: TrainOptions) -> None:
-    """Check that no option contradicts `strategy` or `virtual_workers`.
+    """Check that no option contradicts another one, such as `strategy` or `virtual_workers`.
 
     Raises:
         ConfigError: naming the first that does.
     """
+    if options.compile_mode != "default" and not options.compile:
+        raise ConfigError("compile_mode", "default without compile", options.compile_mode, "Pass --compile as well.")
     if options.strategy == "replicas":
         _check_with_replicas(options)
     elif options.devices != "auto":

@@ -54,6 +54,9 @@ def prepare_model(
         check_flag(name, value)
     if compile_mode not in COMPILE_MODES:
         raise ConfigError("compile_mode", f"one of {', '.join(COMPILE_MODES)}", compile_mode)
+    if compile_mode != "default" and not compile_model:
+        hint = "Pass compile_model=True as well."
+        raise ConfigError("compile_mode", '"default" without compile_model', compile_mode, hint)
     model = model.to(comm.device)
     if sync_batchnorm:
         model = convert(model, comm)

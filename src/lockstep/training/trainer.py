@@ -96,8 +96,7 @@ class Trainer:
         save_frozen: whether checkpoints have the parameters that are not trained as well; when None, unless the model
             is one of PEFT. Without them, a run resumes with the same pretrained weights only, which is checked.
         step: precision, gradient_accumulation_steps, max_grad_norm, schedule, scheduler, scheduler_interval,
-            scheduler_metric, forward, virtual_workers, threads, replica_check and sync_batchnorm, see
-            `TrainStep`.
+            scheduler_metric, forward, virtual_workers, threads, replica_check and sync_batchnorm, see `TrainStep`.
 
     Raises:
         ConfigError: for invalid arguments.

@@ -44,6 +44,12 @@ def test_values_of_files(name: str, value: Any, expected: Any) -> None:
     assert type(found[1]) is type(expected)
 
 
+def test_a_mode_of_the_compiler_needs_the_compiler() -> None:
+    with pytest.raises(ConfigError, match="compile_mode: expected default without compile, got 'reduce-overhead'"):
+        TrainOptions(compile_mode="reduce-overhead").check()
+    TrainOptions(compile=True, compile_mode="reduce-overhead").check()
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
