@@ -36,7 +36,7 @@ from common import describe_machine, markdown_table
 from frame import Benchmark
 from lockstep.emulation import delayed_groups
 from lockstep.emulation.virtual_time import sleep_until
-from lockstep.planning.network import Link, VirtualNetwork
+from lockstep.network import Link, VirtualNetwork
 
 BENCH = Benchmark("link_clock", __doc__ or "", page="planning.md")
 

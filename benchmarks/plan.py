@@ -46,9 +46,9 @@ from frame import Benchmark
 from lockstep import environment
 from lockstep.errors import LockstepError
 from lockstep.messages import convert, encode
+from lockstep.network import AUTO_DILATION, VirtualNetwork, parse_link
 from lockstep.planning.collective_costs import Fabric, MeasuredCollective
 from lockstep.planning.measurement import Curve
-from lockstep.planning.network import AUTO_DILATION, VirtualNetwork, parse_link
 from lockstep.planning.prediction import STANDS_STILL, Forecast, Job, predict
 from lockstep.planning.profiling import Program, record_profiles
 from lockstep.planning.step_profile import Pass, Profile

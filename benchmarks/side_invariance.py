@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lockstep
 from common import LR, MODELS, MOMENTUM, load_images
 from lockstep.data.loader import Batch
-from lockstep.invariance.shards import bounds
+from lockstep.parallel.shards import bounds
 from meter import Job, Meter, parse_as
 from ranks import join_group, run_ranks
 

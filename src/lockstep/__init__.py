@@ -24,15 +24,22 @@ from .errors import (
 from .transports.backend import register
 
 if TYPE_CHECKING:
-    from . import callbacks, data, elastic, invariance, models, replicas
+    from . import (
+        callbacks,
+        data,
+        elastic,
+        invariance,
+        models,
+    )
     from .communicator import Communicator, init, synchronize
     from .compilation import export
     from .data.loader import Loader
-    from .invariance.fingerprints import fingerprint
     from .launcher import launch
+    from .parallel import replicas
+    from .parallel.fingerprints import fingerprint
     from .pipelining import pipeline
-    from .replicas.data_parallel import DataParallel
     from .topology import World
+    from .training.data_parallel import DataParallel
     from .training.evaluate import evaluate, predict, whole_set
     from .training.optimizers import LAMB, LARS
     from .training.own_loop import prepare
@@ -94,7 +101,7 @@ _LAZY = {
     "LAMB": "training.optimizers:LAMB",
     "LARS": "training.optimizers:LARS",
     "Communicator": "communicator:Communicator",
-    "DataParallel": "replicas.data_parallel:DataParallel",
+    "DataParallel": "training.data_parallel:DataParallel",
     "Loader": "data.loader:Loader",
     "TrainStep": "training.step:TrainStep",
     "Trainer": "training.trainer:Trainer",
@@ -105,7 +112,7 @@ _LAZY = {
     "elastic": "elastic",
     "evaluate": "training.evaluate:evaluate",
     "export": "compilation:export",
-    "fingerprint": "invariance.fingerprints:fingerprint",
+    "fingerprint": "parallel.fingerprints:fingerprint",
     "init": "communicator:init",
     "invariance": "invariance",
     "launch": "launcher:launch",

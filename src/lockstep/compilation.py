@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map  # torch.export uses it for arguments
 
-from .data.nested import map_tensors
 from .errors import ConfigError, LockstepError, MissingPackageError
-from .replicas.copies import replicate
-from .replicas.scatter import leaves
+from .parallel.nested import map_tensors
+from .parallel.replicas.copies import replicate
+from .parallel.replicas.scatter import leaves
 from .system.atomic_files import write_bytes
 
 __all__ = ["compile_or_fallback", "export"]

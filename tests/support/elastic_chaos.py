@@ -33,7 +33,7 @@ from lockstep.elastic import client as client_module
 from lockstep.elastic.membership import Coordinator
 from lockstep.elastic.roster import Roster
 from lockstep.environment import ElasticWorker
-from lockstep.invariance import ordered_reducer
+from lockstep.parallel import ordered_reducer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

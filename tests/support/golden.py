@@ -32,8 +32,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import lockstep
 from lockstep.callbacks import AveragedWeights, Callback, Checkpoints
-from lockstep.invariance.fingerprints import fingerprint_of
-from lockstep.invariance.numerics import NUMERICS
+from lockstep.checkpoint.numerics import NUMERICS
+from lockstep.parallel.fingerprints import fingerprint_of
 
 __all__ = ["CASES", "STORED", "Case", "Release", "releases"]
 

@@ -18,7 +18,6 @@ __all__ = [
     "check_optional",
     "check_table",
     "check_tiny",
-    "part_of",
     "read_package",
     "read_table",
 ]
@@ -139,15 +138,9 @@ def _walk_node(node: ast.AST, top: bool, runtime: bool) -> Iterator[tuple[ast.AS
 # --- the checks: each returns what is wrong, in words -------------------------------------------------------
 
 
-def part_of(module: Module, layers: Mapping[str, int]) -> str:
-    """The row of the layers table that a module belongs to: its own, ``package/module``, or that of its package."""
-    own = "/".join(module.name.split(".")[1:])
-    return own if own in layers else module.part
-
-
 def check_table(modules: Mapping[str, Module], layers: Mapping[str, int]) -> list[str]:
     """Every part of the package is in the table, and nothing else is."""
-    parts = {part_of(module, layers) for module in modules.values()}
+    parts = {module.part for module in modules.values()}
     missing = [f"{part} is not in the layers table" for part in sorted(parts - layers.keys())]
     return missing + [f"the layers table names {part}, which is not there" for part in sorted(layers.keys() - parts)]
 
@@ -158,9 +151,9 @@ def check_layers(modules: Mapping[str, Module], layers: Mapping[str, int]) -> li
     for module in modules.values():
         for used in module.imports:
             other = _inside(used.target, modules)
-            if other is None or part_of(other, layers) == part_of(module, layers):
+            if other is None or other.part == module.part:
                 continue
-            own, below = layers.get(part_of(module, layers)), layers.get(part_of(other, layers))
+            own, below = layers.get(module.part), layers.get(other.part)
             if own is not None and below is not None and below >= own:
                 found.append(f"{module.name}:{used.line} (layer {own}) imports {other.name} (layer {below})")
     return found

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.invariance.fingerprints import fingerprint
+from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.callbacks import Callback
 from lockstep.training.step import StepResult
 from lockstep.training.trainer import Trainer

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep.data.loader import Loader
-from lockstep.invariance.fingerprints import fingerprint
 from lockstep.models import build
+from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.step import TrainStep
 
 __all__ = ["Augmented", "adamw", "busy", "momentum", "named", "pictures", "run", "runs"]

@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import OUTPUT_FAILED, CheckpointError, ConfigError
-from ..invariance.fingerprints import plain_names
 from ..system import atomic_files
 from . import manifest
 from .manifest import MANIFEST, MODEL, PARTS, TENSORS, TREE
+from .names import plain_names
 from .serialization import (
     Json,
     OpenFiles,
@@ -81,7 +81,7 @@ class Checkpoint:
         path: the folder that it was read from.
         step: optimizer steps done when it was saved.
         epoch: the epoch in which it was saved.
-        numerics: the version of the numerics of the Lockstep that wrote it, see `lockstep.invariance.numerics`.
+        numerics: the version of the numerics of the Lockstep that wrote it, see `lockstep.checkpoint.numerics`.
         info: plain values about the run.
         state: ``"model"``, ``"optimizer"``, … → a tree of plain values and CPU tensors; of plain values and stored
             tensors if it comes from `open_stored`.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError, ConfigError
-from ..invariance.numerics import NUMERICS
+from .numerics import NUMERICS
 from .serialization import MAX_JSON, Entry, Json, from_json, pack, to_json, unpack
 
 __all__ = [

@@ -144,7 +144,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _check_transport(network: Any, transport: str | None) -> None:
     """Check before the measurement that the network has the transport that is given."""
-    from ..planning.network import Link
+    from ..network import Link
 
     if transport is None:
         return
@@ -223,8 +223,8 @@ def _batch_is_global(kind: str, profiles: Mapping[int, Sequence[Profile]]) -> bo
 
 
 def _fabric(network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]], per_host: int) -> Fabric:
+    from ..network import Link
     from ..planning.collective_costs import Fabric
-    from ..planning.network import Link
 
     used = profiles[max(profiles)][0].backend
     if isinstance(network, Link):
@@ -241,7 +241,7 @@ def _transport(network: Any, transport: str | None, profiles: Mapping[int, Seque
 
 def _noise_of(network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]]) -> list[str]:
     """Return, in words, that the measured transport is no result, if so."""
-    from ..planning.network import Link
+    from ..network import Link
 
     if (
         isinstance(network, Link)
@@ -254,7 +254,7 @@ def _noise_of(network: Any, transport: str | None, profiles: Mapping[int, Sequen
 
 def _slowdown(network: Any, transport: str | None) -> float:
     """Return by how much longer computing takes while something is sent, as measured, or else assumed."""
-    from ..planning.network import Link
+    from ..network import Link
     from ..planning.prediction import ASSUMED_SLOWDOWN
 
     if isinstance(network, Link):
@@ -269,8 +269,8 @@ def _slowdown(network: Any, transport: str | None) -> float:
 def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]]:
     """Predict the numbers of workers that this host has cores for from one worker, and measure them."""
     from .. import environment
+    from ..network import Link
     from ..planning.collective_costs import Fabric
-    from ..planning.network import Link
     from ..planning.prediction import STANDS_STILL, Job, predict
     from ..planning.profiling import record_profiles
 

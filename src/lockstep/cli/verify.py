@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..activity import Activity
 from ..errors import ConfigError
-from ..invariance.shards import DEFAULT_VIRTUAL_WORKERS
+from ..parallel.shards import DEFAULT_VIRTUAL_WORKERS
 from ..registry import import_path_here
 from ..training.options import GROUPS, TrainOptions
 from .parser import Help, whole_number
@@ -18,7 +18,7 @@ from .train_options import resolve
 from .verify_script import verify_script
 
 if TYPE_CHECKING:
-    from ..invariance.verify import Record
+    from ..training.verify import Record
 
 __all__ = ["add_to", "run_command"]
 
@@ -145,7 +145,7 @@ def _verify(title: str, options: TrainOptions, counts: Sequence[int], steps: int
     from rich.console import Console
 
     with Activity("lockstep verify: loading PyTorch"):
-        from ..invariance.verify import first_divergence, likely_cause
+        from ..training.verify import first_divergence, likely_cause
 
     console = Console(highlight=False, markup=False, emoji=False)
     records = []
@@ -174,8 +174,8 @@ def _verify(title: str, options: TrainOptions, counts: Sequence[int], steps: int
 
 
 def _run(options: TrainOptions, workers: int, steps: int) -> Record:
-    from ..invariance.verify import record
     from ..launcher import launch
+    from ..training.verify import record
 
     # without virtual workers the default depends on the host and the number of workers
     result: Record = launch(record, options, steps, workers=workers, threads=options.threads or 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .nested import named_tensors
+from ..parallel.nested import named_tensors
 
 __all__ = ["MAX_SAMPLES", "describe_collate"]
 

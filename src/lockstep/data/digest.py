@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..invariance.shards import mix
+from ..parallel.shards import mix
 
 __all__ = ["Difference", "Digest", "Leaf", "differences", "digest_of"]
 

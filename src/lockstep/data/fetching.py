@@ -33,12 +33,12 @@ from typing_extensions import Self
 
 from .. import environment
 from ..errors import ConfigError, DataError, LockstepError
-from ..invariance.randomness import preserve_generators
-from ..invariance.shards import mix
+from ..parallel.nested import map_tensors
+from ..parallel.randomness import preserve_generators
+from ..parallel.shards import mix
 from ..system.processes import signal_name
 from .collate_check import MAX_SAMPLES, describe_collate
 from .digest import Digest
-from .nested import map_tensors
 from .same_data import DigestRequest, SampleDigests, preserve_own_generators, read_digests
 
 __all__ = [

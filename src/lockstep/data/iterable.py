@@ -20,7 +20,7 @@ from .. import environment
 from ..activity import Activity
 from ..errors import ConfigError, DataError, LockstepError, MismatchError
 from ..flight_recorder import named, note_batch
-from ..invariance.shards import bounds, local_range, mix
+from ..parallel.shards import bounds, local_range, mix
 from .digest import Digest, differences, digest_of
 from .fetching import (
     Fetcher,

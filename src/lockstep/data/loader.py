@@ -27,13 +27,21 @@ from typing_extensions import Never, Self
 
 from .. import communicator
 from ..argument_checks import check_callable, check_flag, keyword_names
+from ..checkpoint.numerics import NUMERICS, changes_since
 from ..errors import CheckpointError, ConfigError, MismatchError, unexpected_argument
 from ..flight_recorder import named, note_batch
-from ..invariance.fingerprints import checksum_of
-from ..invariance.numerics import NUMERICS, changes_since
-from ..invariance.randomness import preserve_generators
-from ..invariance.shards import bounds, check_virtual_workers, local_range, mix, step_range, steps_per_epoch
 from ..other_names import in_loader
+from ..parallel.fingerprints import checksum_of
+from ..parallel.nested import collated_size, narrow
+from ..parallel.randomness import preserve_generators
+from ..parallel.shards import (
+    bounds,
+    check_virtual_workers,
+    local_range,
+    mix,
+    step_range,
+    steps_per_epoch,
+)
 from .fetching import (
     BatchInParts,
     BlockRequest,
@@ -55,7 +63,6 @@ from .iterable import (
     no_samples,
     substreams_of,
 )
-from .nested import collated_size, narrow
 from .same_data import SameData
 
 __all__ = [

@@ -19,7 +19,7 @@ import torch
 from ..activity import Activity
 from ..errors import MismatchError
 from ..flight_recorder import named
-from ..invariance.shards import mix
+from ..parallel.shards import mix
 from .digest import Difference, Digest, differences, digest_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import ConfigError, DataError
-from ..invariance.shards import mix
+from ..parallel.shards import mix
 from . import cifar
 from .download import RemoteFile, fetch
 from .idx import read_pair

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ..invariance.shards import bounds, mix
+from ..parallel.shards import bounds, mix
 
 __all__ = ["OrderSettings", "StreamOrder"]
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .. import environment
 from ..errors import LockstepError, TransportError
-from ..planning.network import VirtualNetwork, parse_network
+from ..network import VirtualNetwork, parse_network
 from ..system.patching import Replaced
 from ..transports.hierarchical import connections
 from ..transports.runtime import host_identity

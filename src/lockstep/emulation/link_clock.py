@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import TransportError
-from ..planning.network import VirtualNetwork
+from ..network import VirtualNetwork
 from .message_schedules import BUSY_TIMES, ROUNDS, Cards, finish_times
 from .virtual_time import VirtualTime
 

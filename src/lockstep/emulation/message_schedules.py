@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..planning.network import VirtualNetwork
+from ..network import VirtualNetwork
 
 __all__ = ["BUSY_TIMES", "ROUNDS", "Cards", "Message", "Rounds", "finish_times"]
 

@@ -22,7 +22,7 @@ from ..errors import (
     StallError,
     unexpected_argument,
 )
-from ..planning.network import VirtualNetwork, parse_network
+from ..network import VirtualNetwork, parse_network
 from ..system.job_folders import temporary_job_folder
 from .host_requirements import check_loopback
 from .run_config import SAVE_GRACE, WorkerOptions, check_network
@@ -67,7 +67,7 @@ def launch(
         threads: intra-op threads of PyTorch per worker; usable cores / workers if None.
         grace: seconds after a signal until workers that are still running are killed.
         network: an emulated network between the workers, which are put on its virtual hosts: a text such as
-            ``"4 hosts, 25Gbit, 50us"``, or a `lockstep.planning.network.VirtualNetwork`.
+            ``"4 hosts, 25Gbit, 50us"``, or a `lockstep.network.VirtualNetwork`.
         kwargs: its keyword arguments. Those named as a setting here can be bound with `functools.partial`.
 
     Raises:

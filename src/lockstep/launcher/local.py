@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.agent.server.api import RunResult
 
 from .. import environment
-from ..emulation.link_clock import emulation_summary
 from ..errors import LockstepError
+from ..extension_points import EXTENSION_POINTS
 from ..interruption import collect_signals
 from ..stores import loopback_variables
 from ..system.job_folders import temporary_job_folder
@@ -369,7 +369,8 @@ def run_program(script: Script, options: WorkerOptions, output: OutputSettings, 
         finally:
             stack.close()  # the output of the workers precedes the message about their end
             if options.network is not None and not output.quiet:
-                log(emulation_summary(jobs[0].folder / _NETWORK, options.network))
+                summary = EXTENSION_POINTS.load("summary of an emulated network")
+                log(summary(jobs[0].folder / _NETWORK, options.network))
             output.multiplexer.close()
 
 

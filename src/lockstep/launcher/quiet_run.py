@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .. import environment
 from ..errors import LockstepError, WorkerError
-from ..planning.network import VirtualNetwork
+from ..network import VirtualNetwork
 from . import fork_server, local, rendezvous
 from .log_multiplexer import LogMultiplexer
 from .run_config import EXIT_GRACE, WorkerOptions

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError, counted
 from ..hosts import Host, parse_hosts, read_hostfile
-from ..planning.network import VirtualNetwork, parse_network
+from ..network import VirtualNetwork, parse_network
 
 __all__ = [
     "EXIT_GRACE",

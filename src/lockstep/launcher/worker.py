@@ -28,6 +28,7 @@ import torch.distributed as dist
 from .. import watchdog
 from ..environment import emulated_network, find_world, records_dir, restart_count
 from ..errors import InterruptedRunError, LockstepError
+from ..extension_points import EXTENSION_POINTS
 from ..system.processes import TERM_GRACE_S, ProcessLiveness, end_orphans, is_stopped
 from ..transports.runtime import host_identity
 from ..watchdog import jobs
@@ -137,9 +138,7 @@ def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
     if setup.program:
         _set_title(f"lockstep rank {find_world().rank}", setup.program)
     if emulated_network() is not None:
-        from ..emulation import delayed_groups
-
-        delayed_groups.install_from_environment()
+        EXTENSION_POINTS.load("start of a worker on an emulated network")()
     watchdog.install(host_identity.host_key, lasting=True)
     mpi_singletons.install()
 

@@ -15,7 +15,7 @@ from torch import nn
 from ..communicator import Communicator, init
 from ..communicator.groups import backends_of
 from ..errors import ConfigError, unknown_name
-from ..strategies.module_sync import sync_module
+from ..parallel.module_sync import sync_module
 from .pipe import SCHEDULES, Pipeline
 
 __all__ = ["balanced", "check_nothing_shared", "pipeline", "split_sequential", "split_traced", "stage_starts"]

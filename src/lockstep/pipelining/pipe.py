@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ..communicator import Communicator
 from ..errors import ConfigError, DataError
-from ..strategies.base import accumulation_dtype
-from ..strategies.full_state import load_optimizer
+from ..parallel.full_state import load_optimizer
+from ..parallel.strategy import accumulation_dtype
 from ..training.losses import LossFn, LossSum
 from ..training.mean_check import is_due
 from ..training.precision import scale_gradients

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
+from ..network import Link
 from .measurement import Curve, NetworkMeasurement
-from .network import Link
 
 __all__ = ["ALGORITHMS", "DIGEST_BYTES", "Cost", "Fabric", "MeasuredCollective"]
 

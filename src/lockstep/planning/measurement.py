@@ -12,8 +12,8 @@ import msgspec
 
 from .. import messages
 from ..errors import ConfigError, DataError
+from ..network import LINK_FORM, Link, parse_link
 from ..system import atomic_files
-from .network import LINK_FORM, Link, parse_link
 
 __all__ = ["FORMAT", "NOISE_LIMIT", "CollectiveCurve", "Curve", "NetworkMeasurement", "PairMeasurement"]
 __all__ += ["TransportMeasurement", "find_network", "from_json", "read_measurement", "to_json", "write_measurement"]

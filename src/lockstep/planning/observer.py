@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..data.loader import Batch, Loader
-from ..data.nested import narrow, sample_count
 from ..errors import ConfigError
-from ..invariance.ordered_reducer import OrderedReducer
-from ..invariance.shards import bounds
 from ..messages import encode
+from ..parallel.nested import narrow, sample_count
+from ..parallel.ordered_reducer import OrderedReducer
+from ..parallel.shards import bounds
 from ..system import atomic_files
 from ..system.patching import Replaced
 from ..training.trainer import Trainer
@@ -193,7 +193,7 @@ class StepObserver:
     def _make_ddp(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(wrapper: Any, *args: Any, **kwargs: Any) -> None:
             original(wrapper, *args, **kwargs)
-            of_lockstep = sys._getframe(1).f_globals.get("__name__", "").startswith("lockstep.strategies")
+            of_lockstep = sys._getframe(1).f_globals.get("__name__", "").startswith("lockstep.parallel")
             self._ddp = self._ddp or not of_lockstep
             self._bucket_limit = int(getattr(wrapper, "bucket_bytes_cap", 0))
 

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from ..errors import ConfigError
-from ..invariance.shards import sizes
+from ..parallel.shards import sizes
 from .collective_costs import Cost, Fabric
 from .step_profile import ComputeCurve, ComputeTimes, Profile, merge
 from .step_simulation import Gradient, Message, StepPlan, ddp_buckets, equal_buckets, simulate

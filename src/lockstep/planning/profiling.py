@@ -15,7 +15,7 @@ from ..activity import Activity
 from ..errors import DataError, LockstepError, counted
 from ..launcher.script import Script
 from ..messages import decode
-from .network import VirtualNetwork
+from ..network import VirtualNetwork
 from .step_profile import Profile
 
 __all__ = ["Program", "record_profiles"]

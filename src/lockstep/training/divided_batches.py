@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..strategies.sync_batchnorm import SyncBatchNorm
+from ..parallel.sync_batchnorm import SyncBatchNorm
 
 __all__ = ["FirstPasses", "describe_division"]
 

@@ -19,7 +19,7 @@ from ..elastic.client import MembershipClient, WorkerLeft
 from ..elastic.membership import NO_STATE, Commit, View
 from ..errors import ConfigError, InterruptedRunError, MembershipChangedError
 from ..flight_recorder import named
-from ..strategies.module_sync import expanded_dimensions
+from ..parallel.module_sync import expanded_dimensions
 from .callbacks.base import Callback, TrainingContext
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.group import CallbackGroup

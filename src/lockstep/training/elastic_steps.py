@@ -14,11 +14,11 @@ from .. import interruption
 from ..communicator import init
 from ..communicator.elastic_communicator import ElasticCommunicator, failure_reason
 from ..data.loader import Batch, Loader
-from ..data.nested import map_tensors
 from ..elastic.client import WorkerLeft
 from ..elastic.membership import NO_STATE, Commit, View
 from ..errors import ConfigError, InterruptedRunError
 from ..flight_recorder import named
+from ..parallel.nested import map_tensors
 from .elastic_loop import (
     JobSignals,
     buffers_beside,

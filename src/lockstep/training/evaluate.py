@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 from ..argument_checks import check_callable, check_instance
 from ..communicator import Communicator, init
 from ..data.loader import Batch, Loader, dataloader_batch_size, dataloader_settings
-from ..data.nested import map_tensors, narrow, tensors_of
 from ..errors import ConfigError, DataError, counted
 from ..flight_recorder import in_method, named
-from ..invariance.shards import bounds
-from ..strategies.base import Strategy, accumulation_dtype
-from ..strategies.sync_batchnorm import placeholder_batch
+from ..parallel.nested import map_tensors, narrow, tensors_of
+from ..parallel.shards import bounds
+from ..parallel.strategy import Strategy, accumulation_dtype
+from ..parallel.sync_batchnorm import placeholder_batch
 from .divided_batches import FirstPasses, describe_division
 from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight

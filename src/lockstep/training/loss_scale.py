@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..flight_recorder import named
-from ..invariance.randomness import preserve_generators
-from ..strategies.base import Strategy, accumulation_dtype
+from ..parallel.randomness import preserve_generators
+from ..parallel.strategy import Strategy, accumulation_dtype
 from .losses import Computation, LossModule
 from .modes import preserving_buffers
 from .precision import Precision

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..communicator import Communicator
 from ..errors import CheckpointError
-from ..strategies.module_sync import sync_tensors
+from ..parallel.module_sync import sync_tensors
 
 __all__ = ["LossState", "modules_of"]
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..data.nested import map_tensors
 from ..errors import ConfigError
-from ..strategies.sync_batchnorm import SyncBatchNorm, placeholder_batch
-from ..strategies.unused_parameters import connect_parameters
+from ..parallel.nested import map_tensors
+from ..parallel.sync_batchnorm import SyncBatchNorm, placeholder_batch
+from ..parallel.unused_parameters import connect_parameters
 from .mean_check import Passes, is_due
 from .model_check import compare_model
 from .own_loss import NotCounted, OwnLoss, returning_pair

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..data.nested import map_tensors, tensors_of
 from ..errors import ConfigError, TransportError
-from ..invariance.randomness import preserve_generators
-from ..invariance.shards import mix
+from ..parallel.nested import map_tensors, tensors_of
+from ..parallel.randomness import preserve_generators
+from ..parallel.shards import mix
 from .sum_and_count import as_sum, is_pair
 
 __all__ = [

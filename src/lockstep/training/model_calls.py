@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.nested import tensors_of
-from ..strategies.unchanged_parameters import UnchangedParameters
+from ..parallel.nested import tensors_of
+from ..parallel.unchanged_parameters import UnchangedParameters
 from .model_check import compare_model
 from .sample_sums import NotAMean
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..data import DATA
 from ..errors import ConfigError, counted, unknown_name
-from ..invariance.shards import check_virtual_workers
 from ..models import MODELS
+from ..parallel import STRATEGIES
+from ..parallel.shards import check_virtual_workers
 from ..registry import Registry
-from ..strategies import STRATEGIES
 from .formats import COMPILE_MODES, IN_FLIGHT, PRECISIONS, REPLICA_CHECK
 from .schedules import SCHEDULES
 

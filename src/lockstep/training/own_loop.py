@@ -21,20 +21,20 @@ from typing_extensions import Never, Self
 from ..argument_checks import keyword_names
 from ..communicator import init
 from ..data.loader import Batch, Loader, dataloader_batch_size, dataloader_settings
-from ..data.nested import map_tensors, narrow, sample_count
 from ..errors import ConfigError, unexpected_argument
 from ..flight_recorder import current, note_samples
-from ..invariance.determinism import DeterminismSettings
-from ..invariance.fingerprints import checksum_of
-from ..invariance.gradient_buckets import Gradients
-from ..invariance.ordered_reducer import SubtreeLayout, gather_sum
-from ..invariance.randomness import preserve_generators, seed_shard
-from ..invariance.shards import bounds, check_virtual_workers, mix
 from ..other_names import in_training
-from ..strategies.buffers import MutatedBuffers
-from ..strategies.invariant import ShardBuffers
-from ..strategies.module_sync import sync_module
-from ..strategies.unsupported_layers import check_supported
+from ..parallel.buffers import MutatedBuffers
+from ..parallel.determinism import DeterminismSettings
+from ..parallel.fingerprints import checksum_of
+from ..parallel.gradient_buckets import Gradients
+from ..parallel.invariant import ShardBuffers
+from ..parallel.module_sync import sync_module
+from ..parallel.nested import map_tensors, narrow, sample_count
+from ..parallel.ordered_reducer import SubtreeLayout, gather_sum
+from ..parallel.randomness import preserve_generators, seed_shard
+from ..parallel.shards import bounds, check_virtual_workers, mix
+from ..parallel.unsupported_layers import check_supported
 from . import bodies
 from .divided_batches import FirstPasses, describe_division
 from .free_losses import (

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.nested import map_tensors, tensors_of
 from ..errors import ConfigError
-from ..invariance.randomness import preserve_generators
+from ..parallel.nested import map_tensors, tensors_of
+from ..parallel.randomness import preserve_generators
 from .modes import evaluating, preserving_buffers
 
 __all__ = ["IGNORED", "Counting", "NotCounted", "OwnLoss", "loss_in", "returning_pair", "with_own_loss"]

@@ -13,7 +13,7 @@ from torch import nn
 from ..argument_checks import check_flag, check_instance
 from ..communicator import Communicator
 from ..errors import ConfigError
-from ..strategies.sync_batchnorm import SyncBatchNorm, convert
+from ..parallel.sync_batchnorm import SyncBatchNorm, convert
 from .formats import COMPILE_MODES
 
 __all__ = ["prepare_model"]

@@ -12,9 +12,15 @@ from torch.optim import Optimizer
 
 from ..communicator import Communicator
 from ..errors import ConfigError
-from ..invariance.gradient_buckets import Bucket
-from ..invariance.ordered_reducer import BucketExchange, SubtreeLayout, gather_sum, make_exchanges, set_sums
-from ..strategies.base import accumulation_dtype
+from ..parallel.gradient_buckets import Bucket
+from ..parallel.ordered_reducer import (
+    BucketExchange,
+    SubtreeLayout,
+    gather_sum,
+    make_exchanges,
+    set_sums,
+)
+from ..parallel.strategy import accumulation_dtype
 from .bodies import Shard
 from .free_losses import common_number
 from .in_flight import LAG, HostCopy

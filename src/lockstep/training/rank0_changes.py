@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..data.loader import Batch
-from ..data.nested import tensors_of
 from ..errors import ConfigError
-from ..invariance.fingerprints import checksum
+from ..parallel.fingerprints import checksum
+from ..parallel.nested import tensors_of
 from .callbacks.base import Callback, TrainingContext
 from .mean_check import is_due
 from .settings import NONE, Holder, Identity, described, holders_of, setting_of

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from ..communicator import Communicator
 from ..errors import ConfigError, MismatchError
 from ..flight_recorder import named
-from ..invariance.fingerprints import INTEGERS, checksum_of, mix_bits
-from ..invariance.shards import mix
-from ..strategies.base import accumulation_dtype
+from ..parallel.fingerprints import INTEGERS, checksum_of, mix_bits
+from ..parallel.shards import mix
+from ..parallel.strategy import accumulation_dtype
 from .formats import REPLICA_CHECK
 
 __all__ = ["ReplicaCheck", "compare_weights"]

@@ -14,14 +14,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .. import emulation
+from .. import clock
 from ..checkpoint.folder import read_tensors
+from ..checkpoint.names import match_names
 from ..checkpoint.serialization import StoredTensor
 from ..data.loader import Loader
 from ..errors import CheckpointError, ConfigError
-from ..invariance.determinism import differences
-from ..invariance.fingerprints import checksum_of, match_names
-from ..strategies.base import accumulation_dtype
+from ..parallel.determinism import differences
+from ..parallel.fingerprints import checksum_of
+from ..parallel.strategy import accumulation_dtype
 from .step import TrainStep
 
 __all__ = [
@@ -202,7 +203,7 @@ class EpochTotals:
         self._loss_sum = torch.zeros((), device=device, dtype=dtype)
         self._count = torch.zeros((), device=device, dtype=dtype)
         self._samples = 0
-        self._started = emulation.monotonic()
+        self._started = clock.monotonic()
 
     def add(self, loss: torch.Tensor, count: torch.Tensor | int, samples: int) -> None:
         """Add a step.
@@ -224,7 +225,7 @@ class EpochTotals:
     @property
     def seconds(self) -> float:
         """Time since the epoch began or was resumed; on an emulated network, that of the emulated hosts."""
-        return emulation.monotonic() - self._started
+        return clock.monotonic() - self._started
 
     @property
     def samples_per_second(self) -> float:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..communicator import Communicator
-from ..data.nested import tensors_of
 from ..errors import ConfigError
+from ..parallel.nested import tensors_of
 from .errors_on_all import raise_on_all
 from .mean_check import (
     MAX_FLOAT64_VALUES,

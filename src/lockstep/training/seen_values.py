@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..data.nested import tensors_of
+from ..parallel.nested import tensors_of
 
 __all__ = ["SeenValues"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..invariance.gradient_buckets import Gradients
+from ..parallel.gradient_buckets import Gradients
 from .bodies import Shard
 from .precision import full_precision
 

@@ -20,19 +20,19 @@ from .. import other_names
 from ..argument_checks import check_callable, check_flag, check_instance, check_whole, keyword_names
 from ..communicator import Communicator, init
 from ..data.loader import Batch
-from ..data.nested import split
 from ..errors import ConfigError, DataError, DivergedError, counted, unexpected_argument, unknown_name
 from ..flight_recorder import named, note_samples
-from ..invariance.randomness import seed_torch
-from ..invariance.shards import mix
-from ..replicas import Device
-from ..strategies import STRATEGIES
-from ..strategies.base import Strategy
-from ..strategies.distributed import Distributed
-from ..strategies.invariant import Invariant
-from ..strategies.replicas import Replicas
-from ..strategies.sync_batchnorm import convert
-from ..strategies.unchanged_parameters import UnchangedParameters
+from ..parallel import STRATEGIES
+from ..parallel.distributed import Distributed
+from ..parallel.invariant import Invariant
+from ..parallel.nested import split
+from ..parallel.randomness import seed_torch
+from ..parallel.replicas.scatter import Device
+from ..parallel.replicas_strategy import Replicas
+from ..parallel.shards import mix
+from ..parallel.strategy import Strategy
+from ..parallel.sync_batchnorm import convert
+from ..parallel.unchanged_parameters import UnchangedParameters
 from .divided_batches import FirstPasses, describe_division
 from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
@@ -185,7 +185,7 @@ def resolve_strategy(
     """
     check_threads(threads, virtual_workers)
     if strategy is not None:
-        expected = "a Strategy, such as lockstep.strategies.sharded.Sharded(lockstep.init())"
+        expected = "a Strategy, such as lockstep.parallel.sharded.Sharded(lockstep.init())"
         hint = "Trainer(..., strategy=) takes names." if isinstance(strategy, str) else ""
         check_instance("strategy", strategy, Strategy, expected, hint)
     chosen = Distributed(init()) if strategy is None else strategy
@@ -362,7 +362,7 @@ class AccumulatedPasses:
 STOP, REGROUP = 1.0, 65536.0
 """What a worker adds to the sum of a step's requests if it requests a stop, or to regroup; no job has more workers."""
 
-_RANDOM = 2  # the purpose of the seed's key, see `lockstep.invariance.randomness`
+_RANDOM = 2  # the purpose of the seed's key, see `lockstep.parallel.randomness`
 
 
 _NOT_FINITE_LATER = "Lower the learning rate, warm it up, or clip the gradients."
@@ -460,13 +460,13 @@ class TrainStep:
         seed: the seed of dropout and the like, keyed with the step and the rank.
         forward: the function from data to output and target, see `lockstep.training.losses.Forward`.
         virtual_workers: compute what so many workers compute, with the same bits at any number of workers: a global
-            batch is cut into as many shards, each with its own pass, see `lockstep.strategies.invariant`. The batches
+            batch is cut into as many shards, each with its own pass, see `lockstep.parallel.invariant`. The batches
             come from a `Loader` with the same number. Dropout is then keyed by the shard, not by the rank.
         threads: with virtual workers, threads within an operation on the CPU; 1 when None.
         replica_check: steps between two comparisons of sampled weights among workers, see
             `lockstep.training.replica_check`; 0 compares neither weights nor hyperparameters.
         sync_batchnorm: batch norm has the statistics of the global batch; its layers are replaced in the model, with
-            the same parameters. With virtual workers on the CPU only, see `lockstep.strategies.sync_batchnorm`.
+            the same parameters. With virtual workers on the CPU only, see `lockstep.parallel.sync_batchnorm`.
 
     Raises:
         ConfigError: for invalid arguments.

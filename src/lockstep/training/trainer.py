@@ -18,14 +18,14 @@ from .. import environment, flight_recorder
 from ..activity import Activity
 from ..argument_checks import check_flag, check_path, check_whole, keyword_names
 from ..checkpoint.folder import Checkpoint, read_tensors
+from ..checkpoint.numerics import NUMERICS, changes_since
 from ..communicator import init
 from ..communicator.elastic_communicator import ElasticCommunicator
 from ..data.loader import Loader, dataloader_settings
 from ..errors import CheckpointError, ConfigError, DivergedError, unexpected_argument
-from ..invariance.numerics import NUMERICS, changes_since
 from ..other_names import in_training
-from ..replicas import Device
-from ..strategies.base import Strategy
+from ..parallel.replicas.scatter import Device
+from ..parallel.strategy import Strategy
 from . import run_directory
 from .callbacks import defaults
 from .callbacks.base import Callback
@@ -83,8 +83,8 @@ class Trainer:
         run_dir: the run directory, for checkpoints and the files of callbacks; when None, nothing is written.
         keep_checkpoints: number of newest checkpoints to keep.
         callbacks: the callbacks; `lockstep.training.callbacks.defaults` when None.
-        strategy: "distributed", "replicas" or "sharded"; see `lockstep.strategies`.
-        devices: only with "replicas", see `lockstep.strategies.replicas`; a device may be listed several times.
+        strategy: "distributed", "replicas" or "sharded"; see `lockstep.parallel`.
+        devices: only with "replicas", see `lockstep.parallel.replicas_strategy`; a device may be listed several times.
         metrics: the metrics of evaluations, see `lockstep.training.evaluate.Metric`; when None, accuracy for a loss of
             classification.
         num_workers: data loader processes for each worker.

@@ -22,9 +22,9 @@ from ..checkpoint.folder import save_weights
 from ..communicator import init
 from ..data import DATA, TextBlocks, text
 from ..errors import OUTPUT_FAILED, ConfigError, InterruptedRunError, LockstepError, unknown_name
-from ..invariance.shards import steps_per_epoch
 from ..models import MODELS, build, next_token_loss
-from ..replicas import as_devices
+from ..parallel.replicas.scatter import as_devices
+from ..parallel.shards import steps_per_epoch
 from ..system import atomic_files
 from .callbacks import (
     Callback,

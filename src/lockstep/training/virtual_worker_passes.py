@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ..data.loader import Batch
-from ..data.nested import map_tensors, narrow
 from ..errors import ConfigError
-from ..invariance.gradient_buckets import separate_gradients
-from ..invariance.randomness import seed_shard
-from ..invariance.shards import bounds
-from ..strategies.invariant import Invariant
-from ..strategies.joint_passes import JointPasses, run_joint_passes
+from ..parallel.gradient_buckets import separate_gradients
+from ..parallel.invariant import Invariant
+from ..parallel.joint_passes import JointPasses, run_joint_passes
+from ..parallel.nested import map_tensors, narrow
+from ..parallel.randomness import seed_shard
+from ..parallel.shards import bounds
 from .losses import LossModule
 from .precision import Precision
 

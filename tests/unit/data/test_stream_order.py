@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.stream_order import OrderSettings, StreamOrder
-from lockstep.invariance.shards import bounds
+from lockstep.parallel.shards import bounds
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 

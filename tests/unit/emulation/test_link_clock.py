@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.emulation.link_clock import GroupClock, LinkClock, emulation_summary
 from lockstep.errors import TransportError
-from lockstep.planning.network import parse_network
+from lockstep.network import parse_network
 
 NETWORK = parse_network("3 hosts, 100MB, 1ms")
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from lockstep.emulation.message_schedules import BUSY_TIMES, ROUNDS, Cards, finish_times
-from lockstep.planning.network import parse_network
+from lockstep.network import parse_network
 
 BANDWIDTH, LATENCY, SIZE = 1e8, 1e-3, 8e6
 

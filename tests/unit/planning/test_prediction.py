@@ -11,9 +11,9 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.messages import decode, encode
+from lockstep.network import Link
 from lockstep.planning.advice import advise, assumptions, recommended
 from lockstep.planning.collective_costs import ALGORITHMS, Fabric
-from lockstep.planning.network import Link
 from lockstep.planning.prediction import Forecast, Job, Uncertainty, best_bucket, critical_batch_size, predict
 from lockstep.planning.step_profile import ComputeCurve, Pass, Profile, StepRecord, merge
 

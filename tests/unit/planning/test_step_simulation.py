@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.network import Link
 from lockstep.planning.collective_costs import ALGORITHMS, DIGEST_BYTES, Cost, Fabric, MeasuredCollective
 from lockstep.planning.measurement import CollectiveCurve, Curve, NetworkMeasurement, TransportMeasurement
-from lockstep.planning.network import Link
 from lockstep.planning.step_simulation import Gradient, Message, StepPlan, ddp_buckets, equal_buckets, simulate
 from lockstep.watchdog.preflight import CallInfo, encode
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.communicator.elastic_communicator import ElasticCommunicator
 from lockstep.errors import ConfigError
-from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.training.divided_batches import describe_division
 
 

@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.callbacks import Callback, TextSamples, TokenColumns
-from lockstep.invariance.fingerprints import fingerprint
 from lockstep.models import next_token_loss
+from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.trainer import Trainer
 
 BLOCKS = torch.randint(11, (24, 9), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.communicator import Communicator
 from lockstep.errors import ConfigError
-from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.topology import World
 from lockstep.training.formats import COMPILE_MODES
 from lockstep.training.prepare import prepare_model

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.callbacks import AveragedWeights, Checkpoints
 from lockstep.errors import CheckpointError
-from lockstep.strategies.full_state import load_optimizer
+from lockstep.parallel.full_state import load_optimizer
 from lockstep.training.trainer import Trainer
 from support.optimizers import MasterSGD
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.data.nested import map_tensors
 from lockstep.errors import ConfigError
+from lockstep.parallel.nested import map_tensors
 from lockstep.training import model_check
 from lockstep.training.losses import LossFn, LossModule, LossSum
 from lockstep.training.mean_check import is_due

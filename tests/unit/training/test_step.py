@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.communicator import Communicator
 from lockstep.data.loader import Batch
 from lockstep.errors import ConfigError, DataError, DivergedError
-from lockstep.replicas.copies import ReplicaCopies
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.buffers import RunningStatistics
-from lockstep.strategies.distributed import Distributed
+from lockstep.parallel.buffers import RunningStatistics
+from lockstep.parallel.distributed import Distributed
+from lockstep.parallel.replicas.copies import ReplicaCopies
+from lockstep.parallel.strategy import Strategy
 from lockstep.topology import World
 from lockstep.training.precision import Precision, scale_gradients
 from lockstep.training.step import StepResult, TrainStep

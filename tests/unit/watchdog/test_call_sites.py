@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.invariance import verify
+from lockstep.training import verify
 from lockstep.watchdog import error_delivery
 from lockstep.watchdog.call_sites import CallSites, describe, is_internal, stack_of
 
@@ -65,7 +65,7 @@ def test_a_stack_shows_the_users_frames_and_not_those_of_libraries() -> None:
     assert stack_of(frames[:2]) == ("matplotlib/cbook.py:3 in f", "matplotlib/axis.py:4 in g")
     command = [*frames[:2], (verify.__file__, 1, "run")]
     (shown,) = stack_of(command)
-    assert "lockstep/invariance/verify.py:1 in run" in shown
+    assert "lockstep/training/verify.py:1 in run" in shown
     assert shown.endswith(" (inside matplotlib/cbook.py:3 in f)")
     assert stack_of([]) == ()
 
@@ -97,7 +97,7 @@ def test_a_stack_does_not_show_how_multiprocessing_has_started_the_process() -> 
 def test_a_program_without_a_line_of_the_users_is_where_lockstep_is() -> None:
     program = """
 import sys, threading
-from lockstep.invariance import verify
+from lockstep.training import verify
 from lockstep.watchdog.call_sites import CallSites
 
 def of_lockstep():
@@ -112,4 +112,4 @@ spawn_main.__module__ = "multiprocessing.spawn"
 thread.start(); thread.join()
 """
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert shown.strip().endswith("lockstep/invariance/verify.py:8 in of_lockstep")
+    assert shown.strip().endswith("lockstep/training/verify.py:8 in of_lockstep")

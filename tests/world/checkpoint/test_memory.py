@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.strategies.sharded import Sharded
+from lockstep.parallel.sharded import Sharded
 from support.pool import Pool
 
 MIB = 2**20

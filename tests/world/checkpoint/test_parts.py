@@ -20,7 +20,7 @@ import lockstep
 from lockstep.checkpoint import distributed_checkpoint, manifest
 from lockstep.checkpoint import folder as checkpoint_folder
 from lockstep.errors import CheckpointError
-from lockstep.strategies.sharded import Sharded
+from lockstep.parallel.sharded import Sharded
 from lockstep.training import checkpoint_manager
 from lockstep.training.callbacks import Callback
 from support.checkpoints import names, snapshot

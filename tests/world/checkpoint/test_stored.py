@@ -1,7 +1,7 @@
 """What each release has stored is read, and goes on to the same bits; this code computes the bits of its numerics.
 
 A failure here says that this code reads or computes otherwise than a release did. If numbers are to change, add a row
-to `lockstep.invariance.numerics.CHANGES` (and to CHANGELOG.md), and store the checkpoints of the next release:
+to `lockstep.checkpoint.numerics.CHANGES` (and to CHANGELOG.md), and store the checkpoints of the next release:
 `PYTHONPATH=tests python tests/support/golden.py RELEASE`. What earlier releases have stored stays as it is.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.folder import read
-from lockstep.invariance.numerics import NUMERICS, changes_since
+from lockstep.checkpoint.numerics import NUMERICS, changes_since
 from support.golden import CASES, END, SAVED, Release, releases
 from support.pool import Pool
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.emulation import delayed_groups
-from lockstep.planning.network import parse_network
+from lockstep.network import parse_network
 from support.conformance import Case, offered
 from support.operations import OPERATIONS, perform
 from support.pool import Pool

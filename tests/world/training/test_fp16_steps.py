@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.callbacks import Callback, Checkpoints
 from lockstep.data.loader import Loader
-from lockstep.strategies.replicas import Replicas
-from lockstep.strategies.sharded import Sharded
+from lockstep.parallel.replicas_strategy import Replicas
+from lockstep.parallel.sharded import Sharded
 from lockstep.training.step import TrainStep
 from support.pool import Pool
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.callbacks import GradientNoise
 from lockstep.errors import ConfigError
-from lockstep.invariance.shards import bounds
+from lockstep.parallel.shards import bounds
 from support.pool import Pool
 
 VIRTUAL_WORKERS, BATCH = 4, 10  # shards of three and of two samples

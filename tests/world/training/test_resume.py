@@ -15,7 +15,7 @@ import torch
 from lockstep.checkpoint import folder
 from lockstep.data.loader import Loader
 from lockstep.errors import CheckpointError, ConfigError, InterruptedRunError
-from lockstep.invariance.fingerprints import fingerprint
+from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.callbacks import Checkpoints
 from lockstep.training.step import StepResult
 from lockstep.training.trainer import Trainer

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError, DivergedError, MismatchError
-from lockstep.strategies.distributed import Distributed
+from lockstep.parallel.distributed import Distributed
 from lockstep.training.step import TrainStep
 from support.pool import Pool
 
@@ -304,7 +304,7 @@ def test_accumulated_passes_are_reduced_once(pool: Pool) -> None:
 
 
 def values_that_differ() -> str:
-    from lockstep.strategies import module_sync
+    from lockstep.parallel import module_sync
 
     comm = lockstep.init("cpu")
     model = nn.Linear(3, 3)

@@ -16,7 +16,7 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint.folder import verify
 from lockstep.errors import CheckpointError, ConfigError, DivergedError, InterruptedRunError
-from lockstep.invariance.fingerprints import fingerprint
+from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.callbacks import Callback, Checkpoints, CSVLog, Curve, EarlyStopping, TensorBoard
 from lockstep.training.step import StepResult
 from lockstep.training.trainer import Trainer

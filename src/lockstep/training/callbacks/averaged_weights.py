@@ -11,8 +11,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from ...argument_checks import check_number, check_texts, check_whole
 from ...checkpoint.folder import save_weights
+from ...checkpoint.names import match_names
 from ...errors import ConfigError
-from ...invariance.fingerprints import match_names
 from .base import Callback, TrainingContext
 
 __all__ = ["AveragedWeights"]

@@ -10,9 +10,9 @@ import torch
 
 from ...argument_checks import check_whole
 from ...errors import ConfigError
-from ...invariance.shards import sizes
-from ...strategies.base import accumulation_dtype
-from ...strategies.invariant import Invariant
+from ...parallel.invariant import Invariant
+from ...parallel.shards import sizes
+from ...parallel.strategy import accumulation_dtype
 from .base import Callback, Row, TrainingContext
 
 if TYPE_CHECKING:

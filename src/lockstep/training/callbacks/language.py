@@ -10,8 +10,8 @@ import torch
 
 from ...argument_checks import check_callable, check_flag, check_instance, check_number, check_whole
 from ...errors import ConfigError
-from ...invariance.shards import mix
 from ...models import continue_text
+from ...parallel.shards import mix
 from ...system import atomic_files
 from ...system.terminal_text import plain
 from ..modes import evaluating

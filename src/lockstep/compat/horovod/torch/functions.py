@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.parallel.full_state import load_optimizer
 from lockstep.pickling import pickled
-from lockstep.strategies.full_state import load_optimizer
 
 from ..common.process_sets import ProcessSet, checked_process_set, global_process_set
 from .handles import synchronize

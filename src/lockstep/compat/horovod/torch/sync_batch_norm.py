@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from lockstep import Communicator
-from lockstep.strategies import sync_batchnorm
+from lockstep.parallel import sync_batchnorm
 
 from ..common.process_sets import ProcessSet, global_process_set
 from ..engine.request import Sum

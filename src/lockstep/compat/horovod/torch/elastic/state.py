@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.strategies.full_state import load_optimizer
+from lockstep.parallel.full_state import load_optimizer
 
 from ...common import elastic
 from ...common.basics import rank

@@ -1,0 +1,335 @@
+"""Networks as users describe them: a link's bandwidth and latency, networks by name, and hosts of an emulated one.
+
+Experimental: may change in any release.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .errors import ConfigError
+
+__all__ = ["AUTO_DILATION", "LINK_FORM", "NETWORK_FORM", "PRESETS", "Cut", "Link", "Preset", "VirtualNetwork"]
+__all__ += ["parse_link", "parse_network"]
+
+
+# --- Links ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link between two hosts, alike in both directions, which do not disturb each other (full duplex).
+
+    Attributes:
+        bandwidth: bytes per second in each direction, of what programs send (goodput).
+        latency: seconds from the moment in which a program sends a byte to the one in which the other has it.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bandwidth < math.inf):
+            raise ConfigError("bandwidth", "a number of bytes per second above 0", self.bandwidth)
+        if not (0 <= self.latency < math.inf):
+            raise ConfigError("latency", "a number of seconds, 0 or more", self.latency)
+
+    def seconds(self, size: float) -> float:
+        """Return how long a message of `size` bytes takes on an idle link."""
+        return self.latency + size / self.bandwidth
+
+    def slower(self, factor: float) -> Link:
+        """Return a link on which everything takes `factor` times as long."""
+        return Link(self.bandwidth / factor, self.latency * factor)
+
+    def __str__(self) -> str:
+        bits = 8 * self.bandwidth
+        unit, name = next((each for each in ((1e9, "Gbit"), (1e6, "Mbit")) if bits >= each[0]), (1e3, "kbit"))
+        return f"{bits / unit:.4g}{name},{1e6 * self.latency:.4g}us"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A network known by name.
+
+    Attributes:
+        link: what a program sees of it.
+        source: where bandwidth and latency come from.
+    """
+
+    link: Link
+    source: str
+
+
+_FRAMES = 1448 / 1538
+"""Payload of TCP in a full Ethernet frame of 1,500 bytes, to what occupies the wire: preamble, header, checksum, gap
+(IEEE 802.3), and the headers of IPv4 and of TCP with time stamps (RFC 791, RFC 9293, RFC 7323)."""
+
+
+def _ethernet(gigabits: float, microseconds: float, latency_source: str) -> Preset:
+    source = f"{gigabits:g} Gbit/s (IEEE 802.3), of which TCP's payload is 94.1 %; latency assumed: {latency_source}"
+    return Preset(Link(gigabits * 1e9 / 8 * _FRAMES, microseconds * 1e-6), source)
+
+
+def _infiniband(gigabits: float, microseconds: float) -> Preset:
+    source = f"{gigabits:g} Gbit/s of data over 4 lanes (InfiniBand Trade Association); latency assumed: RDMA"
+    return Preset(Link(gigabits * 1e9 / 8, microseconds * 1e-6), source)
+
+
+PRESETS = {
+    "1gbe": _ethernet(1, 100, "TCP through both kernels, interrupt moderation, one switch"),
+    "10gbe": _ethernet(10, 50, "TCP through both kernels, one switch"),
+    "25gbe": _ethernet(25, 40, "TCP through both kernels, one switch"),
+    "40gbe": _ethernet(40, 40, "TCP through both kernels, one switch"),
+    "100gbe": _ethernet(100, 30, "TCP through both kernels, one switch"),
+    "infiniband-hdr": _infiniband(200, 3),
+    "infiniband-ndr": _infiniband(400, 3),
+    "internet": Preset(Link(12.5e6, 20e-3), "100 Mbit/s, 20 ms: assumed, two sites of one country"),
+}
+"""Networks by name. Bandwidths are those of standards; latencies are assumptions: measure with `lockstep bench`."""
+
+LINK_FORM = "a bandwidth and a latency such as 25Gbit,50us, or one of " + ", ".join(PRESETS)
+
+_QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*(?P<unit>[a-zµμ/]*)", re.IGNORECASE)
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
+_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "mbps": 1e6, "gbps": 1e9, "kbps": 1e3}
+_BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+
+
+def parse_link(text: str, argument: str = "network") -> Link:
+    """Return the link that `text` describes: ``25Gbit,50us``, or a name in `PRESETS`.
+
+    Bits are decimal as network cards are sold: 1 Gbit is 125,000,000 bytes per second; ``GB`` and ``GiB`` are bytes.
+    Without a latency it is 0.
+
+    Args:
+        text: of the user.
+        argument: its name in errors.
+
+    Raises:
+        ConfigError: it is neither, or a bandwidth of 0.
+    """
+    text = text.strip()
+    if text.lower() in PRESETS:
+        return PRESETS[text.lower()].link
+    bandwidth, latency = None, None
+    for part in text.split(","):
+        kind, value = _quantity(part)
+        if kind == "bandwidth" and bandwidth is None:
+            bandwidth = value
+        elif kind == "latency" and latency is None:
+            latency = value
+        else:
+            raise ConfigError(argument, LINK_FORM, text)
+    if bandwidth is None:
+        raise ConfigError(argument, LINK_FORM, text, f"The bandwidth is missing: {text},10Gbit" if latency else "")
+    if not 0 < bandwidth < math.inf:
+        raise ConfigError(argument, "a bandwidth above 0", text)
+    return Link(bandwidth, latency or 0.0)
+
+
+def _quantity(text: str) -> tuple[str, float]:
+    """Return "bandwidth" and bytes per second, "latency" and seconds, or "" and 0 for anything else."""
+    found = _QUANTITY.fullmatch(text.strip())
+    if found is None:
+        return "", 0.0
+    number, unit = float(found["number"]), found["unit"]
+    if unit in _SECONDS:
+        return "latency", number * _SECONDS[unit]
+    unit = unit.lower().removesuffix("/s")
+    if unit in _BITS:
+        return "bandwidth", number * _BITS[unit] / 8
+    if unit in _BYTES:
+        return "bandwidth", number * _BYTES[unit]
+    return "", 0.0
+
+
+# --- Emulated networks ------------------------------------------------------------------------------------------------
+
+AUTO_DILATION = 0.0
+"""The value of `VirtualNetwork.dilation` for ``auto``."""
+
+ROOM = 2.0
+"""How much time an automatic dilation gives to each worker's computing: half of it is for the threads that move
+messages, which each host of a real cluster runs beside it."""
+
+MAX_HOSTS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A link between two hosts that is lost for good.
+
+    Attributes:
+        hosts: their numbers, from 0.
+        after: seconds from the start of the job.
+    """
+
+    hosts: tuple[int, int]
+    after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualNetwork:
+    """Hosts of an emulated network; each has one network card, and all are connected by one switch that never blocks.
+
+    Attributes:
+        hosts: their number.
+        link: between a host and any other.
+        jitter: seconds; each message takes up to so much longer, drawn evenly.
+        slow: host → how many times slower its network card is.
+        cuts: the links that are lost.
+        dilation: how many times slower than real time everything runs (time dilation); `AUTO_DILATION` for twice
+            the workers per core.
+        seed: of the jitter.
+    """
+
+    hosts: int
+    link: Link
+    jitter: float = 0.0
+    slow: tuple[tuple[int, float], ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    dilation: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.hosts, bool) or not isinstance(self.hosts, int) or not 1 <= self.hosts <= MAX_HOSTS:
+            raise ConfigError("hosts", f"a whole number from 1 to {MAX_HOSTS}", self.hosts)
+        if not 0 <= self.jitter < math.inf:
+            raise ConfigError("jitter", "a number of seconds, 0 or more", self.jitter)
+        if self.dilation != AUTO_DILATION and not 1 <= self.dilation <= 1e4:
+            raise ConfigError("dilation", "a number from 1 to 10000, or auto", self.dilation)
+        for host, factor in self.slow:
+            self._check_host(host)
+            if not 1 <= factor <= 1e4:
+                raise ConfigError("slow host", "a factor from 1 to 10000", factor)
+        for cut in self.cuts:
+            for host in cut.hosts:
+                self._check_host(host)
+            if cut.hosts[0] == cut.hosts[1] or not 0 <= cut.after < math.inf:
+                raise ConfigError("cut", "two different hosts and a number of seconds, 0 or more", cut)
+
+    def _check_host(self, host: int) -> None:
+        if not 0 <= host < self.hosts:
+            raise ConfigError("host", f"a number from 0 to {self.hosts - 1}", host)
+
+    def card(self, host: int) -> Link:
+        """Return the network card of `host`, as fast as it is emulated: dilated, and slower if it is a slow host.
+
+        Raises:
+            ConfigError: the dilation is not known yet; see `resolved`.
+        """
+        if self.dilation == AUTO_DILATION:
+            raise ConfigError("dilation", "a number; `resolved` replaces auto", found="auto")
+        return self.link.slower(dict(self.slow).get(host, 1.0) * self.dilation)
+
+    def resolved(self, workers: int, cores: int) -> VirtualNetwork:
+        """Return the network with the dilation that `workers` on `cores` need, if it is auto."""
+        return replace(self, dilation=max(1.0, ROOM * workers / cores)) if self.dilation == AUTO_DILATION else self
+
+    def host_of(self, rank: int, workers: int) -> int:
+        """Return the host of `rank`: ranks are dealt out in blocks, as a launcher does, the first hosts first."""
+        small, larger = divmod(workers, self.hosts)
+        on_larger = larger * (small + 1)
+        return rank // (small + 1) if rank < on_larger else larger + (rank - on_larger) // max(1, small)
+
+    def place_of(self, rank: int, workers: int) -> tuple[int, int]:
+        """Return the local rank of `rank` on its host, and the number of workers there."""
+        host = self.host_of(rank, workers)
+        members = [each for each in range(workers) if self.host_of(each, workers) == host]
+        return members.index(rank), len(members)
+
+    def __str__(self) -> str:
+        parts = [f"{self.hosts} host{'s'[: self.hosts != 1]}", f"{8e-6 * self.link.bandwidth:.12g}Mbit"]
+        parts.append(f"{1e6 * self.link.latency:.12g}us")
+        parts += [f"jitter {1e6 * self.jitter:.9g}us"] * bool(self.jitter)
+        parts += [f"slow host {host} {factor:.9g}x" for host, factor in self.slow]
+        parts += [f"cut {cut.hosts[0]}-{cut.hosts[1]} after {cut.after:.9g}s" for cut in self.cuts]
+        if self.dilation != 1:
+            parts.append("dilation auto" if self.dilation == AUTO_DILATION else f"dilation {self.dilation:.9g}")
+        parts += [f"seed {self.seed}"] * bool(self.seed)
+        return ", ".join(parts)
+
+
+NETWORK_FORM = (
+    'hosts, a bandwidth and a latency such as "4 hosts, 25Gbit, 50us", which may be followed by "jitter 10us", '
+    '"slow host 3 4x", "cut 0-2 after 30s", "dilation auto" or "dilation 2", "seed 1"'
+)
+
+_HOSTS = re.compile(r"(\d{1,9})\s*hosts?", re.IGNORECASE)
+_JITTER = re.compile(r"jitter\s+(.+)", re.IGNORECASE)
+_SLOW = re.compile(r"slow\s+host\s+(\d{1,9})\s+(\d+(?:\.\d+)?)\s*x", re.IGNORECASE)
+_CUT = re.compile(r"cut\s+(\d{1,9})\s*-\s*(\d{1,9})(?:\s+after\s+(.+))?", re.IGNORECASE)
+_DILATION = re.compile(r"dilation\s+(auto|\d+(?:\.\d+)?)", re.IGNORECASE)
+_SEED = re.compile(r"seed\s+(\d{1,18})", re.IGNORECASE)
+
+
+def parse_network(text: str, argument: str = "network") -> VirtualNetwork:
+    """Return the emulated network that `text` describes, such as ``4 hosts, 25Gbit, 50us, jitter 10us``.
+
+    Args:
+        text: of the user; parts in any order, separated by commas.
+        argument: its name in errors.
+
+    Raises:
+        ConfigError: a part is not understood or out of range, or hosts or bandwidth are missing.
+    """
+    found = _Parts(argument, text)
+    for part in text.split(","):
+        found.read(part.strip())
+    return found.network()
+
+
+class _Parts:
+    """The parts of a description that have been read."""
+
+    def __init__(self, argument: str, text: str) -> None:
+        self._argument, self._text = argument, text
+        self._link: list[str] = []
+        self._values: dict[str, object] = {}
+        self._slow: list[tuple[int, float]] = []
+        self._cuts: list[Cut] = []
+
+    def read(self, part: str) -> None:
+        readers: tuple[tuple[re.Pattern[str], Callable[..., None]], ...] = (
+            (_HOSTS, lambda count: self._set("hosts", int(count))),
+            (_JITTER, lambda time: self._set("jitter", self._seconds(time))),
+            (_SLOW, lambda host, factor: self._slow.append((int(host), float(factor)))),
+            (_CUT, lambda a, b, time: self._cuts.append(Cut((int(a), int(b)), self._seconds(time) if time else 0.0))),
+            (
+                _DILATION,
+                lambda value: self._set("dilation", AUTO_DILATION if value.lower() == "auto" else float(value)),
+            ),
+            (_SEED, lambda value: self._set("seed", int(value))),
+        )
+        for pattern, read in readers:
+            if (match := pattern.fullmatch(part)) is not None:
+                read(*match.groups())
+                return
+        if part.lower() not in PRESETS and not _quantity(part)[0]:
+            raise ConfigError(self._argument, NETWORK_FORM, part)
+        self._link.append(part)
+
+    def _set(self, name: str, value: object) -> None:
+        if name in self._values:
+            raise ConfigError(self._argument, f"{name} once", self._text)
+        self._values[name] = value
+
+    def _seconds(self, text: str) -> float:
+        kind, value = _quantity(text)
+        if kind != "latency":
+            raise ConfigError(self._argument, "a time such as 10us or 30s", text)
+        return value
+
+    def network(self) -> VirtualNetwork:
+        if "hosts" not in self._values or not self._link:
+            raise ConfigError(self._argument, NETWORK_FORM, self._text)
+        link = parse_link(",".join(self._link), self._argument)
+        values: dict[str, object] = {**self._values, "slow": tuple(self._slow), "cuts": tuple(self._cuts)}
+        try:
+            return VirtualNetwork(link=link, **values)  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(self._argument, f"{error.argument}: {error.expected}", error.got) from None
