@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep import other_names
-from lockstep.argument_checks import keyword_names
+from lockstep import arguments, other_names
 from lockstep.cli.main import _parser
 from lockstep.training.step import StepOptions
 
@@ -137,13 +136,13 @@ def test_launch_gives_its_function_what_the_function_has() -> None:
 def own_arguments() -> dict[str, set[str]]:
     step_options = set(StepOptions.__annotations__)
     return {
-        "Trainer": set(keyword_names(lockstep.Trainer)) | step_options,
-        "TrainStep": set(keyword_names(lockstep.TrainStep)),
-        "fit": set(keyword_names(lockstep.Trainer.fit)),
-        "prepare": set(keyword_names(lockstep.prepare)),
-        "prepare_model": set(keyword_names(lockstep.prepare_model)),
-        "launch": set(keyword_names(lockstep.launch)),
-        "init": set(keyword_names(lockstep.init)),
+        "Trainer": set(arguments.keyword_names(lockstep.Trainer)) | step_options,
+        "TrainStep": set(arguments.keyword_names(lockstep.TrainStep)),
+        "fit": set(arguments.keyword_names(lockstep.Trainer.fit)),
+        "prepare": set(arguments.keyword_names(lockstep.prepare)),
+        "prepare_model": set(arguments.keyword_names(lockstep.prepare_model)),
+        "launch": set(arguments.keyword_names(lockstep.launch)),
+        "init": set(arguments.keyword_names(lockstep.init)),
     }
 
 
@@ -154,8 +153,8 @@ def test_the_arguments_that_the_texts_name_exist() -> None:
     for text in texts:
         for step_owner in ("Trainer", "TrainStep", "prepare"):
             written = text.format(step=step_owner)
-            for function, arguments in re.findall(r"\b(\w+)\(((?:\.\.\.|\w+), [^()]*=[^()]*)\)", written):
-                for name in re.findall(r"(\w+)=", arguments):
+            for function, given in re.findall(r"\b(\w+)\(((?:\.\.\.|\w+), [^()]*=[^()]*)\)", written):
+                for name in re.findall(r"(\w+)=", given):
                     if function in own and (step_owner, function) != ("prepare", "Trainer"):
                         assert name in own[function], (written, function, name)
                         found += 1
@@ -177,7 +176,7 @@ def test_the_trainers_own_arguments_are_known_to_the_other_two() -> None:
 
 
 def test_loaders_rows_are_no_arguments_of_a_loader() -> None:
-    assert not other_names._LOADER_NAMES.keys() & set(keyword_names(lockstep.Loader))
+    assert not other_names._LOADER_NAMES.keys() & set(arguments.keyword_names(lockstep.Loader))
 
 
 @pytest.mark.parametrize(("command", "table"), [("run", other_names.RUN_FLAGS), ("train", other_names.TRAIN_FLAGS)])

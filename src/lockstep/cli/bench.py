@@ -63,29 +63,29 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`; return 1 if the measurement is too noisy."""
-    hosts = [] if arguments.hosts is None else parse_hosts(arguments.hosts, "-H")
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments; return 1 if the measurement is too noisy."""
+    hosts = [] if parsed.hosts is None else parse_hosts(parsed.hosts, "-H")
     workers = sum(host.slots for host in hosts) or 2
-    if arguments.nproc is not None:
-        workers = whole_number("-np", arguments.nproc, _MAX_WORKERS)
+    if parsed.nproc is not None:
+        workers = whole_number("-np", parsed.nproc, _MAX_WORKERS)
     if workers < 2:
         raise ConfigError("-np", "at least 2 ranks: a network is between them", workers)
-    seconds = whole_number("--seconds", arguments.seconds, 3600)
-    path = Path(arguments.output).expanduser()
+    seconds = whole_number("--seconds", parsed.seconds, 3600)
+    path = Path(parsed.output).expanduser()
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError("-o", "a file in an existing folder", str(path))
 
     with_picture = can_draw("lockstep bench")
     from ..planning import network_bench
 
-    start = ["-np", str(workers)] + (["-H", arguments.hosts] if hosts else [])
+    start = ["-np", str(workers)] + (["-H", parsed.hosts] if hosts else [])
     with _Progress() as progress:
         began = time.monotonic()
         found = network_bench.bench(start, workers, not hosts, seconds, progress.show)
         took = time.monotonic() - began
     written = network_bench.write(found, path, with_picture)
-    if arguments.json:
+    if parsed.json:
         print(path.read_text(), end="")
     else:
         _print(found)

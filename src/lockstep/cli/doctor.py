@@ -68,14 +68,14 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return 1 if there is something to fix."""
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return 1 if there is something to fix."""
     from ..doctor import Ssh, as_json, examine
 
-    hosts, limit = _hosts(arguments), whole_number("--time-limit", arguments.time_limit, 3600)
-    port = None if arguments.ssh_port is None else whole_number("--ssh-port", arguments.ssh_port, 65535)
-    results = examine(hosts, Ssh(port, _identity(arguments.identity)), limit)
-    if arguments.json:
+    hosts, limit = _hosts(parsed), whole_number("--time-limit", parsed.time_limit, 3600)
+    port = None if parsed.ssh_port is None else whole_number("--ssh-port", parsed.ssh_port, 65535)
+    results = examine(hosts, Ssh(port, _identity(parsed.identity)), limit)
+    if parsed.json:
         sections = list(results)
         print(json.dumps(as_json(sections), indent=2))
     else:
@@ -83,12 +83,12 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 1 if any(section.problems for section in sections) else 0
 
 
-def _hosts(arguments: argparse.Namespace) -> list[Host]:
-    if arguments.hosts is not None and arguments.hostfile is not None:
+def _hosts(parsed: argparse.Namespace) -> list[Host]:
+    if parsed.hosts is not None and parsed.hostfile is not None:
         raise ConfigError("-H", "either -H or --hostfile", found="both")
-    if arguments.hosts is not None:
-        return parse_hosts(arguments.hosts, "-H")
-    return read_hostfile(Path(arguments.hostfile).expanduser()) if arguments.hostfile is not None else []
+    if parsed.hosts is not None:
+        return parse_hosts(parsed.hosts, "-H")
+    return read_hostfile(Path(parsed.hostfile).expanduser()) if parsed.hostfile is not None else []
 
 
 def _identity(text: str | None) -> Path | None:

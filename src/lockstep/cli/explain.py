@@ -104,11 +104,11 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code."""
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return the exit code."""
     from ..watchdog import report
 
-    print(text_for(sys.stdout, report.read(_find(arguments.file))))
+    print(text_for(sys.stdout, report.read(_find(parsed.file))))
     return 0
 
 

@@ -167,10 +167,10 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command, full_tracebacks=True, sources=sources)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code."""
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return the exit code."""
     given = {
-        name: value for name, value in vars(arguments).items() if name not in ("run", "known", "elsewhere", "sources")
+        name: value for name, value in vars(parsed).items() if name not in ("run", "known", "elsewhere", "sources")
     }
     if "show_version" in given or "check_build" in given:
         print(_version() if "show_version" in given else _build_information())
@@ -196,8 +196,8 @@ def run_command(arguments: argparse.Namespace) -> int:
             chosen.pop(name, None)
     is_followed = follower is not None and "hosts" in chosen
     with follower or nullcontext():
-        arguments = argparse.Namespace(**chosen, as_horovod=True)
-        return run.run_command(arguments, (lambda: follower.hosts) if follower and is_followed else None)
+        parsed = argparse.Namespace(**chosen, as_horovod=True)
+        return run.run_command(parsed, (lambda: follower.hosts) if follower and is_followed else None)
 
 
 def program_of(command: Sequence[str]) -> dict[str, Any]:

@@ -46,19 +46,19 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code."""
-    if arguments.show is not None:
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return the exit code."""
+    if parsed.show is not None:
         from ..elastic.control import request
         from .resize import elastic_job
 
-        print(request(elastic_job(arguments.show or None).control, "address"))
+        print(request(elastic_job(parsed.show or None).control, "address"))
         return 0
-    host, _, port = (arguments.address or "").rpartition(":")
+    host, _, port = (parsed.address or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         expected = "the address that `lockstep join --show` prints on a machine of the job"
-        raise ConfigError("HOST:PORT", expected, arguments.address or "nothing")
-    workers = arguments.workers
+        raise ConfigError("HOST:PORT", expected, parsed.address or "nothing")
+    workers = parsed.workers
     if workers is not None and (not workers.isdecimal() or not 0 < int(workers) <= 120):
         raise ConfigError("-np", "a whole number from 1 to 120", workers)
     from ..launcher import elastic_node

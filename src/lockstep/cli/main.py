@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as raised:
         debug = "--debug" in words or debugging()
         error = raised if isinstance(raised, LockstepError) else _unexpected_error(raised)
-        option_name = functools.partial(as_typed, arguments=options)
+        option_name = functools.partial(as_typed, parsed=options)
         hint = functools.partial(_resume_hint, words=words, program_words=_program_words(options))
         full_tracebacks = getattr(options, "full_tracebacks", False)
         return _print_error(error, command, option_name, debug, full_tracebacks, hint)

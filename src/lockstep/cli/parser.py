@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from ..argument_checks import check_package
+from .. import arguments
 from ..errors import ConfigError, LockstepError, MissingPackageError
 
 __all__ = ["Help", "Parser", "UsageError", "can_draw", "whole_number"]
@@ -77,7 +77,7 @@ def whole_number(flag: str, text: str, maximum: int | None = None) -> int:
 def can_draw(command: str) -> bool:
     """Return whether the picture that `command` draws unasked can be drawn; if not, a line says what is missing."""
     try:
-        check_package("matplotlib", "the picture", "plots")
+        arguments.require_package("matplotlib", "the picture", "plots")
     except MissingPackageError as error:
         print(f"{command}: without a picture: {error}", file=sys.stderr)
         return False

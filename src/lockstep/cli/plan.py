@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import arguments
 from ..activity import Activity
-from ..argument_checks import check_package
 from ..errors import ConfigError, unknown_name
 from .parser import Help, can_draw, whole_number
 
@@ -124,22 +124,22 @@ def _price(text: str | None) -> float | None:
     return price
 
 
-def _check_files(arguments: argparse.Namespace) -> None:
+def _check_files(parsed: argparse.Namespace) -> None:
     """Check before the measurement that the results can be written after it.
 
     A picture that was not asked for is left out, with a line, where it cannot be drawn.
     """
-    if arguments.picture is None:
-        arguments.picture = "plan.png"
-        arguments.no_picture = arguments.no_picture or not can_draw("lockstep plan")
-    elif not arguments.no_picture:
-        check_package("matplotlib", "--picture", "plots")
-    files = {"--json": arguments.json, "--picture": None if arguments.no_picture else arguments.picture}
+    if parsed.picture is None:
+        parsed.picture = "plan.png"
+        parsed.no_picture = parsed.no_picture or not can_draw("lockstep plan")
+    elif not parsed.no_picture:
+        arguments.require_package("matplotlib", "--picture", "plots")
+    files = {"--json": parsed.json, "--picture": None if parsed.no_picture else parsed.picture}
     for flag, name in files.items():
         if name is not None and (not Path(name).parent.is_dir() or Path(name).is_dir()):
             raise ConfigError(flag, "a file in an existing folder", name)
-    if files["--picture"] is not None and Path(arguments.picture).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError("--picture", "a file that ends in .png, .svg or .pdf", arguments.picture)
+    if files["--picture"] is not None and Path(parsed.picture).suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError("--picture", "a file that ends in .png, .svg or .pdf", parsed.picture)
 
 
 def _check_transport(network: Any, transport: str | None) -> None:
@@ -165,35 +165,35 @@ def _note_options_of_the_script(words: Sequence[str]) -> None:
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code."""
-    counts, steps = parse_counts(arguments.workers), whole_number("--steps", arguments.steps, 10_000)
-    per_host, price = whole_number("--per-host", arguments.per_host), _price(arguments.price)
-    if arguments.batch not in ("auto", "global", "per-worker"):
-        raise ConfigError("--batch", "auto, global or per-worker", arguments.batch)
-    threads = None if arguments.threads is None else whole_number("--threads", arguments.threads)
-    _check_files(arguments)
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return the exit code."""
+    counts, steps = parse_counts(parsed.workers), whole_number("--steps", parsed.steps, 10_000)
+    per_host, price = whole_number("--per-host", parsed.per_host), _price(parsed.price)
+    if parsed.batch not in ("auto", "global", "per-worker"):
+        raise ConfigError("--batch", "auto, global or per-worker", parsed.batch)
+    threads = None if parsed.threads is None else whole_number("--threads", parsed.threads)
+    _check_files(parsed)
     from ..planning.measurement import find_network
 
-    network = find_network(arguments.network, "--network")
-    _check_transport(network, arguments.transport)
+    network = find_network(parsed.network, "--network")
+    _check_transport(network, parsed.transport)
     with Activity("lockstep plan: loading PyTorch"):
         from ..planning.prediction import predict
         from ..planning.profiling import Program
-    words = [str(arguments.script), *map(str, arguments.arguments)]
+    words = [str(parsed.script), *map(str, parsed.arguments)]
     _note_options_of_the_script(words)
     if words[1:2] == ["--"]:
         del words[1]
-    program = Program(tuple(words), arguments.module, threads, steps)
-    profiles = _record(program, max(counts), arguments.one)
+    program = Program(tuple(words), parsed.module, threads, steps)
+    profiles = _record(program, max(counts), parsed.one)
     from ..planning.prediction import Job
 
-    is_global = _batch_is_global(arguments.batch, profiles)
-    fabric = _fabric(network, arguments.transport, profiles, per_host)
-    job = Job(profiles, fabric, is_global, slowdown=_slowdown(network, arguments.transport), price_per_hour=price)
+    is_global = _batch_is_global(parsed.batch, profiles)
+    fabric = _fabric(network, parsed.transport, profiles, per_host)
+    job = Job(profiles, fabric, is_global, slowdown=_slowdown(network, parsed.transport), price_per_hour=price)
     forecasts = predict(job, counts)
-    held_out = _held_out(program, job, network) if arguments.held_out else []
-    _publish(arguments, job, forecasts, held_out, _noise_of(network, arguments.transport, profiles))
+    held_out = _held_out(program, job, network) if parsed.held_out else []
+    _publish(parsed, job, forecasts, held_out, _noise_of(network, parsed.transport, profiles))
     return 0
 
 
@@ -309,7 +309,7 @@ def _median_step(profiles: Sequence[Profile]) -> float:
 
 
 def _publish(
-    arguments: argparse.Namespace,
+    parsed: argparse.Namespace,
     job: Job,
     forecasts: Sequence[Forecast],
     held_out: Sequence[dict[str, float]],
@@ -320,32 +320,32 @@ def _publish(
     from ..system import atomic_files
 
     advice, taken = advise(job, forecasts), [*assumptions(job), *doubts]
-    _print(arguments, job, forecasts, held_out, advice, taken)
+    _print(parsed, job, forecasts, held_out, advice, taken)
     measured = {int(row["workers"]): row["measured_s"] for row in held_out}
     try:
-        if not arguments.no_picture:
-            title = f"{Path(arguments.script).name} on {arguments.network}, as predicted"
+        if not parsed.no_picture:
+            title = f"{Path(parsed.script).name} on {parsed.network}, as predicted"
             with Activity("lockstep plan: drawing the picture"):
-                draw(Path(arguments.picture), forecasts, title, measured)
-            print(f"picture: {arguments.picture}")
-        if arguments.json:
+                draw(Path(parsed.picture), forecasts, title, measured)
+            print(f"picture: {parsed.picture}")
+        if parsed.json:
             found = {
                 "lockstep_plan": 1,
-                "script": [arguments.script, *arguments.arguments],
-                "network": arguments.network,
+                "script": [parsed.script, *parsed.arguments],
+                "network": parsed.network,
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "forecasts": [asdict(each) for each in forecasts],
                 "advice": advice,
                 "assumptions": taken,
                 "held_out": list(held_out),
             }
-            atomic_files.write_json(Path(arguments.json), found)
+            atomic_files.write_json(Path(parsed.json), found)
     except OSError as error:
         raise ConfigError("output", "files that can be written", found=str(error)) from None
 
 
 def _print(
-    arguments: argparse.Namespace,
+    parsed: argparse.Namespace,
     job: Job,
     forecasts: Sequence[Forecast],
     held_out: Sequence[dict[str, float]],
@@ -357,7 +357,7 @@ def _print(
     width = None if os.isatty(1) else 140
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     batch = f"global batch {job.global_batch}" if job.batch_is_global else f"batch {job.first.batch} on each worker"
-    title = f"{Path(arguments.script).name}, {batch}, network {arguments.network}"
+    title = f"{Path(parsed.script).name}, {batch}, network {parsed.network}"
     console.print(_table(title, _rows(forecasts)))
     if held_out:
         console.print()

@@ -47,22 +47,22 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code."""
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return the exit code."""
     from ..elastic.control import request
 
-    words = list(arguments.words)
-    workers = words.pop() if words and arguments.remove is None else ""
-    if len(words) > 1 or (arguments.remove is None and (not workers.isdecimal() or int(workers) < 1)):
-        got = " ".join(arguments.words)
+    words = list(parsed.words)
+    workers = words.pop() if words and parsed.remove is None else ""
+    if len(words) > 1 or (parsed.remove is None and (not workers.isdecimal() or int(workers) < 1)):
+        got = " ".join(parsed.words)
         expected = "the number of workers, 1 or more, after at most one job"
-        hint = "--remove HOST takes no number of workers." if arguments.remove is not None else ""
+        hint = "--remove HOST takes no number of workers." if parsed.remove is not None else ""
         raise ConfigError("WORKERS", expected, got, hint, found="" if got else "none")
     job = elastic_job(words[0] if words else None)
-    if arguments.remove is None:
+    if parsed.remove is None:
         done = request(job.control, "resize", int(workers))
     else:
-        done = request(job.control, "remove", host=arguments.remove)
+        done = request(job.control, "remove", host=parsed.remove)
     print(f"lockstep resize: {done}")
     return 0
 

@@ -87,17 +87,17 @@ def argparse_settings(option: RunOption) -> dict[str, Any]:
     return {**settings, "metavar": option.metavar, "action": "append" if option.repeats else "store"}
 
 
-def run_command(arguments: argparse.Namespace, listed: Callable[[], Sequence[Host]] | None = None) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code.
+def run_command(parsed: argparse.Namespace, listed: Callable[[], Sequence[Host]] | None = None) -> int:
+    """Run the command with the `parsed` arguments, and return the exit code.
 
     Args:
-        arguments: of the command line.
+        parsed: the arguments of the command line.
         listed: as for `start.start`.
     """
     from ..launcher import start
 
-    given = {name: value for name, value in vars(arguments).items() if name not in _SET_BY_PARSER}
-    program = [str(arguments.script), *map(str, arguments.arguments)]
+    given = {name: value for name, value in vars(parsed).items() if name not in _SET_BY_PARSER}
+    program = [str(parsed.script), *map(str, parsed.arguments)]
     late = [word for word in program[1:] if word.partition("=")[0] in _BEFORE_THE_SCRIPT]
     if program[1:2] == ["--"]:
         del program[1]

@@ -130,9 +130,9 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command, sources=sources)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code."""
-    given = vars(arguments)
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return the exit code."""
+    given = vars(parsed)
     if "to" not in given:
         raise ConfigError("to", f"a scheduler: {', '.join(SCHEDULERS.names())}", found="nothing")
     scheduler: Scheduler = SCHEDULERS.load(given["to"])()

@@ -55,16 +55,16 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code."""
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return the exit code."""
     from ..timeline import write_trace
 
-    folder = Path(arguments.folder).expanduser()
+    folder = Path(parsed.folder).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            "DIR", "a folder with the records of a run", found=f"{arguments.folder} (there is no such folder)"
+            "DIR", "a folder with the records of a run", found=f"{parsed.folder} (there is no such folder)"
         )
-    path = folder / "trace.json" if arguments.out is None else Path(arguments.out).expanduser()
+    path = folder / "trace.json" if parsed.out is None else Path(parsed.out).expanduser()
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError("--out", "a file in an existing folder", got=str(path))
     try:

@@ -292,18 +292,18 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code."""
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return the exit code."""
     from rich.console import Console
 
-    interval = _interval(arguments.interval)
+    interval = _interval(parsed.interval)
     terminal = sys.stdout.isatty()
     console = Console(highlight=False, markup=False, emoji=False, no_color=not environment.wants_colours())
     if not terminal:
         console.width = max(console.width, 120)
-    display = _Display(arguments.job)
+    display = _Display(parsed.job)
     try:
-        _repeat(console, display.draw, interval if terminal and not arguments.once else 0.0)
+        _repeat(console, display.draw, interval if terminal and not parsed.once else 0.0)
     finally:
         display.close()
     return 0

@@ -98,10 +98,10 @@ def add_option(group: Any, option: Any) -> None:
     group.add_argument(flag, metavar=option.metadata["metavar"] or "|".join(choices), help=text)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return the exit code."""
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return the exit code."""
     import_path_here()
-    options = resolve(arguments)
+    options = resolve(parsed)
     workers = choose_workers(options)
     if workers == 1 or environment.is_launched():
         result = _run_in_process(options)

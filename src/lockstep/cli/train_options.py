@@ -14,8 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .. import environment
-from ..argument_checks import check_package
+from .. import arguments, environment
 from ..errors import ConfigError
 from ..training.options import CONFIGS, TrainOptions, from_mapping, parse_text
 
@@ -49,7 +48,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError("config", "a YAML, TOML or JSON file that can be read", found=f"{path} ({reason})") from None
     parse: dict[str, Callable[[str], Any]] = {".toml": _toml, ".json": json.loads}
     if path.suffix not in parse:
-        check_package("PyYAML", str(path), "yaml", module="yaml")
+        arguments.require_package("PyYAML", str(path), "yaml", module="yaml")
     try:
         content = parse.get(path.suffix, _yaml)(text)
     except (ValueError, RecursionError) as error:
@@ -176,26 +175,26 @@ def new_folder(parent: Path, name: str) -> Path:
 # --- Precedence of options --------------------------------------------------------------------------------------------
 
 
-def resolve(arguments: argparse.Namespace) -> TrainOptions:
+def resolve(parsed: argparse.Namespace) -> TrainOptions:
     """Return the options by precedence: flags, then the config file, then those of the resumed run, then defaults.
 
     `run_dir` becomes the run directory to write to, and `resume` the checkpoint, or the run, to resume from.
-    `arguments.sources` names the file of each option that comes from one.
+    `parsed.sources` names the file of each option that comes from one.
 
     Raises:
         ConfigError: an option is invalid.
     """
-    flags = _flags(arguments)
+    flags = _flags(parsed)
     files = []
-    if hasattr(arguments, "config"):
-        path = Path(arguments.config).expanduser()
+    if hasattr(parsed, "config"):
+        path = Path(parsed.config).expanduser()
         files = [(path, read_config(path))]
-    arguments.sources = _sources(files, flags)
+    parsed.sources = _sources(files, flags)
     values, run = _merge(files, flags), None
     if values.get("resume") is not None:
         checkpoint, run = find_checkpoint(values["resume"], values.get("run_dir"))
         files = [*_recorded_options(run), *files]
-        arguments.sources = _sources(files, flags)
+        parsed.sources = _sources(files, flags)
         values = {**_merge(files, flags), "resume": str(checkpoint)}
     options = TrainOptions(**values)
     options.check()
@@ -203,11 +202,11 @@ def resolve(arguments: argparse.Namespace) -> TrainOptions:
     return options
 
 
-def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
+def _flags(parsed: argparse.Namespace) -> dict[str, Any]:
     values = {}
     for option in fields(TrainOptions):
-        if hasattr(arguments, option.name):
-            value = getattr(arguments, option.name)
+        if hasattr(parsed, option.name):
+            value = getattr(parsed, option.name)
             values[option.name] = parse_text(option, value) if isinstance(value, str) else value
     return values
 
@@ -237,7 +236,7 @@ def as_flag(argument: str) -> str:
     return "--" + argument.replace("_", "-") if argument in known else argument
 
 
-def as_typed(argument: str, arguments: argparse.Namespace) -> str:
+def as_typed(argument: str, parsed: argparse.Namespace) -> str:
     """Return the name of an option as the user gave it: as a flag, or as a key of a file."""
-    sources: dict[str, str] = getattr(arguments, "sources", {})
+    sources: dict[str, str] = getattr(parsed, "sources", {})
     return sources.get(argument, as_flag(argument))

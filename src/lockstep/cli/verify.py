@@ -98,17 +98,17 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command with the parsed `arguments`, and return 1 if the bits differ."""
-    counts, steps = _counts(arguments.counts), getattr(arguments, "steps", None)
-    if arguments.script is not None:
-        _refuse_training_options(arguments)
-        return verify_script(arguments, counts, whole_number("--steps", steps or "5"))
-    if arguments.module:
+def run_command(parsed: argparse.Namespace) -> int:
+    """Run the command with the `parsed` arguments, and return 1 if the bits differ."""
+    counts, steps = _counts(parsed.counts), getattr(parsed, "steps", None)
+    if parsed.script is not None:
+        _refuse_training_options(parsed)
+        return verify_script(parsed, counts, whole_number("--steps", steps or "5"))
+    if parsed.module:
         raise ConfigError("-m", "the name of a module after it", found="none")
     import_path_here()
     steps = whole_number("--steps", steps or "20")
-    options = resolve(arguments)
+    options = resolve(parsed)
     options = replace(
         options,
         run_dir=None,
@@ -121,12 +121,12 @@ def run_command(arguments: argparse.Namespace) -> int:
             "--workers", f"at most as many as there are virtual workers ({options.virtual_workers})", max(counts)
         )
     same = _verify(f"{options.virtual_workers} virtual workers", options, counts, steps)
-    if arguments.compare_ddp:
+    if parsed.compare_ddp:
         _verify("plain DDP, no virtual workers", replace(options, virtual_workers=None, threads=None), counts, steps)
     return 0 if same else 1
 
 
-def _refuse_training_options(arguments: argparse.Namespace) -> None:
+def _refuse_training_options(parsed: argparse.Namespace) -> None:
     """Check that no option of `lockstep train` is given with a script, which would have no effect.
 
     Raises:
@@ -134,9 +134,9 @@ def _refuse_training_options(arguments: argparse.Namespace) -> None:
     """
     names = [option.name for option in fields(TrainOptions) if option.name not in _EXCLUDED]
     for name in (*names, "config", "compare_ddp"):
-        if getattr(arguments, name, False) is not False:
+        if getattr(parsed, name, False) is not False:
             flag = f"--{name.replace('_', '-')}"
-            hint = f"Give it to the script, after {arguments.script}, if that has such an option."
+            hint = f"Give it to the script, after {parsed.script}, if that has such an option."
             raise ConfigError(flag, "none with a script, which sets up its own training", found=flag, hint=hint)
 
 

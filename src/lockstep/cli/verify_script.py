@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["verify_script"]
 
 
-def verify_script(arguments: argparse.Namespace, counts: Sequence[int], steps: int) -> int:
+def verify_script(parsed: argparse.Namespace, counts: Sequence[int], steps: int) -> int:
     """Run the script at each number of workers, twice at the first, print what differs, and return 1 if anything does.
 
     Args:
-        arguments: of the command line.
+        parsed: the arguments of the command line.
         counts: numbers of workers.
         steps: recorded steps of each optimizer.
 
@@ -32,10 +32,10 @@ def verify_script(arguments: argparse.Namespace, counts: Sequence[int], steps: i
         from ..launcher.script import Script
         from ..verification.comparison import compare, diverging_ranks
         from ..verification.runs import record_run
-    words = [str(word) for word in arguments.arguments]
+    words = [str(word) for word in parsed.arguments]
     if words[:1] == ["--"]:
         del words[0]
-    script = Script(str(arguments.script), tuple(words), bool(arguments.module))
+    script = Script(str(parsed.script), tuple(words), bool(parsed.module))
     console = Console(highlight=False, markup=False, emoji=False)
     runs: dict[str, list[RunRecord]] = {}
     for count in (counts[0], *counts):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ..errors import MismatchError
-from .arguments import SPEC_LENGTH, Arguments, TensorSpec, dense, fill_from_wire, flatten, wire_view
+from .call_arguments import SPEC_LENGTH, Arguments, TensorSpec, dense, fill_from_wire, flatten, wire_view
 from .requests import Request
 
 __all__ = [

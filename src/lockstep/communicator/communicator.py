@@ -21,7 +21,7 @@ from .. import flight_recorder
 from ..errors import ConfigError
 from ..topology import World
 from . import collectives, point_to_point
-from .arguments import Arguments, TensorSpec, copy_back, dense, dense_buffer, wire_view
+from .call_arguments import Arguments, TensorSpec, copy_back, dense, dense_buffer, wire_view
 from .collectives import Op, Tensors, output_tensors, reduction_for
 from .groups import backends_of, device_of, make_group, world_among, world_of
 from .objects import error_to_send, pickled, unpickle_all, unpickled, wait_for_rank0

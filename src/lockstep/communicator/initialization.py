@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from typing_extensions import Never
 
-from .. import bootstrap, environment, messages, other_names, watchdog
-from ..argument_checks import check_instance, keyword_names
+from .. import arguments, bootstrap, environment, messages, other_names, watchdog
 from ..errors import ConfigError, unexpected_argument
 from ..messages import Integer
 from ..stores import read_message
@@ -65,10 +64,10 @@ def init(
     """
     if unknown:
         name = next(iter(unknown))
-        raise unexpected_argument("init", name, other_names.INIT.get(name), keyword_names(init))
+        raise unexpected_argument("init", name, other_names.INIT.get(name), arguments.keyword_names(init))
     if timeout is not None:
         hint = f"timeout=datetime.timedelta(seconds={timeout}) is {timeout} s." if isinstance(timeout, int) else ""
-        check_instance("timeout", timeout, timedelta, "a datetime.timedelta", hint)
+        arguments.instance("timeout", timeout, timedelta, "a datetime.timedelta", hint)
     if transport is not None:
         _pick_backend(transport)
     global _default

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .. import watchdog
 from ..errors import WorkerError
-from .arguments import Arguments
+from .call_arguments import Arguments
 
 __all__ = ["error_to_send", "pickled", "unpickle_all", "unpickled", "wait_for_rank0"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, TransportError
-from .arguments import Arguments, wire_view
+from .call_arguments import Arguments, wire_view
 from .requests import PolledWork
 
 __all__ = ["SelfMessages", "check_any_source", "check_message", "keep_alive", "message_view", "with_polling"]

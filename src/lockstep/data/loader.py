@@ -25,8 +25,7 @@ from torch.utils.data import (
 )
 from typing_extensions import Never, Self
 
-from .. import communicator
-from ..argument_checks import check_callable, check_flag, keyword_names
+from .. import arguments, communicator
 from ..checkpoint.numerics import NUMERICS, changes_since
 from ..errors import CheckpointError, ConfigError, MismatchError, unexpected_argument
 from ..flight_recorder import named, note_batch
@@ -190,7 +189,7 @@ class Loader:
     ) -> None:
         if unknown:
             name = next(iter(unknown))
-            raise unexpected_argument("Loader", name, in_loader(name), keyword_names(Loader))
+            raise unexpected_argument("Loader", name, in_loader(name), arguments.keyword_names(Loader))
         _check_kinds(shuffle, drop_last, comm, collate_fn)
         self.comm = comm or communicator.init()
         self.virtual_workers = (
@@ -1102,12 +1101,12 @@ def _check_whole(name: str, value: Any, minimum: int) -> None:
 
 def _check_kinds(shuffle: Any, drop_last: Any, comm: Any, collate_fn: Any) -> None:
     """Check the types of arguments of `Loader`."""
-    check_flag("shuffle", shuffle)
-    check_flag("drop_last", drop_last)
+    arguments.flag("shuffle", shuffle)
+    arguments.flag("drop_last", drop_last)
     if comm is not None and (isinstance(comm, type) or not all(hasattr(comm, name) for name in ("rank", "size"))):
         raise ConfigError("comm", "the communicator that lockstep.init() returns", comm)
     if collate_fn is not None:
-        check_callable("collate_fn", collate_fn, "a function that makes a batch of a list of samples", arguments=1)
+        arguments.function("collate_fn", collate_fn, "a function that makes a batch of a list of samples", takes=1)
 
 
 def _check_prefetch(prefetch: int | None, num_workers: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..argument_checks import check_package
+from .. import arguments
 from ..errors import ConfigError
 from .shard_readers import Blocks
 
@@ -129,7 +129,7 @@ def _decompress(data: bytes, shard: _Shard) -> bytes:
     elif kind == "bz2":
         raw = bz2.BZ2Decompressor().decompress(data, limit)
     elif kind == "zstd":
-        check_package("pyarrow", f"{shard.name}, compressed with zstd,", "streams")
+        arguments.require_package("pyarrow", f"{shard.name}, compressed with zstd,", "streams")
         import pyarrow
 
         raw = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(limit)
@@ -211,7 +211,7 @@ def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def _image(data: bytes) -> Any:
-    check_package("pillow", "Stream() of images in MDS shards", "streams", "PIL")
+    arguments.require_package("pillow", "Stream() of images in MDS shards", "streams", "PIL")
     from PIL import Image
 
     image = Image.open(io.BytesIO(data), formats=["JPEG", "PNG"])
@@ -220,7 +220,7 @@ def _image(data: bytes) -> Any:
 
 
 def _raw_image(data: bytes) -> Any:
-    check_package("pillow", "Stream() of images in MDS shards", "streams", "PIL")
+    arguments.require_package("pillow", "Stream() of images in MDS shards", "streams", "PIL")
     from PIL import Image
 
     width, height, mode = np.frombuffer(data, np.uint32, 3).tolist()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..argument_checks import check_package
+from .. import arguments
 from ..errors import ConfigError
 from ..registry import Registry
 
@@ -261,7 +261,7 @@ class Parquet:
     """
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
-        check_package("pyarrow", "Stream() of Parquet files", "streams")
+        arguments.require_package("pyarrow", "Stream() of Parquet files", "streams")
         self._columns = None if columns is None else list(columns)
 
     def blocks(self, path: Path) -> Blocks:
@@ -298,7 +298,7 @@ class Arrow:
     _MAGIC = b"ARROW1"
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
-        check_package("pyarrow", "Stream() of Arrow files", "streams")
+        arguments.require_package("pyarrow", "Stream() of Arrow files", "streams")
         self._columns = None if columns is None else list(columns)
 
     def blocks(self, path: Path) -> Blocks:

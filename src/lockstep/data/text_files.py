@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..argument_checks import check_package
+from .. import arguments
 from ..errors import ConfigError, DataError
 from ..system import atomic_files
 from .download import locked
@@ -208,7 +208,7 @@ class _TokenizerFile:
     """
 
     def __init__(self, path: Path) -> None:
-        check_package("tokenizers", "tokenizer", "text")
+        arguments.require_package("tokenizers", "tokenizer", "text")
         import tokenizers
 
         try:

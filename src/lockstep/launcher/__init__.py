@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TypeVar, cast
 
-from .. import environment, interruption, other_names
+from .. import arguments, environment, interruption, other_names
 from ..activity import in_notebook
-from ..argument_checks import check_instance
 from ..errors import (
     ConfigError,
     DesyncError,
@@ -89,7 +88,7 @@ def launch(
     emulated = parse_network(network) if isinstance(network, str) else network
     if emulated is not None:
         expected = 'a text such as "4 hosts, 25Gbit, 50us", or a VirtualNetwork'
-        check_instance("network", emulated, VirtualNetwork, expected)
+        arguments.instance("network", emulated, VirtualNetwork, expected)
     check_network(emulated, workers)
     check_process()
     from . import fork_server

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from ..argument_checks import check_package
+from .. import arguments
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..interruption import install
 from ..launcher import attach_report, check_process, check_settings, is_count
@@ -70,7 +70,7 @@ def launch(
     check_settings(fn, threads, grace)
     limits = _limits(workers)
     check_process()
-    check_package("ray", "lockstep.ray", "ray")
+    arguments.require_package("ray", "lockstep.ray", "ray")
     from ..launcher.worker_status import pickle_call, unpickle
     from . import elastic_nodes, rank_actors
     from .resources import Placement, check_resources, connect, default_resources

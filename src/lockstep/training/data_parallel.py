@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..argument_checks import check_instance
+from .. import arguments
 from ..errors import ConfigError
 from ..parallel.nested import map_tensors
 from ..parallel.replicas.replicated import Engine
@@ -69,7 +69,7 @@ class DataParallel(nn.Module):
         loss: LossFn | None = None,
     ) -> None:
         super().__init__()
-        check_instance("module", module, nn.Module, "a torch.nn.Module")
+        arguments.instance("module", module, nn.Module, "a torch.nn.Module")
         if devices is not None and device_ids is not None:
             raise ConfigError("device_ids", "either devices or device_ids", list(device_ids))
         chosen = devices if devices is not None else device_ids

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..argument_checks import check_callable, check_instance
+from .. import arguments
 from ..communicator import Communicator, init
 from ..data.loader import Batch, Loader, dataloader_batch_size, dataloader_settings
 from ..errors import ConfigError, DataError, counted
@@ -251,7 +251,7 @@ def predict(
     """
     _check_arguments(model, precision)
     if forward is not None:
-        check_callable("forward", forward, "a function (model, data) -> output", arguments=2)
+        arguments.function("forward", forward, "a function (model, data) -> output", takes=2)
     with in_method("lockstep.predict"), _opened(loader) as opened:
         compare_weights(opened.comm, model)
         return Prediction(model, forward or _output_of).run(opened, precision)
@@ -292,9 +292,10 @@ def evaluate(
     """
     _check_arguments(model, precision)
     if forward is not None:
-        check_callable("forward", forward, "a function (model, data) -> (output, target)", arguments=2)
+        arguments.function("forward", forward, "a function (model, data) -> (output, target)", takes=2)
     if strategy is not None:
-        check_instance("strategy", strategy, Strategy, "the strategy of a TrainStep or Trainer: trainer.step.strategy")
+        expected = "the strategy of a TrainStep or Trainer: trainer.step.strategy"
+        arguments.instance("strategy", strategy, Strategy, expected)
     metrics = default_metrics(loss_fn) if metrics is None else metrics
     with in_method("lockstep.evaluate"), _opened(loader) as opened:
         if strategy is None or not strategy.sharded_state:
@@ -304,11 +305,11 @@ def evaluate(
 
 
 def _check_arguments(model: Any, precision: Any) -> None:
-    check_instance("model", model, nn.Module, "a torch.nn.Module")
+    arguments.instance("model", model, nn.Module, "a torch.nn.Module")
     if precision is not None:
         expected = "a Precision, such as trainer.step.precision"
         hint = "lockstep.training.precision.Precision(name, device) makes one." if isinstance(precision, str) else ""
-        check_instance("precision", precision, Precision, expected, hint)
+        arguments.instance("precision", precision, Precision, expected, hint)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from typing_extensions import Never, Self
 
-from ..argument_checks import keyword_names
+from .. import arguments
 from ..communicator import init
 from ..data.loader import Batch, Loader, dataloader_batch_size, dataloader_settings
 from ..errors import ConfigError, unexpected_argument
@@ -170,7 +170,7 @@ def prepare(
     """
     if unknown:
         name = next(iter(unknown))
-        raise unexpected_argument("prepare", name, in_training(name, "prepare"), keyword_names(prepare))
+        raise unexpected_argument("prepare", name, in_training(name, "prepare"), arguments.keyword_names(prepare))
     job = _OwnLoop(objects, virtual_workers, max_grad_norm, precision, seed, threads)
     prepared = tuple(job.prepare_one(each) for each in objects)
     return prepared[0] if len(prepared) == 1 else prepared

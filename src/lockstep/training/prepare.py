@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..argument_checks import check_flag, check_instance
+from .. import arguments
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..parallel.sync_batchnorm import SyncBatchNorm, convert
@@ -47,11 +47,11 @@ def prepare_model(
     Raises:
         ConfigError: for an invalid argument.
     """
-    check_instance("model", model, nn.Module, "a torch.nn.Module")
-    check_instance("comm", comm, Communicator, "the communicator that lockstep.init() returns")
+    arguments.instance("model", model, nn.Module, "a torch.nn.Module")
+    arguments.instance("comm", comm, Communicator, "the communicator that lockstep.init() returns")
     flags = {"sync_batchnorm": sync_batchnorm, "channels_last": channels_last, "compile_model": compile_model}
     for name, value in flags.items():
-        check_flag(name, value)
+        arguments.flag(name, value)
     if compile_mode not in COMPILE_MODES:
         raise ConfigError("compile_mode", f"one of {', '.join(COMPILE_MODES)}", compile_mode)
     if compile_mode != "default" and not compile_model:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..argument_checks import check_number
-from ..errors import ConfigError, counted, unknown_name
+from .. import arguments
+from ..errors import ConfigError, counted
 
 __all__ = ["SCHEDULES", "Schedule", "make_schedule", "scaled_lr"]
 
@@ -34,11 +34,11 @@ def make_schedule(name: str, total_steps: int, warmup_steps: int = 0, warmup_sta
     Raises:
         ConfigError: for an unknown name, or a warm-up as long as the run.
     """
-    if name not in SCHEDULES:
-        raise unknown_name("schedule", name, SCHEDULES)
-    check_number("total_steps", total_steps, "a number of steps", lambda number: True)
-    check_number("warmup_steps", warmup_steps, "a number of steps", lambda number: True)
-    check_number("warmup_start", warmup_start, "a factor of the learning rate, 0 or more", lambda number: number >= 0)
+    arguments.choice("schedule", name, SCHEDULES)
+    arguments.number("total_steps", total_steps, expected="a number of steps")
+    arguments.number("warmup_steps", warmup_steps, expected="a number of steps")
+    expected = "a factor of the learning rate, 0 or more"
+    arguments.number("warmup_start", warmup_start, least=0, expected=expected)
     if not 0 <= warmup_steps < max(total_steps, 1):
         expected = f"a warm-up shorter than the run of {counted(total_steps, 'step')}"
         raise ConfigError("warmup_epochs", expected, found=f"{warmup_steps}")

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Never, TypedDict
 
-from .. import other_names
-from ..argument_checks import check_callable, check_flag, check_instance, check_whole, keyword_names
+from .. import arguments, other_names
 from ..communicator import Communicator, init
 from ..data.loader import Batch
 from ..errors import ConfigError, DataError, DivergedError, counted, unexpected_argument, unknown_name
@@ -98,19 +97,19 @@ def check_step(model: Any, optimizer: Any, gradient_accumulation_steps: Any, max
     Raises:
         ConfigError: naming the first invalid argument.
     """
-    check_instance("model", model, nn.Module, "a torch.nn.Module")
+    arguments.instance("model", model, nn.Module, "a torch.nn.Module")
     several = "Several optimizers need a loop of your own, with lockstep.prepare."
     hint = several if isinstance(optimizer, (tuple, list)) else ""
-    check_instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", hint)
+    arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", hint)
     refuse_closure(optimizer)
-    check_whole("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+    arguments.whole("gradient_accumulation_steps", gradient_accumulation_steps, least=1)
     check_max_grad_norm(max_grad_norm)
     if schedule is not None:
         hint = "lockstep.make_schedule(name, total_steps) makes one from a name."
         if isinstance(schedule, LRScheduler):
             hint = "A scheduler of torch.optim.lr_scheduler is given as scheduler=."
         expected = "a function from the step's number to a learning-rate factor"
-        check_callable("schedule", schedule, expected, hint, arguments=1)
+        arguments.function("schedule", schedule, expected, takes=1, hint=hint)
 
 
 def check_functions(loss_fn: Any, forward: Any) -> None:
@@ -120,13 +119,13 @@ def check_functions(loss_fn: Any, forward: Any) -> None:
         ConfigError: naming the first that is not.
     """
     if forward is not None:
-        check_callable("forward", forward, "a function (model, data) -> (output, target)", arguments=2)
+        arguments.function("forward", forward, "a function (model, data) -> (output, target)", takes=2)
     if loss_fn is not None and not isinstance(loss_fn, type):
         expected = "a function (output, target) -> loss, or a module"
         hint = ""
         if isinstance(loss_fn, str):
             hint = "Losses are those of torch, such as loss_fn=torch.nn.CrossEntropyLoss()."
-        check_callable("loss_fn", loss_fn, expected, hint, arguments=2)
+        arguments.function("loss_fn", loss_fn, expected, takes=2, hint=hint)
 
 
 def check_max_grad_norm(max_grad_norm: Any) -> None:
@@ -167,7 +166,7 @@ def make_strategy(
         options = (devices, global_batch_size) if strategy == "replicas" else ()
         created: Strategy = STRATEGIES.load(strategy)(comm, *options)
     else:
-        check_instance("strategy", strategy, Strategy, "one of distributed, sharded or replicas, or a Strategy")
+        arguments.instance("strategy", strategy, Strategy, "one of distributed, sharded or replicas, or a Strategy")
         created = strategy
     if devices is not None and strategy != "replicas":
         hint = "Each worker has one device; lockstep.init(device) chooses it."
@@ -187,7 +186,7 @@ def resolve_strategy(
     if strategy is not None:
         expected = "a Strategy, such as lockstep.parallel.sharded.Sharded(lockstep.init())"
         hint = "Trainer(..., strategy=) takes names." if isinstance(strategy, str) else ""
-        check_instance("strategy", strategy, Strategy, expected, hint)
+        arguments.instance("strategy", strategy, Strategy, expected, hint)
     chosen = Distributed(init()) if strategy is None else strategy
     if virtual_workers is not None:
         chosen = chosen.with_virtual_workers(virtual_workers, threads)
@@ -499,12 +498,12 @@ class TrainStep:
         if unknown:
             name = next(iter(unknown))
             raise unexpected_argument(
-                "TrainStep", name, other_names.in_training(name, "TrainStep"), keyword_names(TrainStep)
+                "TrainStep", name, other_names.in_training(name, "TrainStep"), arguments.keyword_names(TrainStep)
             )
         check_step(model, optimizer, gradient_accumulation_steps, max_grad_norm, schedule)
         check_functions(loss_fn, forward)
-        check_instance("seed", seed, int, "a whole number")
-        check_flag("sync_batchnorm", sync_batchnorm, also="False")
+        arguments.instance("seed", seed, int, "a whole number")
+        arguments.flag("sync_batchnorm", sync_batchnorm, none="False")
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.scheduler = _make_scheduler(scheduler, optimizer, schedule, scheduler_interval, scheduler_metric)
         self.strategy = resolve_strategy(strategy, virtual_workers, threads, gradient_accumulation_steps)

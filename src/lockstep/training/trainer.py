@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Never, Unpack
 
-from .. import environment, flight_recorder
+from .. import arguments, environment, flight_recorder
 from ..activity import Activity
-from ..argument_checks import check_flag, check_path, check_whole, keyword_names
 from ..checkpoint.folder import Checkpoint, read_tensors
 from ..checkpoint.numerics import NUMERICS, changes_since
 from ..communicator import init
@@ -130,19 +129,19 @@ class Trainer:
         self.comm = init()
         if global_batch_size is None:
             raise ConfigError("global_batch_size", "the number of samples in one step, over all workers", found="none")
-        check_whole("global_batch_size", global_batch_size, 1)
-        check_whole("seed", seed, 0)
-        check_whole("num_workers", num_workers, 0)
+        arguments.whole("global_batch_size", global_batch_size, least=1)
+        arguments.whole("seed", seed, least=0)
+        arguments.whole("num_workers", num_workers, least=0)
         check_in_flight(max_steps_in_flight)
-        check_flag("allow_different_hardware", allow_different_hardware, also="False")
-        check_flag("save_frozen", save_frozen, also="True, unless the model is one of PEFT")
+        arguments.flag("allow_different_hardware", allow_different_hardware, none="False")
+        arguments.flag("save_frozen", save_frozen, none="True, unless the model is one of PEFT")
         check_callbacks(callbacks)
         check_functions(loss_fn, step.get("forward"))
         loss_fn, step["forward"] = with_own_loss(loss_fn, step.get("forward"))
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.global_batch_size, self.seed, self._num_workers = global_batch_size, seed, num_workers
         self.metrics = default_metrics(loss_fn) if metrics is None else metrics
-        self.run_dir = None if run_dir is None else check_path("run_dir", run_dir, "the path of a folder, or None")
+        self.run_dir = None if run_dir is None else arguments.path("run_dir", run_dir, "the path of a folder, or None")
         chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
         self.step = TrainStep(model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step)
         self._forward = step.get("forward")
@@ -225,12 +224,12 @@ class Trainer:
         """
         if unknown:
             name = next(iter(unknown))
-            raise unexpected_argument("fit", name, _instead(name), keyword_names(self.fit))
+            raise unexpected_argument("fit", name, _instead(name), arguments.keyword_names(self.fit))
         if resume is None and not self._begun:
             resume = self._requested_resume()
         elif resume is not None:
             hint = 'resume="latest" continues the newest run in run_dir, and begins one if there is none.'
-            check_path("resume", resume, '"latest", or the path of a run or a checkpoint', hint)
+            arguments.path("resume", resume, '"latest", or the path of a run or a checkpoint', hint)
         with ExitStack() as opened:
             loader = opened.enter_context(self._opened(train, "train"))
             held_out = None if validate is None else opened.enter_context(self._opened(validate, "validate"))
@@ -591,7 +590,7 @@ class Trainer:
 
 
 def _trainer_arguments() -> list[str]:
-    return [*keyword_names(Trainer), *StepOptions.__annotations__]
+    return [*arguments.keyword_names(Trainer), *StepOptions.__annotations__]
 
 
 def _instead(name: str) -> str | None:
@@ -601,7 +600,7 @@ def _instead(name: str) -> str | None:
     if name in ("epochs", "validate", "resume", "max_steps", "validate_every"):
         return "it belongs to fit()"
     in_loader = "it belongs to a DataLoader or lockstep.Loader(...), which fit() and validate= take as data"
-    return in_training(name, "Trainer") or (in_loader if name in keyword_names(Loader) else None)
+    return in_training(name, "Trainer") or (in_loader if name in arguments.keyword_names(Loader) else None)
 
 
 def _seek(position: Position, loader: Loader, found: Checkpoint | None) -> None:

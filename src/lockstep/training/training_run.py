@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .. import arguments
 from ..activity import Activity
-from ..argument_checks import check_package
 from ..checkpoint.folder import save_weights
 from ..communicator import init
 from ..data import DATA, TextBlocks, text
@@ -457,7 +457,7 @@ def make_callbacks(options: TrainOptions) -> list[Callback]:
     chosen: list[Callback] = [] if options.quiet else [Progress(options.context)]
     chosen += [CSVLog(), Curve(), Checkpoints(options.checkpoint_every)]
     if "tensorboard" in options.logs():
-        check_package("tensorboard", "log", "tensorboard")
+        arguments.require_package("tensorboard", "log", "tensorboard")
         chosen.append(TensorBoard())
     return chosen
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from ...argument_checks import check_number, check_texts, check_whole
+from ... import arguments
 from ...checkpoint.folder import save_weights
 from ...checkpoint.names import match_names
 from ...errors import ConfigError
@@ -52,10 +52,11 @@ class AveragedWeights(Callback):
         results: Sequence[str] = ("loss",),
     ) -> None:
         if decay is not None:
-            check_number("decay", decay, "a number from 0 to below 1, or None for the mean", lambda x: 0 <= x < 1)
-        check_whole("start", start, 1)
-        check_whole("every", every, 1)
-        check_texts("results", results, 'a list of names of results, such as ("loss", "accuracy")')
+            expected = "a number from 0 to below 1, or None for the mean"
+            arguments.number("decay", decay, least=0, below=1, expected=expected)
+        arguments.whole("start", start, least=1)
+        arguments.whole("every", every, least=1)
+        arguments.texts("results", results, 'a list of names of results, such as ("loss", "accuracy")')
         self._average = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._start, self._every, self._data, self._results = start, every, validate, tuple(results)
         self.adds_columns = () if validate is None else tuple(f"val_averaged_{name}" for name in results)

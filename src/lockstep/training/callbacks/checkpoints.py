@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from ...argument_checks import check_flag, check_text
+from ... import arguments
 from ...errors import ConfigError
 from .base import Callback, Row, TrainingContext
 from .columns import check_column, is_higher_better
@@ -58,8 +58,8 @@ class Checkpoints(Callback):
     def __init__(self, every: str = "1epoch", best: str | None = None, higher_is_better: bool | None = None) -> None:
         self._count, self._unit = parse_interval(every, "every")
         if best is not None:
-            check_text("best", best, 'the name of a column of the history, such as "val_loss"')
-        check_flag("higher_is_better", higher_is_better, also="what the name of the column says")
+            arguments.text("best", best, 'the name of a column of the history, such as "val_loss"')
+        arguments.flag("higher_is_better", higher_is_better, none="what the name of the column says")
         self._best = best
         self._higher = best is not None and is_higher_better(best, higher_is_better)
         self.needs_columns = () if best is None else (best,)

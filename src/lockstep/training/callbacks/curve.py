@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...argument_checks import check_package
+from ... import arguments
 from ...errors import MissingPackageError
 from ...system import atomic_files
 from .base import Callback, Row, TrainingContext
@@ -84,7 +84,7 @@ class Curve(Callback):
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Say at once if no plot can be made."""
         try:
-            check_package("matplotlib", "curve.png", "plots")
+            arguments.require_package("matplotlib", "curve.png", "plots")
         except MissingPackageError as error:
             self._can_draw = False
             _log.warning("%s. The training continues without it.", error)

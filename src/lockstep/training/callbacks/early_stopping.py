@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...argument_checks import check_flag, check_number, check_text, check_whole
+from ... import arguments
 from .base import Callback, Row, TrainingContext
 from .columns import check_column, is_higher_better
 
@@ -37,10 +37,10 @@ class EarlyStopping(Callback):
         higher_is_better: bool | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        check_text("metric", metric, 'the name of a column of the history, such as "val_loss"')
-        check_whole("patience", patience, 1)
-        check_flag("higher_is_better", higher_is_better, also="what the name of the column says")
-        check_number("min_delta", min_delta, "a number of at least 0", lambda number: number >= 0)
+        arguments.text("metric", metric, 'the name of a column of the history, such as "val_loss"')
+        arguments.whole("patience", patience, least=1)
+        arguments.flag("higher_is_better", higher_is_better, none="what the name of the column says")
+        arguments.number("min_delta", min_delta, least=0)
         self.metric, self.patience, self.needs_columns = metric, patience, (metric,)
         self._sign, self._min_delta = (1.0 if is_higher_better(metric, higher_is_better) else -1.0), min_delta
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...argument_checks import check_whole
+from ... import arguments
 from ...errors import ConfigError
 from ...parallel.invariant import Invariant
 from ...parallel.shards import sizes
@@ -51,7 +51,7 @@ class GradientNoise(Callback):
     adds_columns = ("noise_scale",)
 
     def __init__(self, every: int = 10) -> None:
-        check_whole("every", every, 1)
+        arguments.whole("every", every, least=1)
         self._every = every
         self._hooks: list[RemovableHandle] = []
         self._squares = torch.zeros(0)  # of the gradient of each virtual worker, in the step that is measured

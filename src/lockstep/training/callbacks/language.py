@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...argument_checks import check_callable, check_flag, check_instance, check_number, check_whole
+from ... import arguments
 from ...errors import ConfigError
 from ...models import continue_text
 from ...parallel.shards import mix
@@ -39,7 +39,7 @@ class TokenColumns(Callback):
     adds_columns = ("val_perplexity", "tokens_per_second")
 
     def __init__(self, tokens: int) -> None:
-        check_number("tokens", tokens, "a number above 0", lambda number: number > 0)
+        arguments.number("tokens", tokens, above=0)
         self._tokens = tokens
 
     def on_validation_end(self, trainer: TrainingContext, results: dict[str, float]) -> None:
@@ -88,14 +88,14 @@ class TextSamples(Callback):
         seed: int = 0,
         show: bool = True,
     ) -> None:
-        check_callable("decode", decode, "a function from tokens to their text", arguments=1)
-        check_whole("context", context, 1)
-        check_whole("length", length, 0)
-        check_number("temperature", temperature, "a number of at least 0", lambda number: number >= 0)
+        arguments.function("decode", decode, "a function from tokens to their text", takes=1)
+        arguments.whole("context", context, least=1)
+        arguments.whole("length", length, least=0)
+        arguments.number("temperature", temperature, least=0)
         if top_k is not None:
-            check_whole("top_k", top_k, 1)
-        check_instance("seed", seed, int, "a whole number")
-        check_flag("show", show)
+            arguments.whole("top_k", top_k, least=1)
+        arguments.instance("seed", seed, int, "a whole number")
+        arguments.flag("show", show)
         self._prompts, self._decode, self._context = _as_tokens(prompts), decode, context
         self._length, self._temperature, self._top_k = length, temperature, top_k
         self._seed, self._show = seed, show

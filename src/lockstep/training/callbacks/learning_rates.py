@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...argument_checks import check_flag, check_texts
+from ... import arguments
 from ...errors import ConfigError, counted
 from .base import Callback, Row, TrainingContext
 
@@ -27,8 +27,8 @@ class LearningRates(Callback):
     every_rank = True
 
     def __init__(self, names: Sequence[str], momentum: bool = False) -> None:
-        check_texts("names", names, "a list of names, one for each group of parameters")
-        check_flag("momentum", momentum)
+        arguments.texts("names", names, "a list of names, one for each group of parameters")
+        arguments.flag("momentum", momentum)
         self._names, self._momentum = list(names), momentum
         kinds = ["lr", *(["momentum"] if momentum else [])]
         self.adds_columns = tuple(f"{kind}_{name}" for kind in kinds for name in names)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from ...argument_checks import check_flag
+from ... import arguments
 from ...errors import ConfigError
 from .base import Callback, TrainingContext
 from .writing import WriteGuard
@@ -48,7 +48,7 @@ class Profile(Callback):
         first = numbers[0] if numbers else 0
         if not isinstance(first, int) or first < 1 or numbers != list(range(first, first + len(numbers))):
             raise ConfigError("steps", "steps from 1 that follow one another, such as range(10, 13)", steps)
-        check_flag("memory", memory)
+        arguments.flag("memory", memory)
         self._first, self._last, self._memory = numbers[0], numbers[-1], memory
         self._write_guard = WriteGuard()
         self._profiler: Any = None

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ... import environment
+from ... import arguments, environment
 from ...activity import NOTEBOOK_MARK, display_in_notebook, in_notebook
-from ...argument_checks import check_number
 from ...errors import counted
 from .base import Callback, Row, TrainingContext
 
@@ -43,7 +42,7 @@ class Progress(Callback):
 
     def __init__(self, tokens: int | None = None) -> None:
         if tokens is not None:
-            check_number("tokens", tokens, "a number above 0", lambda number: number > 0)
+            arguments.number("tokens", tokens, above=0)
         self._unit, self._per_sample = ("samples", 1) if tokens is None else ("tokens", tokens)
         self._display: _Display | None = None
         self._status = _Status()

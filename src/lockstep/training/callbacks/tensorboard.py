@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...argument_checks import check_package, check_whole
+from ... import arguments
 from .base import Callback, Row, TrainingContext
 from .writing import WriteGuard
 
@@ -37,8 +37,8 @@ class TensorBoard(Callback):
     needs_run_dir = True
 
     def __init__(self, every_steps: int = 10) -> None:
-        check_package("tensorboard", "TensorBoard()", "tensorboard")
-        check_whole("every_steps", every_steps, 1)
+        arguments.require_package("tensorboard", "TensorBoard()", "tensorboard")
+        arguments.whole("every_steps", every_steps, least=1)
         self._every = every_steps
         self._write_guard = WriteGuard()
         self._writer: Any = None

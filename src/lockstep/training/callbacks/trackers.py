@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...argument_checks import check_instance, check_package, check_whole
+from ... import arguments
 from ...errors import ConfigError
 from .base import Callback, Row, TrainingContext
 
@@ -35,10 +35,10 @@ class _Tracker(Callback):
     package = ""
 
     def __init__(self, every_steps: int, config: Mapping[str, Any] | None) -> None:
-        check_package(self.package, f"{type(self).__name__}()", extra=self.package)
-        check_whole("every_steps", every_steps, 1)
+        arguments.require_package(self.package, f"{type(self).__name__}()", extra=self.package)
+        arguments.whole("every_steps", every_steps, least=1)
         if config is not None:
-            check_instance("config", config, Mapping, "a dict of values to store with the run")
+            arguments.instance("config", config, Mapping, "a dict of values to store with the run")
         self._every, self._config = every_steps, dict(config or {})
         self._run_id, self._has_failed, self._is_open = "", False, False
 
