@@ -33,6 +33,7 @@ from torch.nn.modules import batchnorm, dropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
 from torch.optim import SGD
+from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
@@ -248,6 +249,32 @@ def _step_that_a_scheduler_leaves() -> bool:
     return sgd.step is step
 
 
+def _hooks_of_a_step(name: str) -> Callable[[], bool]:
+    """Return a test that the hooks of steps are in a dict of this name, of an optimizer or of all of them."""
+
+    def test() -> bool:
+        sgd = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        when = "pre" if "_pre_" in name else "post"
+        if name.startswith("_global"):
+            owner: Any = optimizer_module
+            register: Any = getattr(optimizer_module, f"register_optimizer_step_{when}_hook")
+        else:
+            owner, register = sgd, getattr(sgd, f"register_step_{when}_hook")
+        before = len(getattr(owner, name))
+        handle = register(lambda *_: None)
+        added = len(getattr(owner, name)) - before
+        handle.remove()
+        return added == 1
+
+    return test
+
+
+def _profiler_is_noticed() -> bool:
+    before = torch.autograd._profiler_enabled()
+    with torch.autograd.profiler.profile():
+        return torch.autograd._profiler_enabled() and not before
+
+
 def _scheduler_has(name: str) -> Callable[[], bool]:
     def test() -> bool:
         sgd = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
@@ -350,6 +377,14 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_get_default_mps_generator": _has(torch.mps, "_get_default_mps_generator"),
     "_is_in_bad_fork": lambda: torch.cuda._is_in_bad_fork() is False,
     # torch: optimizers, schedulers, loaders
+    **{
+        name: _hooks_of_a_step(name)
+        for name in (
+            *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+            *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+        )
+    },
+    "_profiler_enabled": _profiler_is_noticed,
     "_opt_called": _step_that_a_scheduler_leaves,
     "_wrapped_by_lr_sched": _step_that_a_scheduler_leaves,
     "_last_lr": _scheduler_has("_last_lr"),

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from .. import other_names
 from ..errors import ConfigError, unknown_name
 from .formats import PRECISIONS
+from .torch_calls import FirstGradients, run_backward, take_step
 
 __all__ = ["Precision", "clip", "full_precision", "scale_gradients"]
 
@@ -58,6 +59,7 @@ class Precision:
         self.name, self._device, self._dtype = name, device, _AUTOCAST.get(name)
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self.is_new, self.cast = self._scaler is not None, frozenset[int]()
+        self._first_gradients = FirstGradients()
         # On the device, where passes read it and nothing waits for it; always the same tensor, as graphs of passes
         # refer to it. A power of two: the division changes no digit.
         self._count_per_sample = torch.ones((), device=device)
@@ -68,13 +70,12 @@ class Precision:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of `loss`, a scalar; gradients are scaled with fp16."""
-        torch.autograd.backward(self.scaled(loss))
-
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss`, a scalar, as its gradient is taken: scaled up with fp16."""
-        return loss if self._scaler is None else self._scaler.scale(loss / self._count_per_sample)
+    def backward(self, loss: torch.Tensor, factor: float) -> None:
+        """Run the backward pass of `loss`, a scalar, times `factor`; gradients are scaled up with fp16."""
+        if self._scaler is None:
+            run_backward(loss, self._first_gradients.of(loss, factor))
+        else:
+            torch.autograd.backward(self._scaler.scale(loss * factor / self._count_per_sample))
 
     def pass_scale(self, samples: int, workers: int = 1) -> float:
         """Return the factor of the sum of the loss in each pass of a step.
@@ -131,7 +132,7 @@ class Precision:
     def step(self, optimizer: Optimizer) -> None:
         """Update the parameters, or skip the step if fp16 gradients overflowed; the same on all workers."""
         if self._scaler is None:
-            optimizer.step()
+            take_step(optimizer)
         else:
             self._scaler.step(optimizer)
             self._scaler.update()

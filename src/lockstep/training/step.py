@@ -46,6 +46,7 @@ from .precision import Precision, clip, scale_gradients
 from .replica_check import ReplicaCheck
 from .sample_sums import raise_not_a_mean
 from .schedules import Schedule
+from .torch_calls import clear_gradients
 from .torch_schedulers import SchedulerOfTorch
 from .virtual_worker_passes import ShardPasses
 
@@ -352,7 +353,7 @@ class AccumulatedPasses:
                         weight = sum(size for _, size in parts) / batch.global_size
                         finish = strategy.reduce_totals(totals, weight, add_up=batch.collated is None)
                 with named(strategy.backward_name):
-                    precision.backward(total * scale)
+                    precision.backward(total, scale)
         return finish()
 
 
@@ -738,7 +739,7 @@ class TrainStep:
             # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
         seed_torch(mix((self._seed, _RANDOM, self.steps_done, self.comm.rank)) & 0xFFFFFFFF, self.comm.device)
-        self.optimizer.zero_grad(set_to_none=True)
+        clear_gradients(self.optimizer, self._parameters)
         if self.schedule is not None:
             factor = learning_rate_factor(self.schedule, self.steps_done)
             for group in self.optimizer.param_groups:

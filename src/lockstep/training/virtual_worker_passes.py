@@ -88,16 +88,16 @@ class ShardPasses:
                 buffers.restore()
             seed_shard(self._seed, step.number, shard, device)
             totals = _new_totals(step.marks, part[1])
-            scaled = None  # of an empty shard
+            total = None  # of an empty shard
             if part[1]:
                 with step.precision.autocast():
                     total, totals[1] = step.loss(*part)
-                totals[0], scaled = total.detach(), total * scale
+                totals[0] = total.detach()
             if shard == reducer.local_shards[-1]:
                 self._set_worker_totals(totals, step)
             reducer.add(torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)]))
-            if scaled is not None:
-                step.precision.backward(scaled)
+            if total is not None:
+                step.precision.backward(total, scale)
 
     def _run_jointly(self, step: _Step) -> None:
         """Run all shards with barriers at the layers that use all shards, and sum their results in order."""
