@@ -6,6 +6,10 @@ leaves its process group and *arrives* with its **commit**, the position of its 
 arrived, the coordinator sends the **view**: the members in order of seniority, which is the order of ranks, and who has
 the most advanced state. With that the members form a process group. A loss meanwhile opens the next generation.
 
+Workers join at **boundaries** only, where the program of no member is within a step: a view after a loss consists of
+those that are left, which agree, with its first step, to let others join after it. Below the minimum number of workers
+the members wait at a boundary as well.
+
 There is no clock and no time limit here: a worker counts until its process has ended or it says that it leaves.
 """
 
@@ -447,6 +451,7 @@ class Coordinator:
     _keys: dict[int, _Keys] = field(default_factory=dict)
     _seniority: int = 0
     _wished: bool = False
+    _at_boundary: bool = False  # whether the members regroup between two steps, and not within one
     _stop: Stop | None = None
     _events: Events = field(default_factory=lambda: Events(NO_STATE))
     _broken: tuple[Commit, int] = (NO_STATE, 0)
@@ -684,7 +689,7 @@ class Coordinator:
     def _plan(self) -> None:
         """Open the next generation after a step on which all members agree."""
         if self._wished or self.formed != self.generation or not self._in_training() or self.complete:
-            return  # whoever is ready becomes a member with the next view in any case
+            return  # the next view is followed by another plan, if there is still something to do
         self._wished = True
         for number in self.members:
             self._send(self._workers[number], Wish(self.generation))
@@ -697,6 +702,7 @@ class Coordinator:
         self._open(Change)
 
     def _open(self, kind: type[Change] | type[Turn]) -> None:
+        self._at_boundary = kind is Turn or self.waiting  # those that wait are still there
         self.generation += 1
         self._wished = self.waiting = False
         for number in self.members:
@@ -716,11 +722,17 @@ class Coordinator:
         elif all(member.commit == NO_STATE for member in members):
             self.failure = self.failure or "all workers that had the training's state were lost"
             return
+        is_first, is_within_step = self.formed < 0, self.formed >= 0 and not self._at_boundary
+        if is_within_step:
+            for worker in [member for member in members if member.commit == NO_STATE]:
+                self._wait_for_boundary(worker)
+                members.remove(worker)
+                ready.append(worker)
         stay, leave = self._choose(members, ready)
         ready = ready[: max(0, self.most - len(stay))]
-        if self._stop is not None and self.formed >= 0:
+        if is_within_step or (self._stop is not None and not is_first):
             ready = []
-        if len(stay) + len(ready) < self.minimum and self._stop is None:
+        if len(stay) + len(ready) < self.minimum and self._stop is None and not is_within_step:
             self.waiting = True
             return
         for worker in leave:
@@ -728,15 +740,20 @@ class Coordinator:
             self._send(worker, Bye(leaves=True))
         self._send_view(stay, ready)
 
+    def _wait_for_boundary(self, worker: _Worker) -> None:
+        """Let a worker that has been given a view, and not the state, join at the next boundary: those that are left
+        may be within a step that only those who were lost had completed."""
+        worker.status, worker.fit, worker.seniority = _Status.READY, -1, -1
+
     def _choose(self, members: list[_Worker], ready: list[_Worker]) -> tuple[list[_Worker], list[_Worker]]:
-        """Return the members that stay, and those that leave now: who alone has the state hands it over first."""
+        """Return the members that stay, and those that leave now; who alone has the newest state hands it over."""
         leave = [member for member in members if member.leaving and self._stop is None]
         stay = [member for member in members if member not in leave]
         if leave and not stay and not ready:
             self._tell_stop(_SIGTERM)  # nobody is left to go on: save and end
             return members, []
-        if leave and not any(member.commit for member in stay):
-            source = max(leave, key=lambda member: member.commit)
+        newest = max((member.commit for member in stay), default=NO_STATE)
+        if leave and (source := max(leave, key=lambda member: member.commit)).commit > newest:
             leave.remove(source)
             stay = sorted([*stay, source], key=lambda member: member.seniority)
         return stay, leave
@@ -765,8 +782,17 @@ class Coordinator:
         )
         for worker in new:
             self._send(worker, view)
-        if any(worker.leaving for worker in stay):
+        if self._wants_others():
             self._plan()
+
+    def _wants_others(self) -> bool:
+        """Return whether the group is to have other members at the next boundary."""
+        if self._stop is not None:
+            return False
+        members = [self._workers[number] for number in self.members]
+        is_ready = any(worker.status is _Status.READY for worker in self._workers.values())
+        can_join = is_ready and len(members) < self.most
+        return can_join or len(members) < self.minimum or any(member.leaving for member in members)
 
     def _send(self, worker: _Worker, message: Down) -> None:
         self._messages.append((worker.number, message))
@@ -782,14 +808,17 @@ class Coordinator:
 
 
 def _restored(record: WorkerRecord, host: int, newest: View | None) -> _Worker:
-    """Return a worker as the last coordinator knew it; one that the newest view has not any more has left."""
+    """Return a worker as the last coordinator knew it.
+
+    One that the newest view has not any more has left, or waits for a boundary since it had no state.
+    """
     worker = _Worker(record.number, host, joins=record.joins, fit=record.fit, leaving=record.leaving)
     if newest is not None and record.is_member and not record.is_over and record.number in newest.members:
         worker.status, worker.seniority = _Status.MEMBER, newest.members.index(record.number)
-    elif record.is_member:
+    elif record.is_member and (record.is_over or record.leaving or not record.joins):
         worker.status = _Status.OVER
     elif record.is_ready:
-        worker.status = _Status.READY
+        worker.status, worker.fit = _Status.READY, -1
     return worker
 
 

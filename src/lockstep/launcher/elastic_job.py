@@ -285,7 +285,7 @@ class ElasticJob:
     _keeping: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     _plan: list[int] = field(default_factory=list)  # hosts for the first workers
     _ranks: dict[int, int] = field(default_factory=dict)  # in the newest view that has the worker
-    _losses: list[str] = field(default_factory=list)  # since the last view
+    _losses: list[str] = field(default_factory=list)  # since the last view of as many workers as the training needs
 
     def __post_init__(self) -> None:
         self.coordinator = Coordinator(self.state.target, self.limits.minimum)
@@ -688,7 +688,8 @@ class ElasticJob:
             self._failed_starts = 0
             self.tell(f"rank{'s'[: len(joined) != 1]} {', '.join(joined)} joined; {describe_workers(len(view))} on")
         if view != self._view:
-            self._losses.clear()
+            if len(view) >= self.limits.minimum:
+                self._losses.clear()
             self._ranks |= {member: rank for rank, member in enumerate(view)}
         self._view = view
 

@@ -51,6 +51,8 @@ def down(message: Down) -> Down:
 # --- random schedules ---------------------------------------------------------------------------------------
 # A step of a group: every member contributes; when all have, each receives the sum and commits, or fails to, if a
 # member has left the group or died meanwhile. Messages keep their order on each connection, and take any time.
+# Between two steps a node's program may be anywhere, and nobody can take it over, except where all have agreed to
+# regroup: at a boundary.
 
 
 class Group:
@@ -74,6 +76,7 @@ class Node:
         self.wished, self.signal, self.view, self.bye = -1, 0, None, None
         self.group: Group | None = None
         self.leaving = self.is_dead = False
+        self.is_at_boundary = True
         self.host = 0
 
     @property
@@ -145,9 +148,28 @@ class Node:
         assert best >= self.commit, "a commit is taken back"
         first = best == NO_STATE
         assert not first or self.generation == 1, "an empty state is handed over as if it were one"
+        joins = any(commit == NO_STATE and number >= self.world.workers for number, commit in commits.items())
+        if self.commit == best and joins:
+            assert self.is_at_boundary, "a worker joins while a member is within a step"
+        if known and self.commit and self.commit < best:
+            assert not self.is_at_boundary, "a member has not begun the step that others have made"
         self.commit = (0, 0) if first else best
         if first:
             self.outbox.append(Enter(0, 99))
+        self.doing = "confirms"
+
+    def _confirms(self) -> Callable[[], None] | None:
+        """Nobody goes on before all have the state: its program may then be within a step."""
+        given = self.group.given.setdefault("confirmed", set())
+        if self.number not in given:
+            return lambda: given.add(self.number)
+        complete = len(given) == len(self.group.members)
+        if self.is_broken() and not (complete and self.world.random.random() < 0.5):
+            return self._fail
+        return self._go_on if complete else None
+
+    def _go_on(self) -> None:
+        self.is_at_boundary = False
         self.doing = "steps"
 
     def _steps(self) -> Callable[[], None] | None:
@@ -173,6 +195,7 @@ class Node:
         step = self.steps
         self.commit = (0, step + 1)
         if step in self.group.regroups:
+            self.is_at_boundary = True
             self._leave_group()
             self.outbox.append(Boundary(self.generation))
             self.doing = "regroups"
@@ -363,7 +386,8 @@ class World:
                 self.random.choice(events)()
             else:
                 break
-        stuck = {node.number: node.doing for node in self.living() if node.doing != "joins"}
+        candidates = self.coordinator.candidates  # who would join, and is ended by the launcher
+        stuck = {node.number: node.doing for node in self.living() if node.number not in candidates}
         assert not stuck, f"they wait for ever: {stuck}"
         ended = [node for node in self.nodes.values() if node.doing == "over" and not node.leaving]
         assert all(node.steps == self.steps for node in ended if not node.signal and node.commit), "steps are missing"
@@ -406,8 +430,7 @@ def told(coordinator: Coordinator) -> list[tuple[int, Down]]:
 
 def test_members_that_wait_below_the_minimum_save_and_end_when_they_are_told_to() -> None:
     coordinator = formed(2, minimum=2)
-    coordinator.lost(1)
-    coordinator.receive(0, Arrived(2, (0, 5, 0)))
+    lose_the_second(coordinator)
     assert coordinator.waiting
     told(coordinator)
     coordinator.stop(15)
@@ -416,18 +439,76 @@ def test_members_that_wait_below_the_minimum_save_and_end_when_they_are_told_to(
     assert isinstance(view, View) and view.members == (0,)
 
 
-def test_below_the_minimum_the_members_wait_until_a_worker_has_joined() -> None:
-    coordinator = formed(2, minimum=2)
+def lose_the_second(coordinator: Coordinator) -> None:
+    """The second of two workers is lost in a step, which the first completes alone."""
     coordinator.lost(1)
     assert told(coordinator) == [(0, Change(2))]
     coordinator.receive(0, Arrived(2, (0, 5, 0)))
+    (_, view), (_, wish) = told(coordinator)
+    assert isinstance(view, View) and view.members == (0,) and wish == Wish(2) and not coordinator.waiting
+    coordinator.receive(0, Boundary(2))
+    assert told(coordinator) == [(0, Turn(3))]
+    coordinator.receive(0, Arrived(3, (0, 6, 0)))
+
+
+def start(coordinator: Coordinator, number: int) -> None:
+    """Start a worker that is ready at once."""
+    coordinator.started(number)
+    coordinator.receive(number, Hello(number))
+    coordinator.receive(number, Ready())
+
+
+def test_below_the_minimum_the_members_wait_until_a_worker_has_joined() -> None:
+    coordinator = formed(2, minimum=2)
+    lose_the_second(coordinator)
     assert told(coordinator) == [] and coordinator.waiting
-    coordinator.started(2)
-    coordinator.receive(2, Hello(2))
-    coordinator.receive(2, Ready())
+    start(coordinator, 2)
     (first, view), (second, _) = told(coordinator)
     assert (first, second) == (0, 2) and not coordinator.waiting
-    assert isinstance(view, View) and view.members == (0, 2) and view.commits == ((0, 5, 0), ()) and view.source == 0
+    assert isinstance(view, View) and view.members == (0, 2) and view.commits == ((0, 6, 0), ()) and view.source == 0
+
+
+def test_who_is_lost_while_the_others_wait_below_the_minimum_leaves_them_waiting() -> None:
+    coordinator = formed(3, minimum=3)
+    coordinator.receive(0, Leave())
+    coordinator.receive(0, Boundary(1))
+    for number in range(3):
+        coordinator.receive(number, Arrived(2, (0, 5, 0), leaving=number == 0))
+    assert coordinator.waiting
+    coordinator.lost(2)
+    told(coordinator)
+    for number in range(2):
+        coordinator.receive(number, Arrived(3, (0, 5, 0), leaving=number == 0))
+    assert coordinator.waiting and told(coordinator) == []
+    start(coordinator, 3)
+    start(coordinator, 4)
+    assert coordinator.view == (1, 3, 4)
+
+
+def test_after_a_loss_those_that_are_left_make_the_step_and_then_others_join() -> None:
+    coordinator = formed(3)
+    start(coordinator, 3)
+    assert told(coordinator) == [(number, Wish(1)) for number in range(3)]
+    coordinator.lost(2)
+    told(coordinator)
+    coordinator.receive(0, Arrived(2, (0, 5)))
+    coordinator.receive(1, Arrived(2, (0, 4)))
+    assert coordinator.view == (0, 1)
+    assert told(coordinator)[2:] == [(0, Wish(2)), (1, Wish(2))]
+    coordinator.receive(1, Boundary(2))
+    coordinator.receive(1, Arrived(3, (0, 5)))
+    coordinator.receive(0, Arrived(3, (0, 5)))
+    assert coordinator.view == (0, 1, 3)
+
+
+def test_who_has_made_a_step_that_nobody_else_has_made_hands_it_over_before_it_leaves() -> None:
+    coordinator = formed(3)
+    coordinator.receive(0, Leave())
+    coordinator.receive(0, Boundary(1))
+    coordinator.receive(0, Arrived(2, (0, 5), leaving=True))
+    coordinator.receive(1, Arrived(2, (0, 4)))
+    coordinator.receive(2, Arrived(2, (0, 4)))
+    assert coordinator.view == (0, 1, 2)
 
 
 def test_a_member_whose_host_has_let_it_leave_the_group_takes_the_others_with_it() -> None:
