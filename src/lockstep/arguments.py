@@ -133,15 +133,16 @@ def parse_number(
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
+    finite: bool = False,
     expected: str = "",
     hint: str = "",
 ) -> float:
-    """Return the finite number that a text stands for; arguments and error as those of `number`."""
+    """Return the number that a text stands for, such as an option's; arguments and error as those of `number`."""
     try:
-        return number(argument, float(str(text)), least=least, above=above, most=most, below=below, finite=True)
+        return number(argument, float(str(text)), least=least, above=above, most=most, below=below, finite=finite)
     except ValueError:
-        limits = _limits(least, above, most, below)
-        raise ConfigError(argument, expected or "a finite number" + limits, text, hint) from None
+        kind = "a finite number" if finite else "a number"
+        raise ConfigError(argument, expected or kind + _limits(least, above, most, below), text, hint) from None
 
 
 def _limits(
@@ -198,9 +199,10 @@ def choice(
     Raises:
         ConfigError: for anything else; it suggests similar ones.
     """
-    texts_known = list(known)
-    if not isinstance(value, str) or value not in texts_known:
-        raise unknown_name(argument, value, texts_known, expected=expected, elsewhere=elsewhere)
+    choices = list(known)
+    if not isinstance(value, str) or value not in choices:
+        listed = " or ".join(filter(None, (", ".join(choices[:-1]), *choices[-1:])))
+        raise unknown_name(argument, value, choices, expected=expected or listed, elsewhere=elsewhere)
     return value
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import arguments
 from .errors import ConfigError
 
 __all__ = ["Host", "is_loopback", "is_this_host", "parse_hostfile", "parse_hosts", "read_hostfile"]
@@ -107,9 +108,7 @@ def _parse_entry(text: str, where: str) -> Host:
 
 
 def _parse_slots(text: str, where: str) -> int:
-    if not re.fullmatch(r"0*[1-9][0-9]{0,5}", text):
-        raise ConfigError(where, "a number of slots, at least 1", text)
-    return int(text)
+    return arguments.parse_whole(where, text, least=1, most=999_999, expected="a number of slots, at least 1")
 
 
 def _is_ipv6(text: str) -> bool:

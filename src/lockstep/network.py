@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from . import arguments
 from .errors import ConfigError
 
 __all__ = ["AUTO_DILATION", "LINK_FORM", "NETWORK_FORM", "PRESETS", "Cut", "Link", "Preset", "VirtualNetwork"]
@@ -32,10 +33,9 @@ class Link:
     latency: float
 
     def __post_init__(self) -> None:
-        if not (0 < self.bandwidth < math.inf):
-            raise ConfigError("bandwidth", "a number of bytes per second above 0", self.bandwidth)
-        if not (0 <= self.latency < math.inf):
-            raise ConfigError("latency", "a number of seconds, 0 or more", self.latency)
+        expected = "a number of bytes per second above 0"
+        arguments.number("bandwidth", self.bandwidth, above=0, finite=True, expected=expected)
+        arguments.number("latency", self.latency, least=0, finite=True, expected="a number of seconds, 0 or more")
 
     def seconds(self, size: float) -> float:
         """Return how long a message of `size` bytes takes on an idle link."""
@@ -196,25 +196,19 @@ class VirtualNetwork:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.hosts, bool) or not isinstance(self.hosts, int) or not 1 <= self.hosts <= MAX_HOSTS:
-            raise ConfigError("hosts", f"a whole number from 1 to {MAX_HOSTS}", self.hosts)
-        if not 0 <= self.jitter < math.inf:
-            raise ConfigError("jitter", "a number of seconds, 0 or more", self.jitter)
-        if self.dilation != AUTO_DILATION and not 1 <= self.dilation <= 1e4:
-            raise ConfigError("dilation", "a number from 1 to 10000, or auto", self.dilation)
+        arguments.whole("hosts", self.hosts, least=1, most=MAX_HOSTS)
+        arguments.number("jitter", self.jitter, least=0, finite=True, expected="a number of seconds, 0 or more")
+        if self.dilation != AUTO_DILATION:
+            expected = "a number from 1 to 10000, or auto"
+            arguments.number("dilation", self.dilation, least=1, most=10_000, expected=expected)
         for host, factor in self.slow:
-            self._check_host(host)
-            if not 1 <= factor <= 1e4:
-                raise ConfigError("slow host", "a factor from 1 to 10000", factor)
+            arguments.whole("host", host, least=0, most=self.hosts - 1)
+            arguments.number("slow host", factor, least=1, most=10_000, expected="a factor from 1 to 10000")
         for cut in self.cuts:
             for host in cut.hosts:
-                self._check_host(host)
+                arguments.whole("host", host, least=0, most=self.hosts - 1)
             if cut.hosts[0] == cut.hosts[1] or not 0 <= cut.after < math.inf:
                 raise ConfigError("cut", "two different hosts and a number of seconds, 0 or more", cut)
-
-    def _check_host(self, host: int) -> None:
-        if not 0 <= host < self.hosts:
-            raise ConfigError("host", f"a number from 0 to {self.hosts - 1}", host)
 
     def card(self, host: int) -> Link:
         """Return the network card of `host`, as fast as it is emulated: dilated, and slower if it is a slow host.

@@ -58,9 +58,9 @@ def test_a_text_that_is_no_such_whole_number_is_shown_as_it_is(text: object) -> 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "", "0", "1 s"])
 def test_a_text_that_is_no_such_number_is_shown_as_it_is(text: str) -> None:
-    assert arguments.parse_number("--seconds", "1e-3", above=0) == 0.001
+    assert arguments.parse_number("--seconds", "1e-3", above=0, finite=True) == 0.001
     with pytest.raises(ConfigError) as error:
-        arguments.parse_number("--seconds", text, above=0)
+        arguments.parse_number("--seconds", text, above=0, finite=True)
     assert str(error.value) == f"--seconds: expected a finite number above 0, got {text!r}"
 
 
@@ -76,9 +76,13 @@ def test_a_flag_may_be_a_number_or_numpys_own_and_no_text() -> None:
 
 def test_one_of_a_few_texts_and_what_is_near() -> None:
     assert arguments.choice("mode", "offline", ("online", "offline")) == "offline"
-    with pytest.raises(ConfigError, match=r"^mode: expected one of offline, online, got 'ofline'\. Did you mean offl"):
+    with pytest.raises(ConfigError, match=r"^mode: expected a, b or c, got 'd'$"):
+        arguments.choice("mode", "d", "abc")
+    with pytest.raises(ConfigError, match=r"^mode: expected a, got None$"):
+        arguments.choice("mode", None, ["a"])
+    with pytest.raises(ConfigError, match=r"^mode: expected online or offline, got 'ofline'\. Did you mean offl"):
         arguments.choice("mode", "ofline", ("online", "offline"))
-    with pytest.raises(ConfigError, match=r"^mode: expected one of offline, online, got array"):
+    with pytest.raises(ConfigError, match=r"^mode: expected online or offline, got array"):
         arguments.choice("mode", np.array(["online"]), ("online", "offline"))
 
 

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import arguments
 from ..errors import ConfigError
 from ..hosts import parse_hosts
-from .parser import Help, can_draw, whole_number
+from .parser import Help, can_draw
 
 if TYPE_CHECKING:
     from ..planning.measurement import NetworkMeasurement
@@ -68,13 +69,11 @@ def run_command(parsed: argparse.Namespace) -> int:
     hosts = [] if parsed.hosts is None else parse_hosts(parsed.hosts, "-H")
     workers = sum(host.slots for host in hosts) or 2
     if parsed.nproc is not None:
-        workers = whole_number("-np", parsed.nproc, _MAX_WORKERS)
+        workers = arguments.parse_whole("-np", parsed.nproc, least=1, most=_MAX_WORKERS)
     if workers < 2:
         raise ConfigError("-np", "at least 2 ranks: a network is between them", workers)
-    seconds = whole_number("--seconds", parsed.seconds, 3600)
-    path = Path(parsed.output).expanduser()
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError("-o", "a file in an existing folder", str(path))
+    seconds = arguments.parse_whole("--seconds", parsed.seconds, least=1, most=3600)
+    path = arguments.output_file("-o", Path(parsed.output).expanduser())
 
     with_picture = can_draw("lockstep bench")
     from ..planning import network_bench

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import arguments
 from ..activity import Activity
 from ..errors import ConfigError
 from ..hosts import Host, parse_hosts, read_hostfile
-from .parser import whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,8 +72,11 @@ def run_command(parsed: argparse.Namespace) -> int:
     """Run the command with the `parsed` arguments, and return 1 if there is something to fix."""
     from ..doctor import Ssh, as_json, examine
 
-    hosts, limit = _hosts(parsed), whole_number("--time-limit", parsed.time_limit, 3600)
-    port = None if parsed.ssh_port is None else whole_number("--ssh-port", parsed.ssh_port, 65535)
+    hosts = _hosts(parsed)
+    limit = arguments.parse_whole("--time-limit", parsed.time_limit, least=1, most=3600)
+    port = None
+    if parsed.ssh_port is not None:
+        port = arguments.parse_whole("--ssh-port", parsed.ssh_port, least=1, most=65535)
     results = examine(hosts, Ssh(port, _identity(parsed.identity)), limit)
     if parsed.json:
         sections = list(results)

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from .. import environment
+from .. import arguments, environment
 from ..errors import ConfigError
 from ..hosts import Host, is_loopback, is_this_host, parse_hosts, read_hostfile
 from ..launcher.run_config import OPTIONS as RUN_OPTIONS
@@ -303,21 +303,11 @@ def _host_text(host: Host) -> str:
 
 def _count(name: str, given: Mapping[str, Any]) -> int | None:
     text = str(given.get(name, ""))
-    if not text:
-        return None
-    if not re.fullmatch(r"0*[1-9][0-9]{0,5}", text):
-        raise ConfigError(name, "a whole number of at least 1", text)
-    return int(text)
+    return arguments.parse_whole(name, text, least=1) if text else None
 
 
 def _seconds(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e9:
-        raise ConfigError(name, "a number of seconds, 0 or more", text)
-    return value
+    return arguments.parse_number(name, text, least=0, below=1e9, expected="a number of seconds, 0 or more")
 
 
 def _stall_timeout(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
@@ -344,8 +334,8 @@ def child_variables(given: Mapping[str, Any], variables: Mapping[str, str]) -> d
     if _is_stall_check_off(given, variables):
         values |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "LOCKSTEP_STALL_WARNING": _NEVER}
     elif text:
-        if not _seconds("stall_warning", text):
-            raise ConfigError("stall_warning", "a number of seconds above 0", text)
+        expected = "a number of seconds above 0"
+        arguments.parse_number("stall_warning", text, above=0, below=1e9, expected=expected)
         values |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": text, "LOCKSTEP_STALL_WARNING": text}
     if "no_stall_check" in given and not given["no_stall_check"]:
         values["HOROVOD_STALL_CHECK_DISABLE"] = "0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from .. import arguments
 from ..errors import ConfigError
 from .parser import Help
 
@@ -59,9 +60,9 @@ def run_command(parsed: argparse.Namespace) -> int:
         expected = "the address that `lockstep join --show` prints on a machine of the job"
         raise ConfigError("HOST:PORT", expected, parsed.address or "nothing")
     workers = parsed.workers
-    if workers is not None and (not workers.isdecimal() or not 0 < int(workers) <= 120):
-        raise ConfigError("-np", "a whole number from 1 to 120", workers)
+    if workers is not None:
+        workers = arguments.parse_whole("-np", workers, least=1, most=120)
     from ..launcher import elastic_node
 
-    elastic_node.join_running_job(host.strip("[]"), int(port), None if workers is None else int(workers))
+    elastic_node.join_running_job(host.strip("[]"), int(port), workers)
     return 0

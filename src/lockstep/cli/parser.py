@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .. import arguments
-from ..errors import ConfigError, LockstepError, MissingPackageError
+from ..errors import LockstepError, MissingPackageError
 
-__all__ = ["Help", "Parser", "UsageError", "can_draw", "whole_number"]
+__all__ = ["Help", "Parser", "UsageError", "can_draw"]
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -60,18 +60,6 @@ class Parser(argparse.ArgumentParser):
     def first_flags(self) -> dict[str, str]:
         """Return the first flag of each option, by the option's name in the namespace."""
         return {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
-
-
-def whole_number(flag: str, text: str, maximum: int | None = None) -> int:
-    """Parse the value of an option: a whole number of at least 1, and at most `maximum`.
-
-    Raises:
-        ConfigError: it is anything else; names `flag`.
-    """
-    if not text.isdecimal() or int(text) < 1 or (maximum is not None and int(text) > maximum):
-        expected = "a whole number of at least 1" if maximum is None else f"a whole number from 1 to {maximum}"
-        raise ConfigError(flag, expected, text)
-    return int(text)
 
 
 def can_draw(command: str) -> bool:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import arguments
 from ..activity import Activity
-from ..errors import ConfigError, unknown_name
-from .parser import Help, can_draw, whole_number
+from ..errors import ConfigError
+from .parser import Help, can_draw
 
 if TYPE_CHECKING:
     from ..planning.collective_costs import Fabric
@@ -105,23 +105,13 @@ def parse_counts(text: str) -> list[int]:
     """
     first, dots, last = text.partition("..")
     if dots:
-        low, high = whole_number("--workers", first), whole_number("--workers", last, _MOST_WORKERS)
+        low = arguments.parse_whole("--workers", first, least=1)
+        high = arguments.parse_whole("--workers", last, least=1, most=_MOST_WORKERS)
         if low > high:
             raise ConfigError("--workers", "N..M with N at most M, such as 1..64", text)
         return list(range(low, high + 1))
-    return sorted({whole_number("--workers", part.strip(), _MOST_WORKERS) for part in text.split(",")})
-
-
-def _price(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        price = float(text)
-    except ValueError:
-        price = -1.0
-    if not 0 <= price < 1e12:
-        raise ConfigError("--price", "an amount per hour and worker, 0 or more", text)
-    return price
+    parts = [part.strip() for part in text.split(",")]
+    return sorted({arguments.parse_whole("--workers", part, least=1, most=_MOST_WORKERS) for part in parts})
 
 
 def _check_files(parsed: argparse.Namespace) -> None:
@@ -136,8 +126,8 @@ def _check_files(parsed: argparse.Namespace) -> None:
         arguments.require_package("matplotlib", "--picture", "plots")
     files = {"--json": parsed.json, "--picture": None if parsed.no_picture else parsed.picture}
     for flag, name in files.items():
-        if name is not None and (not Path(name).parent.is_dir() or Path(name).is_dir()):
-            raise ConfigError(flag, "a file in an existing folder", name)
+        if name is not None:
+            arguments.output_file(flag, name)
     if files["--picture"] is not None and Path(parsed.picture).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError("--picture", "a file that ends in .png, .svg or .pdf", parsed.picture)
 
@@ -150,8 +140,7 @@ def _check_transport(network: Any, transport: str | None) -> None:
         return
     if isinstance(network, Link):
         raise ConfigError("--transport", "none without a FILE of `lockstep bench`", transport)
-    if transport not in network.transports:
-        raise unknown_name("--transport", transport, network.transports)
+    arguments.choice("--transport", transport, network.transports)
 
 
 def _note_options_of_the_script(words: Sequence[str]) -> None:
@@ -167,11 +156,15 @@ def _note_options_of_the_script(words: Sequence[str]) -> None:
 
 def run_command(parsed: argparse.Namespace) -> int:
     """Run the command with the `parsed` arguments, and return the exit code."""
-    counts, steps = parse_counts(parsed.workers), whole_number("--steps", parsed.steps, 10_000)
-    per_host, price = whole_number("--per-host", parsed.per_host), _price(parsed.price)
-    if parsed.batch not in ("auto", "global", "per-worker"):
-        raise ConfigError("--batch", "auto, global or per-worker", parsed.batch)
-    threads = None if parsed.threads is None else whole_number("--threads", parsed.threads)
+    counts = parse_counts(parsed.workers)
+    steps = arguments.parse_whole("--steps", parsed.steps, least=1, most=10_000)
+    per_host = arguments.parse_whole("--per-host", parsed.per_host, least=1)
+    price = None
+    if parsed.price is not None:
+        expected = "an amount per hour and worker, 0 or more"
+        price = arguments.parse_number("--price", parsed.price, least=0, below=1e12, expected=expected)
+    arguments.choice("--batch", parsed.batch, ("auto", "global", "per-worker"))
+    threads = None if parsed.threads is None else arguments.parse_whole("--threads", parsed.threads, least=1)
     _check_files(parsed)
     from ..planning.measurement import find_network
 

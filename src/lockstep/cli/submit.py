@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import arguments
 from ..errors import ConfigError
 from ..launcher.run_config import OPTIONS, RunConfig
 from ..submit import SCHEDULERS, Job, Scheduler, hand_over
 from ..submit.description import check_script_is_shared, parse_gigabytes, parse_name, parse_time
 from ..system.atomic_files import write_text
-from .parser import Help, whole_number
+from .parser import Help
 from .run import argparse_settings
 
 __all__ = ["add_to", "run_command"]
@@ -187,7 +188,7 @@ def make_job(given: Mapping[str, Any], scheduler: Scheduler) -> Job:
     nodes = _number(given, "nodes", 1)
     gpus = _number(given, "gpus", 0)
     if "shm" in given:
-        whole_number("shm", given["shm"], 1 << 16)
+        arguments.parse_whole("shm", given["shm"], least=1, most=1 << 16)
     program = [str(given["script"]), *map(str, given.get("arguments", ()))]
     if program[1:2] == ["--"]:
         del program[1]
@@ -232,7 +233,7 @@ def _number(given: Mapping[str, Any], name: str, default: int) -> int:
     text = given.get(name)
     if text is None or (text == "0" and name in ("gpus", "retries")):
         return default if text is None else 0
-    return whole_number(name, text, 1 << 16)
+    return arguments.parse_whole(name, text, least=1, most=1 << 16)
 
 
 def _word(given: Mapping[str, Any], name: str) -> str:

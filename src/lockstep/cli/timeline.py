@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import arguments
 from ..errors import ConfigError
 from .parser import Help
 
@@ -65,8 +66,7 @@ def run_command(parsed: argparse.Namespace) -> int:
             "DIR", "a folder with the records of a run", found=f"{parsed.folder} (there is no such folder)"
         )
     path = folder / "trace.json" if parsed.out is None else Path(parsed.out).expanduser()
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError("--out", "a file in an existing folder", got=str(path))
+    arguments.output_file("--out", path)
     try:
         times = write_trace(folder, path)
     except OSError as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import environment
+from .. import arguments, environment
 from ..errors import ConfigError
 from ..flight_recorder import RankState, RawRecord, RecorderReader, open_job
 from ..system.processes import read_status, resident_bytes
@@ -296,7 +296,8 @@ def run_command(parsed: argparse.Namespace) -> int:
     """Run the command with the `parsed` arguments, and return the exit code."""
     from rich.console import Console
 
-    interval = _interval(parsed.interval)
+    expected = "a number of seconds from 0.1 to 3600"
+    interval = arguments.parse_number("--interval", parsed.interval, least=0.1, most=3600, expected=expected)
     terminal = sys.stdout.isatty()
     console = Console(highlight=False, markup=False, emoji=False, no_color=not environment.wants_colours())
     if not terminal:
@@ -307,16 +308,6 @@ def run_command(parsed: argparse.Namespace) -> int:
     finally:
         display.close()
     return 0
-
-
-def _interval(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= 3600:
-        raise ConfigError("--interval", "a number of seconds from 0.1 to 3600", text)
-    return value
 
 
 def select_jobs(jobs: dict[Path, JobDescription], selector: str | None) -> dict[Path, JobDescription]:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from .. import arguments
 from ..activity import Activity
 from ..errors import ConfigError
 from ..parallel.shards import DEFAULT_VIRTUAL_WORKERS
 from ..registry import import_path_here
 from ..training.options import GROUPS, TrainOptions
-from .parser import Help, whole_number
+from .parser import Help
 from .train import add_option
 from .train_options import resolve
 from .verify_script import verify_script
@@ -103,11 +104,11 @@ def run_command(parsed: argparse.Namespace) -> int:
     counts, steps = _counts(parsed.counts), getattr(parsed, "steps", None)
     if parsed.script is not None:
         _refuse_training_options(parsed)
-        return verify_script(parsed, counts, whole_number("--steps", steps or "5"))
+        return verify_script(parsed, counts, arguments.parse_whole("--steps", steps or "5", least=1))
     if parsed.module:
         raise ConfigError("-m", "the name of a module after it", found="none")
     import_path_here()
-    steps = whole_number("--steps", steps or "20")
+    steps = arguments.parse_whole("--steps", steps or "20", least=1)
     options = resolve(parsed)
     options = replace(
         options,
@@ -197,7 +198,7 @@ def _print_table(console: Any, title: str, records: Sequence[Record]) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    counts = [whole_number("--workers", part.strip()) for part in text.split(",")]
+    counts = [arguments.parse_whole("--workers", part.strip(), least=1) for part in text.split(",")]
     if len(counts) < 2 or len(set(counts)) != len(counts):
         raise ConfigError("--workers", "two or more different numbers of workers, such as 1,2,3", text)
     return counts

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import arguments
 from ..errors import ConfigError
 from ..topology import World
 from .launchers import find_launcher, read_world
@@ -158,13 +159,7 @@ def timeline_dir() -> Path | None:
 
 def _seconds(name: str, default: float) -> float:
     text = os.environ.get(name, "").strip()
-    try:
-        seconds = float(text or default)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ConfigError(name, "a number of seconds above 0", text)
-    return seconds
+    return arguments.parse_number(name, text or default, above=0, expected="a number of seconds above 0")
 
 
 # --- Between Lockstep's launcher and its workers ----------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ from typing import TypeVar, cast
 from .. import arguments, environment, interruption, other_names
 from ..activity import in_notebook
 from ..errors import (
-    ConfigError,
     DesyncError,
     InterruptedRunError,
     LockstepError,
@@ -26,7 +24,7 @@ from ..system.job_folders import temporary_job_folder
 from .host_requirements import check_loopback
 from .run_config import SAVE_GRACE, WorkerOptions, check_network
 
-__all__ = ["attach_report", "check_process", "check_settings", "is_count", "launch"]
+__all__ = ["attach_report", "check_process", "check_settings", "launch"]
 
 T = TypeVar("T")
 
@@ -82,8 +80,7 @@ def launch(
         TypeError: an argument that the function does not have is one of `launch` under another name, as `nprocs` is.
     """
     check_settings(fn, threads, grace)
-    if not is_count(workers, MAX_WORKERS):
-        raise ConfigError("workers", f"a whole number from 1 to {MAX_WORKERS}", workers)
+    arguments.whole("workers", workers, least=1, most=MAX_WORKERS)
     _check_names(fn, kwargs)
     emulated = parse_network(network) if isinstance(network, str) else network
     if emulated is not None:
@@ -137,12 +134,10 @@ def attach_report(error: LockstepError) -> None:
 
 def check_settings(fn: object, threads: object, grace: object) -> None:
     """Raise ConfigError for an invalid argument of `launch`."""
-    if not callable(fn):
-        raise ConfigError("fn", "a function or another callable", fn)
-    if threads is not None and not is_count(threads):
-        raise ConfigError("threads", "a whole number of at least 1, or None", threads)
-    if isinstance(grace, bool) or not isinstance(grace, int | float) or not grace >= 0:
-        raise ConfigError("grace", "a number of seconds, 0 or more", grace)
+    arguments.function("fn", fn, "a function or another callable")
+    if threads is not None:
+        arguments.whole("threads", threads, least=1, expected="a whole number of at least 1, or None")
+    arguments.number("grace", grace, least=0, expected="a number of seconds, 0 or more")
 
 
 def _check_names(fn: Callable[..., object], kwargs: Mapping[str, object]) -> None:
@@ -162,11 +157,6 @@ def _check_names(fn: Callable[..., object], kwargs: Mapping[str, object]) -> Non
     for name in kwargs:
         if name not in known and name in other_names.LAUNCH:
             raise unexpected_argument("launch", name, other_names.LAUNCH[name], ())
-
-
-def is_count(value: object, most: float = math.inf) -> bool:
-    """Return whether this is a whole number from 1 to `most`."""
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
 def check_process() -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import arguments
 from ..errors import ConfigError, counted
 from ..hosts import Host, parse_hosts, read_hostfile
 from ..network import VirtualNetwork, parse_network
@@ -93,17 +94,7 @@ Parse = Callable[[str, Any], Any]
 
 
 def _integer(least: int, most: int) -> Parse:
-    return partial(_parse_integer, least=least, most=most)
-
-
-def _parse_integer(name: str, text: object, least: int, most: int) -> int:
-    try:
-        value = int(str(text))
-    except ValueError:
-        value = least - 1
-    if not least <= value <= most:
-        raise ConfigError(name, f"a whole number from {least} to {most}", text)
-    return value
+    return partial(arguments.parse_whole, least=least, most=most)
 
 
 AUTO = 0
@@ -113,10 +104,8 @@ AUTO = 0
 def _node_count(name: str, text: object) -> int:
     if str(text).strip() == "auto":
         return AUTO
-    try:
-        return _parse_integer(name, text, 1, 1 << 16)
-    except ConfigError:
-        raise ConfigError(name, f"auto, or a whole number from 1 to {1 << 16}", text) from None
+    expected = f"auto, or a whole number from 1 to {1 << 16}"
+    return arguments.parse_whole(name, text, least=1, most=1 << 16, expected=expected)
 
 
 def _worker_count(name: str, text: object) -> int | None:
@@ -124,31 +113,21 @@ def _worker_count(name: str, text: object) -> int | None:
     if written[:1] == "p" and written[1:].isdecimal():  # -np2, of which -n is an option
         hint = f"It is written -np {written[1:]}, with a space."
         raise ConfigError(name, "a whole number from 1 to 120000", written, hint)
-    return None if text == "auto" else _parse_integer(name, text, 1, 120_000)  # 120 per host, as `launch`
+    if text == "auto":
+        return None
+    return arguments.parse_whole(name, text, least=1, most=120_000)  # 120 per host, as `launch`
 
 
 def _seconds(name: str, text: object) -> float:
-    return _parse_seconds(name, text, "0 or more", lambda value: value >= 0)
+    return arguments.parse_number(name, text, least=0, below=1e9, expected="a number of seconds, 0 or more")
 
 
 def _positive_seconds(name: str, text: object) -> float:
-    return _parse_seconds(name, text, "above 0", lambda value: value > 0)
+    return arguments.parse_number(name, text, above=0, below=1e9, expected="a number of seconds, above 0")
 
 
-def _parse_seconds(name: str, text: object, expected: str, is_valid: Callable[[float], bool]) -> float:
-    try:
-        value = float(str(text))
-    except ValueError:
-        value = -1.0
-    if not (is_valid(value) and value < 1e9):
-        raise ConfigError(name, f"a number of seconds, {expected}", text)
-    return value
-
-
-def _start_method(name: str, text: object) -> object:
-    if text not in ("forkserver", "spawn"):
-        raise ConfigError(name, "forkserver or spawn", text)
-    return text
+def _start_method(name: str, text: object) -> str:
+    return arguments.choice(name, text, ("forkserver", "spawn"))
 
 
 def _names(_: str, given: str | Sequence[str]) -> tuple[str, ...]:
@@ -178,8 +157,8 @@ def _network(name: str, text: str) -> VirtualNetwork:
 
 def _elastic_range(name: str, text: str) -> tuple[int, int]:
     low, separator, high = text.partition(":")
-    least = _parse_integer(name, low, 1, 120)
-    most = _parse_integer(name, high, 1, 120) if separator else least
+    least = arguments.parse_whole(name, low, least=1, most=120)
+    most = arguments.parse_whole(name, high, least=1, most=120) if separator else least
     if most < least:
         raise ConfigError(name, "MIN:MAX with MIN at most MAX, such as 2:8", text)
     return least, most

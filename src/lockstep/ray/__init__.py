@@ -11,7 +11,7 @@ from typing import TypeVar
 from .. import arguments
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..interruption import install
-from ..launcher import attach_report, check_process, check_settings, is_count
+from ..launcher import attach_report, check_process, check_settings
 from ..launcher.run_config import SAVE_GRACE
 
 __all__ = ["launch"]
@@ -100,7 +100,11 @@ def _limits(workers: object) -> tuple[int, int]:
         ConfigError: there are none, or it is no number of workers.
     """
     given = workers if isinstance(workers, tuple | list) else (workers, workers)
-    if len(given) != 2 or not all(is_count(each, _MAX_WORKERS) for each in given) or given[0] > given[1]:
+    try:
+        least, most = (arguments.whole("workers", each, least=1, most=_MAX_WORKERS) for each in given)
+    except ValueError:  # one is invalid, or there are not two
+        least, most = 1, 0
+    if least > most:
         expected = "a whole number of at least 1, or the least and the most workers of an elastic job, such as (2, 8)"
         raise ConfigError("workers", expected, workers)
-    return given[0], given[1]
+    return least, most

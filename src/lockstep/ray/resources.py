@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from .. import arguments
 from ..activity import Activity
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 
@@ -94,9 +94,8 @@ def check_resources(resources: object) -> dict[str, float] | None:
     if not isinstance(resources, Mapping) or not resources:
         raise ConfigError("resources", expected, resources)
     for name, amount in resources.items():
-        is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
-        if not isinstance(name, str) or not is_number or not 0 < amount < math.inf:
-            raise ConfigError("resources", expected, resources)
+        arguments.text("resources", name, expected)
+        arguments.number(f"resources[{name!r}]", amount, above=0, finite=True)
     return dict(resources)
 
 

@@ -254,7 +254,7 @@ def test_limits_of_stalls() -> None:
     )
     for name in (warn, end):
         for text in ("soon", "-1", "nan"):
-            with pytest.raises(ConfigError, match=f"{name}: expected seconds"):
+            with pytest.raises(ConfigError, match=f"{name}: expected a number of seconds, 0 or more"):
                 StallLimits.from_variables({name: text})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -44,10 +45,16 @@ def test_other_settings_are_checked_as_those_of_launch() -> None:
         lockstep.ray.launch(print, threads=0)
 
 
-@pytest.mark.parametrize("resources", [{}, {"CPU": 0}, {"CPU": -1}, {"CPU": True}, {3: 1}, {"CPU": "1"}, ["CPU"], 2])
+@pytest.mark.parametrize("resources", [{}, {3: 1}, ["CPU"], 2])
 def test_what_are_no_resources_is_refused(resources: Any) -> None:
     with pytest.raises(ConfigError, match="resources: expected a dict of amounts above 0"):
         of_ray.check_resources(resources)
+
+
+@pytest.mark.parametrize("amount", [0, -1, True, "1", math.inf, math.nan])
+def test_what_is_no_amount_of_a_resource_is_refused_by_its_name(amount: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^resources\['GPU'\]: expected a finite number above 0, got "):
+        of_ray.check_resources({"CPU": 1, "GPU": amount})
 
 
 def test_resources_are_options_of_an_actor() -> None:

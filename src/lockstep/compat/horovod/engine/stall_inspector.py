@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 
 from torch.distributed import distributed_c10d as c10d
 
-from lockstep import Communicator
+from lockstep import Communicator, arguments
 from lockstep.environment import debug_rank, variables
 from lockstep.errors import (
-    ConfigError,
     LockstepError,
     MembershipChangedError,
     RankLostError,
@@ -135,13 +134,8 @@ class StallLimits:
 
 def _seconds(variables: Mapping[str, str], name: str, default: float) -> float:
     text = variables.get(name, "").strip()
-    try:
-        value = float(text or default)
-    except ValueError:
-        value = math.nan
-    if not value >= 0:
-        raise ConfigError(f"environment variable {name}", "seconds", text)
-    return value
+    expected = "a number of seconds, 0 or more"
+    return arguments.parse_number(f"environment variable {name}", text or default, least=0, expected=expected)
 
 
 @dataclass(frozen=True)
