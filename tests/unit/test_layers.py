@@ -51,7 +51,7 @@ PLUG_INS = [
 ROLES = [
     *("collectives", "context", "full_state", "point_to_point", "process_group", "rendezvous", "signatures"),
     *("timeline", "verify"),  # commands have the names of what they command
-    "trainer",  # MXNet's own module
+    *("loss", "trainer"),  # MXNet's own modules
 ]
 
 Tree = Callable[[dict[str, str]], dict[str, layers.Module]]

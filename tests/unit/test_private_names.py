@@ -125,6 +125,25 @@ def _parts_of_a_module() -> bool:
     )
 
 
+def _hooks_of_a_module(name: str, register: str) -> Callable[[], bool]:
+    def test() -> bool:
+        layer = nn.Linear(1, 1)
+        unset = not getattr(layer, name)
+        getattr(layer, register)(lambda *_: None)
+        return unset and len(getattr(layer, name)) == 1
+
+    return test
+
+
+def _hook_of_all_modules_is_seen() -> bool:
+    module = nn.modules.module
+    unset = not module._has_any_global_hook()
+    hook = module.register_module_forward_hook(lambda *_: None)
+    is_seen = bool(module._has_any_global_hook())
+    hook.remove()
+    return unset and is_seen
+
+
 def _hooks_of_a_parameter(name: str, register: str) -> Callable[[], bool]:
     def test() -> bool:
         parameter = nn.Parameter(torch.ones(1))
@@ -330,6 +349,10 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_post_accumulate_grad_hooks": _hooks_of_a_parameter(
         "_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook"
     ),
+    "_forward_hooks": _hooks_of_a_module("_forward_hooks", "register_forward_hook"),
+    "_forward_pre_hooks": _hooks_of_a_module("_forward_pre_hooks", "register_forward_pre_hook"),
+    "_backward_pre_hooks": _hooks_of_a_module("_backward_pre_hooks", "register_full_backward_pre_hook"),
+    "_has_any_global_hook": _hook_of_all_modules_is_seen,
     "_BatchNorm": lambda: issubclass(nn.BatchNorm1d, batchnorm._BatchNorm),
     "_NormBase": lambda: issubclass(nn.BatchNorm1d, batchnorm._NormBase)
     and issubclass(nn.InstanceNorm1d, batchnorm._NormBase),

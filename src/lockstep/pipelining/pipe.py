@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +14,9 @@ from ..communicator import Communicator
 from ..errors import ConfigError, DataError
 from ..parallel.full_state import load_optimizer
 from ..parallel.strategy import accumulation_dtype
-from ..training.losses import LossFn, LossSum
-from ..training.mean_check import is_due
+from ..training.loss import Loss, LossFn
+from ..training.mean_check import raise_problem
 from ..training.precision import scale_gradients
-from ..training.sample_sums import raise_not_a_mean
 from .full_state import broadcast_tree, gather_stages, merge_optimizers, stage_optimizer_state, stage_state
 
 __all__ = ["SCHEDULES", "Pipeline", "dry_run", "forward_stages", "make_schedule"]
@@ -155,7 +154,8 @@ class Pipeline:
     ) -> None:
         self.module, self.comm = module, comm
         self._names, self._schedule_name, self._microbatches, self._size = list(names), schedule, microbatches, size
-        self._loss: LossSum | None = None
+        self._loss_fn: LossFn = None
+        self._loss: Loss | None = None  # of `_loss_fn`
         self._steps_done = 0
         self._batch_size, self._counts = 0, [torch.zeros(())]
         self._schedule: tuple[Any, Any] = (None, None)  # what it was created for, and the schedule
@@ -185,7 +185,7 @@ class Pipeline:
         Args:
             batch: the inputs, equal on every worker, of shape (samples, …).
             target: the targets, equal on every worker, of shape (samples, …).
-            loss_fn: see `lockstep.training.losses.LossFn`.
+            loss_fn: see `lockstep.training.loss.LossFn`.
 
         Returns:
             0-dim tensor of float64 (float32 on MPS) on the device, the same on every worker.
@@ -198,11 +198,13 @@ class Pipeline:
         parts = self._check(batch, target)
         for p in self.parameters():
             p.grad = None
-        self._loss, self._batch_size, self._counts = LossSum(loss_fn, self.comm.device), len(batch), []
-        self._loss.parts.expect(self._steps_done)
+        loss = self._loss_of(loss_fn)
+        self._batch_size, self._counts = len(batch), []
+        is_compared = loss.expect(self._steps_done)
         losses = self._passes(batch.to(self.comm.device), target.to(self.comm.device), parts)
-        if is_due(self._steps_done) and not self._loss.is_recognised:
-            raise_not_a_mean(self._loss.parts.check(), self.comm)
+        problem = loss.check(nullcontext, compares_model=False)
+        if is_compared:
+            raise_problem(problem, self.comm)
         self._steps_done += 1
         totals = torch.zeros(2, device=self.comm.device, dtype=accumulation_dtype(self.comm.device))
         if self.comm.rank == self.comm.size - 1:
@@ -211,6 +213,18 @@ class Pipeline:
                 totals[1] += count
         self.comm.broadcast(totals, self.comm.size - 1)
         return self._mean_loss(*totals.unbind())
+
+    def _loss_of(self, loss_fn: LossFn) -> Loss:
+        """Return the loss for a function: the one of the last step if the function is the same.
+
+        Raises:
+            ConfigError: if it is no function.
+        """
+        if self._loss is None or loss_fn is not self._loss_fn:
+            if loss_fn is None:
+                raise ConfigError("loss_fn", "a function (output, target) -> loss, or a module", loss_fn)
+            self._loss, self._loss_fn = Loss(loss_fn, self.comm.device), loss_fn
+        return self._loss
 
     def _passes(self, batch: torch.Tensor, target: torch.Tensor, parts: int) -> list[torch.Tensor]:
         """Run the forward and backward passes of all micro-batches; returns their losses on the last worker."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..parallel.replicas.scatter import (
     leaves,
     scatter,
 )
-from .losses import LossFn, LossSum
+from .loss import Loss, LossFn
 
 __all__ = ["DataParallel"]
 
@@ -135,7 +136,7 @@ class _Losses:
     """The losses of all replicas; copies of a module share one object."""
 
     def __init__(self) -> None:
-        self._batches, self._of_replicas = 0, weakref.WeakSet[LossSum]()
+        self._batches, self._of_replicas = 0, weakref.WeakSet[Loss]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Losses:
         return self
@@ -143,15 +144,15 @@ class _Losses:
     def __reduce__(self) -> tuple[type[_Losses], tuple[()]]:
         return _Losses, ()
 
-    def add(self, loss: LossSum) -> None:
+    def add(self, loss: Loss) -> None:
         """Add the loss of a replica, at its first batch."""
-        loss.parts.expect(self._batches)
+        loss.expect(self._batches)
         self._of_replicas.add(loss)
 
     def expect(self) -> None:
         """Begin a batch."""
         for loss in self._of_replicas:
-            loss.parts.expect(self._batches)
+            loss.expect(self._batches)
 
     def check(self) -> None:
         """Check that the losses are means over samples, with the arguments that they have been called with.
@@ -161,8 +162,8 @@ class _Losses:
         """
         self._batches += 1
         for loss in list(self._of_replicas):
-            if (not_a_mean := loss.parts.check()) is not None:
-                raise not_a_mean.error()
+            if (problem := loss.check(nullcontext, compares_model=False)) is not None:
+                raise problem.error()
 
 
 class _Forward(nn.Module):
@@ -177,7 +178,7 @@ class _Forward(nn.Module):
     def __init__(self, model: nn.Module, loss: LossFn | None, dim: int) -> None:
         super().__init__()
         self.model, self.loss, self.dim = model, loss, dim
-        self._loss_sum: LossSum | None = None  # created by each replica at its first pass, on its device
+        self._loss_sum: Loss | None = None  # created by each replica at its first pass, on its device
         self.losses = _Losses()
 
     def forward(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
@@ -187,7 +188,7 @@ class _Forward(nn.Module):
             return output
         tensors = [tensor for _, tensor in leaves((inputs, kwargs, target)) if tensor.dim()]
         if self._loss_sum is None:
-            self._loss_sum = LossSum(self.loss, tensors[0].device)
+            self._loss_sum = Loss(self.loss, tensors[0].device)
             self.losses.add(self._loss_sum)
         total, count = self._loss_sum(output, target, tensors[0].shape[self.dim])
         return total, torch.as_tensor(count, dtype=torch.float32, device=total.device)

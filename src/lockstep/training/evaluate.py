@@ -26,16 +26,14 @@ from ..parallel.sync_batchnorm import placeholder_batch
 from .divided_batches import FirstPasses, describe_division
 from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
-from .loss_state import LossState
-from .losses import Computation, Forward, LossFn, LossSum, classification_loss, default_forward
-from .mean_check import is_due
-from .model_check import compare_model
+from .loss import Computation, Forward, Loss, LossFn
+from .mean_check import MeanCheck, Problem, raise_problem
 from .modes import evaluating
 from .out_of_memory import explaining_out_of_memory
-from .own_loss import IGNORED, NotCounted, returning_pair, with_own_loss
+from .own_loss import IGNORED
 from .precision import Precision, full_precision
 from .replica_check import compare_weights
-from .sample_sums import NotAMean, SampleSum, raise_not_a_mean
+from .torch_losses import classification_loss
 
 __all__ = [
     "Evaluation",
@@ -54,7 +52,7 @@ _log = logging.getLogger(__name__)
 Metric = Callable[[Any, Any], Any] | Any
 """(output, target) of n samples → the mean over the samples (a 0-dim floating tensor or a float), or one value for each
 sample (shape (n,)), or (sum, count) if the mean is over something else, such as labels or pixels: the rule for losses.
-The first batch of the first evaluation checks that a mean is over samples, see `lockstep.training.sample_sums`. What no
+The first batch of the first evaluation checks that a mean is over samples, see `lockstep.training.mean_check`. What no
 sum over samples gives, such as AUC, is a `whole_set` metric, or an object of torchmetrics."""
 
 
@@ -100,6 +98,10 @@ def whole_set(fn: Callable[[Any, Any], Any]) -> WholeSet:
     outputs and targets of one global batch after the other.
     """
     return WholeSet(fn)
+
+
+def _is_accuracy(metric: Any) -> bool:
+    return metric is accuracy or (isinstance(metric, partial) and metric.func is accuracy)
 
 
 def _is_stateful(metric: Any) -> bool:
@@ -274,10 +276,10 @@ def evaluate(
         model: the model; its mode (training or evaluation) is restored.
         loader: the loader of the data set; its epoch 0 is used. Of a `DataLoader` of torch, the batch size is the
             global batch size.
-        loss_fn: see `lockstep.training.losses.LossFn`.
+        loss_fn: see `lockstep.training.loss.LossFn`.
         metrics: name → `Metric`; when None, accuracy for a loss of classification.
         precision: the precision of the forward passes; float32 when None.
-        forward: see `lockstep.training.losses.Forward`.
+        forward: see `lockstep.training.loss.Forward`.
         strategy: the strategy of the training; None for the whole model on every worker.
         max_steps_in_flight: number of batches that may be queued on an accelerator.
 
@@ -396,19 +398,15 @@ class Evaluation(Computation):
     ) -> None:
         super().__init__(model)
         check_metrics(metrics)
-        loss_fn, forward = with_own_loss(loss_fn, forward)
-        self._loss = LossSum(loss_fn, device)
-        self._forward = default_forward if forward is None else returning_pair(forward)
-        self._loss_state = LossState(loss_fn, model, device)
-        self._first: tuple[nn.Module, Any, int] | None = None  # the arguments of `on`, for `_check`
+        self._loss = Loss(loss_fn, device, forward, model)
         self._stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if _is_stateful(metric)}
         of_samples = {name: metric for name, metric in metrics.items() if name not in self._stateful}
-        self._metrics = {name: SampleSum("metrics", metric, name) for name, metric in of_samples.items()}
-        for metric in self._metrics.values():
-            if metric.fn is accuracy or (isinstance(metric.fn, partial) and metric.fn.func is accuracy):
-                metric.close()
+        self._metrics = {
+            name: MeanCheck("metrics", metric, name, compares=not _is_accuracy(metric))
+            for name, metric in of_samples.items()
+        }
         self._has_described = False
-        self._is_due, self._warned_of = False, cast(list[str], [])
+        self._warned_of: list[str] = []
         self._names, self._kept = list(metrics), cast(list[tuple[Any, Any]], [])
 
     @property
@@ -433,10 +431,11 @@ class Evaluation(Computation):
         # (shard, loss or metric, sum or count)
         shape = (loader.virtual_workers or 1, 1 + len(self._metrics), 2)
         totals = torch.zeros(shape, device=device, dtype=accumulation_dtype(device))
-        limit, not_a_mean = InFlightLimit(device, check_in_flight(max_steps_in_flight)), None
+        limit = InFlightLimit(device, check_in_flight(max_steps_in_flight))
+        self._loss.found = problem = None
         what = f"an evaluation in batches of {counted(loader.global_batch_size, 'sample')}"
         advice = "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
-        with evaluating(self.model, self._loss_state), explaining_out_of_memory(comm, what, lambda: advice):
+        with evaluating(self.model, self._loss.modules), explaining_out_of_memory(comm, what, lambda: advice):
             for number, batch in enumerate(loader.epoch(0)):
                 self._expect(number, is_last=number + 1 == loader.steps)
                 for shard, data, size in _parts_of(loader, batch):
@@ -449,11 +448,11 @@ class Evaluation(Computation):
                                 wrapped(placeholder, 1)
                                 self._kept.clear()
                     limit.record()
-                not_a_mean = not_a_mean or self._check(number, precision, strategy)
+                problem = problem or self._check(precision, strategy)
                 if self._stateful:
                     self._update_stateful(loader, precision)
         with named("check of loss and metrics"):
-            raise_not_a_mean(not_a_mean, comm)
+            raise_problem(problem, comm)
         if comm.size > 1 and comm.rank == 0:
             self._warn_of_changes()
         # A shard's rows are nonzero on one worker only, so the all-reduce is exact; the sum over shards has one order.
@@ -504,7 +503,7 @@ class Evaluation(Computation):
         kept, self._kept = self._kept, []
         if not kept:  # of a worker without samples, for the form of the outputs
             with precision.autocast():
-                kept = [narrow(self._forward(self.model, loader.stand_in()), 0, 0)]
+                kept = [narrow(self._loss.forward(self.model, loader.stand_in()), 0, 0)]
         outputs, targets = (
             _gather(_concatenate([map_tensors(full_precision, pair[at]) for pair in kept]), loader.comm)
             for at in (0, 1)
@@ -523,25 +522,20 @@ class Evaluation(Computation):
 
     def _expect(self, number: int, is_last: bool) -> None:
         """Begin a batch, whose loss and metrics may be due to be checked; those of the last one, often short, are."""
-        self._first, self._is_due = None, is_last or is_due(number)
-        for function in (self._loss.parts, *self._metrics.values()):
-            function.expect(number, self._is_due)
-
-    def _check(self, number: int, precision: Precision, strategy: Strategy) -> NotAMean | NotCounted | None:
-        """Check loss and metrics with a batch; returns the first that is not a mean over samples."""
-        passes, (first, self._first) = precision.autocast, (self._first, None)
-        found: NotAMean | NotCounted | None = self._loss.problem or self._loss.parts.check(passes)
-        if found is None and first is not None and self._loss.uses_whole_batch and not strategy.collective_forward:
-            found = compare_model(self._loss.parts.fn, self._forward, *first, number, passes)
+        self._loss.expect(number, due=is_last)
         for metric in self._metrics.values():
-            found = found or metric.check(passes, gradients=False)
+            metric.expect(number, due=is_last)
+
+    def _check(self, precision: Precision, strategy: Strategy) -> Problem | None:
+        """Check loss and metrics with a batch; returns the first that is not a mean over samples."""
+        found = self._loss.check(precision.autocast, compares_model=not strategy.collective_forward)
+        for metric in self._metrics.values():
+            found = found or metric.check(precision.autocast, gradients=False)
         return found
 
     def on(self, model: nn.Module, data: Any, size: int) -> torch.Tensor:
         """See `Computation`."""
-        if self._is_due and not self._loss.is_recognised and (self._first is None or self._first[2] < 2):
-            self._first = model, data, size
-        output, target = self._forward(model, data)
+        output, target = self._loss.forward(model, data, size)
         if self._stateful:
             self._kept.append((output, target))
         rows: list[tuple[Any, Any]] = [self._loss(output, target, size)]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from .mean_check import NotAMean
 from .model_calls import ModelCalls
-from .sample_sums import NotAMean
 
 __all__ = [
     "common_number",

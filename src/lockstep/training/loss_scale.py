@@ -11,7 +11,7 @@ from torch import nn
 from ..flight_recorder import named
 from ..parallel.randomness import preserve_generators
 from ..parallel.strategy import Strategy, accumulation_dtype
-from .losses import Computation, LossModule
+from .loss import Computation, LossModule
 from .modes import preserving_buffers
 from .precision import Precision
 

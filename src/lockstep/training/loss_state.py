@@ -21,13 +21,15 @@ __all__ = ["LossState", "modules_of"]
 _log = logging.getLogger(__name__)
 
 
-def modules_of(fn: Any, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+def modules_of(fn: Any, model: nn.Module | None) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the modules that a loss function is, and those that it calls by name; without those of the model.
 
     Args:
         fn: a module, a method of one, a function, or a `functools.partial` of these.
-        model: the model.
+        model: the model; when None, the modules belong to another module, and there are none.
     """
+    if model is None:
+        return [], []
     if isinstance(fn, partial):
         found = [modules_of(each, model) for each in (fn.func, *fn.args, *fn.keywords.values())]
         return [m for direct, _ in found for m in direct], [m for _, called in found for m in called]
@@ -56,11 +58,11 @@ class LossState(nn.ModuleList):
 
     Args:
         fn: the loss function.
-        model: the model.
+        model: the model; None if the modules belong to another module.
         device: the device of the outputs.
     """
 
-    def __init__(self, fn: Any, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, fn: Any, model: nn.Module | None, device: torch.device) -> None:
         direct, called = (list(dict.fromkeys(modules)) for modules in modules_of(fn, model))
         super().__init__([*direct, *(module for module in called if module not in direct)])
         self._direct = len(direct)

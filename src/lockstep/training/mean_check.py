@@ -1,46 +1,50 @@
-"""The comparison by halves: whether a loss or a metric of a few samples is the sum of those of their two halves."""
+"""The repeated comparison by halves: when losses and metrics are compared, with which samples, and what is said."""
 
 from __future__ import annotations
 
-import logging
+import copy
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from ..errors import ConfigError, TransportError
-from ..parallel.nested import map_tensors, tensors_of
-from ..parallel.randomness import preserve_generators
+from ..communicator import Communicator
+from ..errors import ConfigError
+from ..parallel.nested import tensors_of
 from ..parallel.shards import mix
-from .sum_and_count import as_sum, is_pair
+from .errors_on_all import raise_on_all
+from .halves import (
+    MAX_FLOAT64_VALUES,
+    Difference,
+    Halves,
+    LossLike,
+    Passes,
+    Samples,
+    Unsteady,
+    compare_or_skip,
+    depends_on_unsliced,
+)
+from .outer_values import OuterValues
+from .seen_values import SeenValues
+from .sum_and_count import as_sum, is_known_nan
 
 __all__ = [
-    "MAX_FLOAT64_VALUES",
     "WITH_GRADIENTS",
-    "Call",
-    "Difference",
-    "Halves",
-    "LossLike",
-    "Passes",
-    "Unsteady",
-    "by_target",
-    "compare_or_skip",
-    "depends_on_unsliced",
-    "device_of",
+    "MeanCheck",
+    "NotAMean",
+    "Problem",
+    "block_at",
+    "describe_function",
+    "describe_shapes",
     "is_due",
-    "keep_call",
-    "pairs_all_samples",
-    "to_float64",
+    "raise_problem",
+    "without_traces",
 ]
-
-_log = logging.getLogger(__name__)
-
-LossLike = Callable[[Any, Any], Any]
-Passes = Callable[[], AbstractContextManager[object]]
 
 
 # --- When, and with which samples -------------------------------------------------------------------------------------
@@ -53,8 +57,9 @@ _MAX_SAMPLES = 64
 WITH_GRADIENTS = (0, 1)
 """The steps at which gradients are compared in any case; later, the losses of samples differ and values alone tell."""
 
-MAX_FLOAT64_VALUES = 1 << 20
-"""Up to this number of values (8 MiB), functions are compared in float64, where rounding is negligible."""
+# Samples with values unlike those before are compared beside the steps that are due: at most these, and one more for
+# each of so many steps.
+_MOST_EXTRA, _STEPS_PER_EXTRA = 8, 64
 
 
 def is_due(number: int) -> bool:
@@ -76,385 +81,262 @@ def _drawn(length: int, key: int) -> int:
     return 1 + mix((_SCHEDULE, key)) % (length - 1)
 
 
+def block_at(number: int) -> int:
+    """Return the number of the block of samples that is compared at a step: another one each time that is due."""
+    return number.bit_length() + number // _EVERY
+
+
+# --- What is found ----------------------------------------------------------------------------------------------------
+
+
+class Problem(Protocol):
+    """Why the value of a loss or metric depends on how a batch is divided, as one rank has found."""
+
+    def error(self, rank: int = 0) -> ConfigError:
+        """Return the error to raise; `rank` is the one that has found it."""
+        ...
+
+
+def raise_problem(found: Problem | None, comm: Communicator) -> None:
+    """Raise an error on every rank if any rank has found a function that is not a mean; called by all ranks.
+
+    Raises:
+        ConfigError: the error of the lowest rank that has found one.
+    """
+    raise_on_all(comm, None if found is None else found.error(comm.rank))
+
+
 @dataclass(frozen=True)
-class Call:
-    """The arguments of a call of a loss or metric for a few samples.
+class NotAMean:
+    """A function whose values for the two halves of some samples do not add up to its value for the samples.
 
     Attributes:
-        output: the output, detached.
-        target: the target, detached.
-        size: number of samples.
-        rows: the size of the first dimension of tensors that are split by samples: the samples, or a multiple of them.
-            None if no tensor can be split.
+        argument: the argument that the function was passed as.
+        name: the name of the function.
+        samples: number of samples.
+        difference: what the comparison has found.
+        shapes: what is odd about the shapes of the output and the target; "" if nothing is.
+        is_model: whether the model computes the loss, or uses numbers that it has computed for the whole batch.
     """
 
-    output: Any
-    target: Any
-    size: int
-    rows: int | None
+    argument: str
+    name: str
+    samples: int
+    difference: Difference
+    shapes: str = ""
+    is_model: bool = False
+
+    def error(self, rank: int = 0) -> ConfigError:
+        """Return the error to raise; `rank` is the one that has found it."""
+        expected = "a mean over samples, one value for each sample, or (sum, count)"
+        if self.difference.is_pair and not self.is_model:
+            expected += " whose sums and counts add up over the parts of a batch"
+        found = f"{self.name}, which gives {self._found(rank)}"
+        return ConfigError(self.argument, expected, found=found, hint=self._hint())
+
+    def _found(self, rank: int) -> str:
+        found, samples = self.difference, f"{self.samples} samples of rank {rank}"
+        if found.is_other_form:
+            return f"one value for each of {samples}, but another number of values for fewer of them"
+        if math.isnan(found.whole[0]):
+            return f"nan for {samples}, whose outputs are finite, as if there were nothing in them that it counts"
+        differ = f" (their gradients differ by {100 * found.gradients:.2g} %)" if found.gradients else ""
+        if found.is_pair and not self.is_model:
+            own, theirs = (f"{_number(a)} and the count {_number(b)}" for a, b in (found.whole, found.halves))
+            return f"the sum {own} for {samples}, and the sum {theirs} for their two halves together{differ}"
+        mean, halves = self.means()
+        return f"{mean} for {samples} and {halves} as the mean of their two halves, weighted by samples{differ}"
+
+    def means(self) -> tuple[str, str]:
+        """Return the mean over the samples, and that of their halves."""
+        (total, count), (halves_total, halves_count) = self.difference.whole, self.difference.halves
+        return _number(total / (count or 1.0)), _number(halves_total / (halves_count or 1.0))
+
+    def _hint(self) -> str:
+        hint = "Its value depends on how a batch is split, and so on the number of workers. "
+        if self.is_model:
+            hint += (
+                "A term of the whole batch, such as one that balances experts or decorrelates outputs, is no mean over "
+                "samples. Compute it for each sample, or leave it out."
+            )
+        elif self.difference.is_pair:
+            hint += (
+                "Sums and counts are added up over all workers: return the sum over the samples, tokens or weights, "
+                "and their number. A loss and a part of it are no such pair: return the loss alone."
+            )
+        else:
+            hint += (
+                "Return (sum, count), where the mean is sum / count, e.g. over tokens or class weights; sums and "
+                "counts are added up over all workers."
+            )
+        if self.argument != "loss_fn":
+            hint += f" Where no sum over samples gives it (F1, AUC): lockstep.whole_set({self.name})."
+        return f"{self.shapes} {hint}".lstrip()
 
 
-def keep_call(
-    output: Any, target: Any, size: int, number: int, most: int = _MAX_SAMPLES, sample: int | None = None
-) -> Call:
-    """Return a call with some of its samples only: other ones each time.
-
-    Samples that belong together are neighbours in many data sets, so the samples are a block of a power of two.
-
-    Args:
-        output: the output of `size` samples.
-        target: their targets.
-        size: number of samples.
-        number: the number of the step, or of the batch.
-        most: number of samples; fewer if they have too many values, but at least two.
-        sample: a sample that is among them; any when None.
-    """
-    output, target = map_tensors(torch.Tensor.detach, {"output": output, "target": target}).values()
-    rows = _sample_rows(output, target, size)
-    if rows is None or size < 2:
-        return Call(output, target, size, rows)
-    numel = sum(tensor.numel() for tensor in _floats((output, target)) if _is_sliced(tensor, rows))
-    affordable = min(most, MAX_FLOAT64_VALUES * size // max(1, numel))
-    if affordable >= size:
-        return Call(output, target, size, rows)
-    count = 1 << max(1, affordable.bit_length() - 1)
-    if count >= size:
-        return Call(output, target, size, rows)
-    nth = number.bit_length() + number // _EVERY if sample is None else sample // count
-    start = min(nth % -(-size // count) * count, size - count)
-    of_sample = rows // size
-    cut = partial(_cut, rows=rows, start=start * of_sample, stop=(start + count) * of_sample)
-    # clones, as a view would keep the memory of all samples
-    few_outputs, few_targets = (map_tensors(lambda tensor: cut(tensor).clone(), tree) for tree in (output, target))
-    return Call(few_outputs, few_targets, count, count * of_sample)
-
-
-def by_target(call: Call) -> Call:
-    """Return a call whose samples are in the order of their targets, if each has one number.
-
-    Halves with as many samples of each class may give the same by chance: the recall of one class, or its F1; and a
-    mean over labels that are not ignored, where each half has as many of them.
-    """
-    target, rows = call.target, call.rows
-    is_one_number = isinstance(target, torch.Tensor) and target.numel() == call.size and not target.is_complex()
-    if rows != call.size or not is_one_number:
-        return call
-    order = target.reshape(-1).argsort(stable=True)
-    trees = {"output": call.output, "target": target}
-    output, target = map_tensors(lambda tensor: tensor[order] if _is_sliced(tensor, rows) else tensor, trees).values()
-    return Call(output, target, call.size, rows)
-
-
-def _sample_rows(output: Any, target: Any, size: int) -> int | None:
-    outputs, targets = ({t.shape[0] for t in tensors_of(tree) if t.dim()} for tree in (output, target))
-    if len(outputs | targets) == 1 and size and not min(outputs | targets) % size:
-        return min(outputs | targets) or None  # such as all tokens of all samples in one dimension
-    return size if size in outputs and targets <= {size} else None
-
-
-def _cut(tensor: torch.Tensor, rows: int, start: int, stop: int) -> torch.Tensor:
-    return tensor[start:stop] if _is_sliced(tensor, rows) else tensor
-
-
-def _is_sliced(tensor: torch.Tensor, rows: int | None) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == rows
+def _number(value: float) -> str:
+    return f"{value:.10g}"
 
 
 # --- The comparison ---------------------------------------------------------------------------------------------------
 
-# Tolerated relative differences of values and gradients. A function of float64 outputs may still compute in float32.
-_FLOAT64 = (1e-5, 1e-5)
-_FLOAT32 = (1e-4, 1e-3)
-# Kernels of lower precision than the tensors have, such as TF32, differ by that much with the number of samples.
-_REDUCED = (1e-3, 1e-3)
-# Gradients of one tensor are compared relative to at least this share of those of all: theirs may be rounding alone.
-_LEAST_SHARE = 1e-2
-_MEAN_FOR_SUM = 0.2
 
+class MeanCheck:
+    """A loss or metric (output, target) as (output, target, size) → (sum, count), which is compared by halves.
 
-@dataclass(frozen=True)
-class Difference:
-    """What a comparison has found.
-
-    Attributes:
-        whole: (sum, count) of the samples.
-        halves: the sums of those of their two halves.
-        gradients: the relative difference of their gradients; 0.0 if that is rounding.
-        is_pair: whether the function has returned (sum, count).
-        is_other_form: whether the function has returned another number of values than one for each of fewer samples.
-    """
-
-    whole: tuple[float, float]
-    halves: tuple[float, float]
-    gradients: float = 0.0
-    is_pair: bool = False
-    is_other_form: bool = False
-
-
-class Unsteady(Exception):  # noqa: N818
-    """A function gives another value when it is called again: it draws random numbers, or has a state."""
-
-
-class _AnotherFormError(Exception):
-    """A function has returned another number of values than one for each of fewer samples."""
-
-
-@dataclass(frozen=True)
-class _Result:
-    """Attributes: sum, count, and the gradients of the sum."""
-
-    total: float
-    count: float
-    gradients: list[torch.Tensor | None]
-
-
-class Halves:
-    """The comparison of a function's sum, count and gradients for a few samples with those for their halves.
+    Where that is due, and where a call has values unlike those that were compared before, see `SeenValues`, it keeps
+    some of the samples of a call for `check`. On the CPU, samples whose mean is no number are kept as well.
 
     Args:
-        fn: (output, target) → see `as_sum`.
-        call: its arguments. For a single sample there are no halves, but `fn` is called equally often, because it may
-            communicate with other ranks.
-        parameters: parameters of `fn`; gradients are with respect to them instead of the output.
-        tolerance: (formats of the function's results) → tolerated relative differences of values and gradients; by the
-            formats of all tensors when None.
-        sums_add_up: whether to compare the sums of (sum, count) as well. A loss may gather the outputs of all workers,
-            and return the sum over this worker's samples, which is right and does not add up over halves.
+        argument: the argument that errors name, such as "loss_fn".
+        fn: the function; see `as_sum` for its return value.
+        name: the name of the function in errors.
+        compares: False for a function that is known to be right.
+
+    Attributes:
+        counts_samples: whether the last call returned a mean over samples, or one value for each.
+        opaque: whether the check has found that the function uses numbers that cannot be split by samples.
     """
 
-    def __init__(
-        self,
-        fn: LossLike,
-        call: Call,
-        parameters: Sequence[torch.Tensor] = (),
-        tolerance: Callable[[set[torch.dtype]], tuple[float, float]] | None = None,
-        sums_add_up: bool = False,
-    ) -> None:
-        self._fn, self._call, self._parameters = fn, _with_unlike_halves(call), list(parameters)
-        self._given, self._dtypes = tolerance, set[torch.dtype]()
-        self._is_pair, self._is_by_sample, self._sums_add_up = False, False, sums_add_up
+    def __init__(self, argument: str, fn: LossLike, name: str = "", compares: bool = True) -> None:
+        self.fn = fn
+        self.counts_samples = False
+        self.opaque = False
+        self._argument = argument
+        self.name = name or describe_function(fn)
+        self._number = 0
+        self._due = True
+        self._compares = compares
+        self._kept: Samples | None = None
+        self._seen = SeenValues()
+        self._extra = 0
+        self._outer = OuterValues(fn)
 
-    def difference(self, gradients: bool) -> Difference | None:
-        """Return the difference between the samples and their halves; None if it is no more than rounding.
+    @property
+    def changes_outside(self) -> list[str]:
+        """The names of lists, numbers and tensors outside of the function that its calls change, as far as seen."""
+        return self._outer.changed
 
-        Gradients are more sensitive than values: at the beginning of a training the losses of all tokens are nearly
-        equal, and so is every weighted mean of them.
+    def expect(self, number: int, due: bool = False) -> None:
+        """Begin a step, or a batch of an evaluation, with this number; `due` if it is to be checked in any case."""
+        self._number = number
+        self._due = due or is_due(number)
+        self._kept = None
+
+    def __call__(self, output: Any, target: Any, size: int) -> tuple[Any, Any]:
+        """Return (sum, count) of `size` samples.
 
         Raises:
-            Unsteady: if the function cannot be compared.
+            ConfigError: see `as_sum`.
         """
-        size = self._call.size
-        half = max(1, size // 2)
-        ranges = [(0, half), (half, size)] if size > 1 else [(0, 1), (0, 1)]
-        try:
-            whole = self._evaluate(0, size, gradients)
-            parts = [self._evaluate(start, stop, gradients) for start, stop in ranges]
-        except _AnotherFormError:
-            return Difference((math.nan, size), (math.nan, size), is_other_form=True)
-        halves = self._add(parts)
-        if self._counts_nothing(whole, parts):
-            return Difference((whole.total, whole.count), (halves.total, halves.count), is_pair=self._is_pair)
-        values = [whole.total, whole.count, *(value for part in parts for value in (part.total, part.count))]
-        found = self._distances(whole, halves, parts)
-        if self._is_pair and not self._sums_add_up and not self._is_mean_for_sum(whole, parts):
-            found = (0.0, *found[1:])
-        if size < 2 or not all(map(math.isfinite, values)) or not self._exceeding(found):
+        wanted = self._compares and (self._kept is None or self._kept.size < 2)
+        sample = self._unlike_sample(output, target, size) if wanted else None
+        if wanted and (self._due or sample is not None):
+            before = _versions(output, target)
+            self._outer.before_call()
+            value = self.fn(output, target)
+            self._outer.after_call()
+            wanted = before == _versions(output, target)  # else it cannot be called with its arguments again
+        else:
+            value = self.fn(output, target)
+            wanted = wanted and is_known_nan(value)
+        if wanted:
+            self._kept = Samples.few_of(output, target, size, block_at(self._number), _MAX_SAMPLES, sample)
+        self.counts_samples = not isinstance(value, (tuple, list))
+        return as_sum(value, size, self._argument)
+
+    def _unlike_sample(self, output: Any, target: Any, size: int) -> int | None:
+        """Return a sample whose values are unlike those that were compared before, if there is one and it is to be
+        compared."""
+        if not self._due and self._extra >= _MOST_EXTRA + self._number // _STEPS_PER_EXTRA:
             return None
-        again = self._evaluate(0, size, gradients)
-        repeated = self._distances(whole, again, [again])
-        if self._exceeding(repeated):
-            raise Unsteady
-        if not any(found[place] > 4 * repeated[place] for place in self._exceeding(found)):
-            return None  # gradients that are summed in no fixed order
-        distance = found[2] if 2 in self._exceeding(found) else 0.0
-        return Difference((whole.total, whole.count), (halves.total, halves.count), distance, self._is_pair)
+        return self._seen.unlike_sample(output, target, size)
 
-    def _counts_nothing(self, whole: _Result, parts: list[_Result]) -> bool:
-        """Return whether some of the samples give no number because the function counts nothing in them.
+    def check(self, passes: Passes = nullcontext, gradients: bool = True) -> NotAMean | None:
+        """Check that the function is a mean over samples, with the first part of at least two samples.
 
-        Then either the whole gives one, or the outputs are numbers.
+        It calls the function a few more times, restores the random generators, and waits for the device.
+
+        Args:
+            passes: the context manager that the function was called in, such as autocast.
+            gradients: whether to compare gradients with respect to the output as well.
+
+        Returns:
+            The difference; None if there is none, or if the function cannot be checked.
         """
-        if math.isfinite(whole.total):
-            return not all(math.isfinite(part.total) for part in parts)
-        if self._is_by_sample or not all(math.isnan(result.total) for result in (whole, *parts)):
-            return False
-        return all(bool(tensor.isfinite().all()) for tensor in _floats(self._call.output))
-
-    def _exceeding(self, distances: tuple[float, float, float]) -> list[int]:
-        """Return the places of `_distances` that are more than rounding."""
-        values, gradients = self._tolerance()
-        if self._is_pair and not self._sums_add_up:
-            gradients = math.inf
-        return [place for place, limit in enumerate((values, values, gradients)) if distances[place] > limit]
-
-    def _is_mean_for_sum(self, whole: _Result, parts: list[_Result]) -> bool:
-        """Return whether the first value of a pair is rather the mean of those of the halves than their sum."""
-        mean = sum(part.total for part in parts) / 2
-        return abs(whole.total - mean) <= _MEAN_FOR_SUM * max(abs(whole.total), abs(mean))
-
-    def _distances(self, whole: _Result, other: _Result, parts: list[_Result]) -> tuple[float, float, float]:
-        """Return the relative differences of sums, counts and gradients."""
-        totals = max(abs(whole.total), sum(abs(part.total) for part in parts))
-        counts = max(abs(whole.count), sum(abs(part.count) for part in parts))
-        if self._dtypes != {torch.float64}:
-            # A small loss may be the difference of large outputs, and has their rounding.
-            totals = max(totals, counts)
-        return (
-            abs(whole.total - other.total) / (totals or 1.0),
-            abs(whole.count - other.count) / (counts or 1.0),
-            _distance(whole.gradients, other.gradients),
-        )
-
-    def _tolerance(self) -> tuple[float, float]:
-        if self._given is not None:
-            return self._given(self._dtypes)
-        formats = {*self._dtypes, *(tensor.dtype for tensor in _floats((self._call.output, self._call.target)))}
-        if formats == {torch.float64}:
-            return _FLOAT64
-        device = device_of(self._call).type
-        if torch.is_autocast_enabled(device):
-            formats.add(torch.get_autocast_dtype(device))
-        rounding = max((4 * torch.finfo(dtype).eps for dtype in formats), default=0.0)
-        values, gradients = _FLOAT32 if device == "cpu" else _REDUCED
-        return max(values, rounding), max(gradients, rounding)
-
-    def _evaluate(self, start: int, stop: int, gradients: bool) -> _Result:
-        """Return the function's result for the samples [start, stop)."""
-        rows = self._call.rows
-        of_sample, leaves = (rows or 0) // self._call.size, list(self._parameters)
-        cut = partial(_cut, rows=rows or -1, start=start * of_sample, stop=stop * of_sample)
-
-        def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-            part = cut(tensor).detach()
-            if gradients and not self._parameters and part.is_floating_point() and _is_sliced(tensor, rows):
-                leaves.append(part.requires_grad_())
-            return part
-
-        output, target = map_tensors(as_leaf, self._call.output), map_tensors(cut, self._call.target)
-        value = self._fn(output, target)
-        self._is_pair = is_pair(value)
-        self._is_by_sample = isinstance(value, torch.Tensor) and value.dim() > 0
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            self._dtypes.add(value.dtype)
+        samples, self._kept = self._kept, None
+        due, self._due = self._due, False
+        if samples is None:
+            return None
+        self._extra += not due
+        self._seen.add(samples.output, samples.target)
+        gradients = gradients and self._number in WITH_GRADIENTS
+        samples = samples.by_target()
         try:
-            total, count = as_sum(value, stop - start)
-        except ConfigError:
-            raise _AnotherFormError from None
-        if isinstance(total, torch.Tensor) and total.is_floating_point():
-            self._dtypes.add(total.dtype)
-        if self._is_pair and not _value(count) and not math.isfinite(_value(total)):
-            total = 0.0  # the mean over nothing, times nothing
-        of_leaves: Sequence[torch.Tensor | None] = [None] * len(leaves)
-        if gradients and leaves and isinstance(total, torch.Tensor) and total.requires_grad:
-            of_leaves = torch.autograd.grad(total, leaves, allow_unused=True)
-        return _Result(_value(total), _value(count), list(of_leaves))
+            with self._outer.restored():
+                found = compare_or_skip(partial(self._compare, samples, passes, gradients), samples.device)
+        except Unsteady:
+            self._compares = False  # it gives another value each time
+            return None
+        if found is None:
+            return None
+        output, target = samples.output, samples.target
+        shapes = describe_shapes(output, target) if _are_broadcast(output, target) else ""
+        return NotAMean(self._argument, self.name, samples.size, found, shapes)
 
-    def _add(self, parts: list[_Result]) -> _Result:
-        """Return the results of the halves as one."""
-        joined: list[torch.Tensor | None] = []
-        for pair in zip(*(part.gradients for part in parts), strict=True):
-            known = [gradient for gradient in pair if gradient is not None]
-            if len(known) < len(pair):
-                joined.append(None)
-            else:
-                joined.append(known[0] + known[1] if self._parameters else torch.cat(known))
-        return _Result(sum(part.total for part in parts), sum(part.count for part in parts), joined)
-
-
-def _value(number: Any) -> float:
-    return float(number.detach() if isinstance(number, torch.Tensor) else number)
+    def _compare(self, samples: Samples, passes: Passes, gradients: bool) -> Difference | None:
+        fn = without_traces(self.fn)
+        self.opaque = depends_on_unsliced(fn, samples, passes)
+        if self.opaque or samples.rows is None:
+            return None
+        if samples.values() <= MAX_FLOAT64_VALUES and samples.device.type != "mps":
+            try:
+                return Halves(fn, samples.in_float64()).difference(gradients)
+            except (RuntimeError, TypeError):  # the function contains tensors of another dtype
+                pass
+        with passes():
+            return Halves(fn, samples).difference(gradients)
 
 
-def _with_unlike_halves(call: Call) -> Call:
-    """Return a call whose halves have other targets, if output and target are broadcast to all pairs of samples.
-
-    With halves whose targets have the same mean, all pairs would give what the pairs of one sample give.
-    """
-    if call.rows != call.size or not pairs_all_samples(call.output, call.target):
-        return call
-    order = call.target.argsort()
-    return Call(call.output[order], call.target[order], call.size, call.rows)
+def without_traces(fn: LossLike) -> LossLike:
+    """Return a copy of a module with the same parameters, whose calls change nothing in the module; else `fn`."""
+    if not isinstance(fn, nn.Module):
+        return fn
+    return copy.deepcopy(fn, {id(parameter): parameter for parameter in fn.parameters()})
 
 
-def pairs_all_samples(output: Any, target: Any) -> bool:
+def _versions(*trees: Any) -> list[int]:
+    return [tensor._version for tensor in tensors_of(trees) if not tensor.is_inference()]
+
+
+def _are_broadcast(output: Any, target: Any) -> bool:
     """Return whether `output` of shape (n, 1) and `target` of shape (n,), or the like, are broadcast to (n, n)."""
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return False
-    return (
-        {output.dim(), target.dim()} == {1, 2}
-        and output.shape[0] == target.shape[0]
-        and 1 in (output.shape[-1] if output.dim() == 2 else target.shape[-1],)
-    )
-
-
-def _distance(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> float:
-    """Return the largest relative difference of two tensors at the same place; 0 without comparable tensors."""
-    pairs = [
-        (a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None and a.shape == b.shape
-    ]
-    norms = [[_norm(tensor) for tensor in (a - b, a, b)] for a, b in pairs]
-    if not norms:
-        return 0.0
-    of_all = max(math.hypot(*(norm[number] for norm in norms)) for number in (1, 2))
-    distances = [norm[0] / max(norm[1], norm[2], _LEAST_SHARE * of_all, 1e-300) for norm in norms]
-    return max(each if math.isfinite(each) else 0.0 for each in distances)
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(tensor, dtype=wide))
-
-
-def compare_or_skip(compare: Callable[[], Difference | None], device: torch.device) -> Difference | None:
-    """Return the result of `compare`; None if it fails, because the function cannot be called with half of its samples.
-
-    The random generators are restored. An error of the transport is raised, and so is `Unsteady`.
-    """
-    try:
-        with preserve_generators(device), torch.enable_grad():
-            return compare()
-    except (TransportError, Unsteady):
-        raise
-    except Exception as error:
-        _log.debug("the halves of a batch are not compared: %s: %s", type(error).__name__, error)
-        return None
-
-
-def depends_on_unsliced(fn: LossLike, call: Call, passes: Passes) -> bool:
-    """Return whether the function uses outputs that cannot be split by samples, such as a loss computed by the model.
-
-    If so, it returns NaN when these outputs are NaN.
-    """
-    if all(_is_sliced(tensor, call.rows) for tensor in _floats(call.output)):
+    if {output.dim(), target.dim()} != {1, 2} or output.shape[0] != target.shape[0]:
         return False
-
-    def with_nan(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point() or _is_sliced(tensor, call.rows):
-            return tensor
-        return torch.full((), math.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-
-    with passes(), torch.no_grad():
-        value = as_sum(fn(map_tensors(with_nan, call.output), call.target), call.size)[0]
-    return bool(torch.as_tensor(value).isnan())
+    column = output if output.dim() == 2 else target
+    return column.shape[1] == 1
 
 
-def to_float64(call: Call) -> Call:
-    """Return a call with its floating tensors in float64."""
-
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    return Call(map_tensors(wide, call.output), map_tensors(wide, call.target), call.size, call.rows)
+def describe_shapes(output: torch.Tensor, target: torch.Tensor) -> str:
+    """Return what is wrong with the shapes of an output and a target that are broadcast to all pairs of samples."""
+    together = list(torch.broadcast_shapes(output.shape, target.shape))  # type: ignore[no-untyped-call]
+    shapes = f"{list(output.shape)} and a target of shape {list(target.shape)}"
+    return f"An output of shape {shapes} are broadcast to {together}: give both the same shape."
 
 
-def _floats(tree: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_of(tree) if tensor.is_floating_point()]
+def describe_function(fn: Any) -> str:
+    """Return the name of a function or module for messages."""
+    if isinstance(fn, partial):
+        keywords = "".join(f", {name}={value!r}" for name, value in fn.keywords.items() if _is_short(value))
+        return f"partial({describe_function(fn.func)}{keywords})"
+    if isinstance(fn, nn.Module):
+        return type(fn).__name__
+    name = str(getattr(fn, "__qualname__", "") or type(fn).__name__).rpartition("<locals>.")[2]
+    code = getattr(fn, "__code__", None)
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code and name == "<lambda>" else name
 
 
-def device_of(tree: Any) -> torch.device:
-    """Return the device of the first tensor of `tree`; the CPU without one."""
-    if isinstance(tree, Call):
-        tree = tree.output, tree.target
-    if isinstance(tree, (tuple, list)) and tree and isinstance(tree[0], torch.Tensor):
-        return tree[0].device
-    return next((tensor.device for tensor in tensors_of(tree)), torch.device("cpu"))
+def _is_short(value: Any) -> bool:
+    return value is None or isinstance(value, (str, bool, int, float))

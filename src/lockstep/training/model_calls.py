@@ -13,8 +13,8 @@ from torch import nn
 
 from ..parallel.nested import tensors_of
 from ..parallel.unchanged_parameters import UnchangedParameters
+from .mean_check import NotAMean
 from .model_check import compare_model
-from .sample_sums import NotAMean
 
 __all__ = ["ModelCalls"]
 

@@ -14,20 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .divided_batches import FirstPasses
-from .mean_check import (
-    WITH_GRADIENTS,
-    Difference,
-    Halves,
-    LossLike,
-    Passes,
-    Unsteady,
-    compare_or_skip,
-    device_of,
-    keep_call,
-    to_float64,
-)
+from .halves import Difference, Halves, LossLike, Passes, Samples, Unsteady, compare_or_skip, device_of
+from .mean_check import WITH_GRADIENTS, NotAMean, block_at, without_traces
 from .modes import evaluating, preserving_buffers
-from .sample_sums import NotAMean, describe_function, without_traces
 
 __all__ = ["compare_model"]
 
@@ -58,6 +47,7 @@ def compare_model(
     size: int,
     number: int,
     passes: Passes,
+    name: str = "a number of the model",
 ) -> NotAMean | None:
     """Compare the loss of a few samples with those of their halves; the model is called in evaluation mode.
 
@@ -74,13 +64,14 @@ def compare_model(
         size: number of samples.
         number: the number of the step, or of the batch of an evaluation.
         passes: the context manager that the model was called in, such as autocast.
+        name: the name of the function in errors.
 
     Returns:
         The difference; None if there is none, or if the model cannot be compared.
     """
     few = _MAX_SAMPLES if number in WITH_GRADIENTS else max(2, size // _ONE_OF)
-    call = keep_call(data, None, size, number, most=min(_MAX_SAMPLES, few))
-    if call.rows is None or size < 2 or not _is_affordable(number, size):
+    samples = Samples.few_of(data, None, size, block_at(number), most=min(_MAX_SAMPLES, few))
+    if samples.rows is None or size < 2 or not _is_affordable(number, size):
         return None
     loss = without_traces(fn)
 
@@ -88,7 +79,7 @@ def compare_model(
         if (wide := _in_float64(model)) is not None:
             halves = Halves(
                 _loss_of(wide, loss, forward),
-                to_float64(call),
+                samples.in_float64(),
                 _small_parameters(wide),
                 lambda _: _COPY,
                 sums_add_up=True,
@@ -105,7 +96,7 @@ def compare_model(
         tolerance = partial(_tolerance, model)
         with evaluating(model), preserving_buffers(model), passes():
             return Halves(
-                _loss_of(model, loss, forward), call, _small_parameters(model), tolerance, sums_add_up=True
+                _loss_of(model, loss, forward), samples, _small_parameters(model), tolerance, sums_add_up=True
             ).difference(True)
 
     try:
@@ -115,7 +106,7 @@ def compare_model(
         return None
     if found is None:
         return None
-    return NotAMean("loss_fn", describe_function(fn), call.size, found, is_model=True)
+    return NotAMean("loss_fn", name, samples.size, found, is_model=True)
 
 
 def _in_training(model: nn.Module, training: list[nn.Module], halves: Halves, gradients: bool) -> Difference | None:

@@ -18,8 +18,9 @@ from ..errors import ConfigError
 from ..parallel.nested import map_tensors, tensors_of
 from ..parallel.randomness import preserve_generators
 from .modes import evaluating, preserving_buffers
+from .sum_and_count import as_sum
 
-__all__ = ["IGNORED", "Counting", "NotCounted", "OwnLoss", "loss_in", "returning_pair", "with_own_loss"]
+__all__ = ["IGNORED", "Counting", "NotCounted", "OwnLoss", "loss_in", "returning_pair"]
 
 _Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 
@@ -40,19 +41,18 @@ class Counting(Enum):
 
 @dataclass(frozen=True)
 class NotCounted:
-    """A model whose loss is no mean over anything known. Attributes: model, its class; reason; rank, that found it."""
+    """A model whose loss is no mean over anything known. Attributes: model, its class; reason."""
 
     model: str
     reason: str
-    rank: int = 0
 
-    def error(self) -> ConfigError:
-        """Return the error to raise."""
+    def error(self, rank: int = 0) -> ConfigError:
+        """Return the error to raise; `rank` is the one that has found it."""
         hint = (
             "Its value would depend on how a batch is split, and so on the number of workers. Give forward=, a "
             "function (model, data) -> (output, target), and a loss_fn of both that returns (sum, count)."
         )
-        return ConfigError("model", _EXPECTED, found=f"{self.model} on rank {self.rank}, {self.reason}", hint=hint)
+        return ConfigError("model", _EXPECTED, found=f"{self.model} on rank {rank}, {self.reason}", hint=hint)
 
 
 def loss_in(output: Any) -> torch.Tensor:
@@ -81,13 +81,6 @@ def _describe_output(output: Any) -> str:
     return f"{type(output).__name__}{keys}"
 
 
-def with_own_loss(loss_fn: Any, forward: _Forward | None) -> tuple[Any, _Forward | None]:
-    """Return the loss function and the forward function of a training; those of `OwnLoss` where there is no loss_fn."""
-    if loss_fn is None:
-        loss_fn = OwnLoss(forward)
-    return loss_fn, loss_fn.forward if isinstance(loss_fn, OwnLoss) else forward
-
-
 def returning_pair(forward: _Forward) -> _Forward:
     """Return the user's function `forward`, with an error where it returns no pair."""
     return partial(_output_and_target, forward)
@@ -111,7 +104,7 @@ class OwnLoss:
     and the loss of all is compared with those of the single samples. So no list of models is needed.
 
     It is the `loss_fn` and the `forward` of a training: ``forward`` calls the model with the batch, with names where it
-    is a mapping, and the call gives the loss in its output.
+    is a mapping, and the call gives the loss in its output. A training and its evaluations share one.
 
     Args:
         forward: the function (model, data) → (output, labels) of the user; the model itself is called when None.
@@ -119,6 +112,7 @@ class OwnLoss:
     Attributes:
         counting: what the mean is over; None until the first batch.
         problem: why that is not known, if it has been tried.
+        counts_samples: whether the last loss was a mean over samples.
     """
 
     __name__ = "the model's own loss"
@@ -127,10 +121,11 @@ class OwnLoss:
         self._forward = None if forward is None else returning_pair(forward)
         self.counting: Counting | None = None
         self.problem: NotCounted | None = None
+        self.counts_samples = False
         self._lock = threading.Lock()  # replicas run in threads
 
     def forward(self, model: nn.Module, data: Any) -> tuple[Any, Any]:
-        """Return the model's output for a batch, and its labels; see `losses.Forward`."""
+        """Return the model's output for a batch, and its labels; see `loss.Forward`."""
         if self.counting is None:
             with self._lock:
                 if self.counting is None:
@@ -141,6 +136,12 @@ class OwnLoss:
         if labels is not None and self.counting is not Counting.SAMPLES:
             data = _with_labels(data, self._never_none(labels))
         return _call(model, data), labels
+
+    def sum(self, output: Any, labels: Any, size: int) -> tuple[Any, Any]:
+        """Return (sum of the loss, count) of a part of a batch, of `size` samples."""
+        value = self(output, labels)
+        self.counts_samples = not isinstance(value, tuple)
+        return as_sum(value, size)
 
     def __call__(self, output: Any, labels: Any) -> Any:
         """Return (sum of the loss, count) of a part of a batch; the mean where it is one over samples."""

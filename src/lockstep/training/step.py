@@ -35,16 +35,13 @@ from ..parallel.unchanged_parameters import UnchangedParameters
 from .divided_batches import FirstPasses, describe_division
 from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
+from .loss import Forward, Loss, LossFn, LossModule
 from .loss_scale import agree_on_loss_scale
-from .loss_state import LossState
-from .losses import Forward, LossFn, LossModule, LossSum
-from .mean_check import is_due
+from .mean_check import is_due, raise_problem
 from .model_changes import ModelChanges, are_same
 from .out_of_memory import explaining_out_of_memory
-from .own_loss import Counting, OwnLoss, with_own_loss
 from .precision import Precision, clip, scale_gradients
 from .replica_check import ReplicaCheck
-from .sample_sums import raise_not_a_mean
 from .schedules import Schedule
 from .torch_calls import clear_gradients
 from .torch_schedulers import SchedulerOfTorch
@@ -444,7 +441,7 @@ class TrainStep:
     Args:
         model: the model; moved to the worker's device, with rank 0's values on all workers.
         optimizer: over parameters of `model`; optimizers whose step needs a closure, such as LBFGS, are not supported.
-        loss_fn: see `lockstep.training.losses.LossFn`.
+        loss_fn: see `lockstep.training.loss.LossFn`.
         strategy: how the model is distributed over the workers; data parallelism over those of `init()` when None.
         precision: "fp32", "bf16" or "fp16".
         gradient_accumulation_steps: number of passes over a worker's part, to save memory. Each draws its own dropout
@@ -458,7 +455,7 @@ class TrainStep:
         scheduler_metric: for `ReduceLROnPlateau`: the column of `Trainer.history` that it gets; when None, "val_loss",
             or "train_loss" without validation data.
         seed: the seed of dropout and the like, keyed with the step and the rank.
-        forward: the function from data to output and target, see `lockstep.training.losses.Forward`.
+        forward: the function from data to output and target, see `lockstep.training.loss.Forward`.
         virtual_workers: compute what so many workers compute, with the same bits at any number of workers: a global
             batch is cut into as many shards, each with its own pass, see `lockstep.parallel.invariant`. The batches
             come from a `Loader` with the same number. Dropout is then keyed by the shard, not by the rank.
@@ -517,12 +514,10 @@ class TrainStep:
         self.strategy.check(optimizer, precision)
         if sync_batchnorm:
             _synchronise_batch_norm(model, self.strategy)
-        loss_fn, forward = with_own_loss(loss_fn, forward)
-        self._own_loss = loss_fn if isinstance(loss_fn, OwnLoss) else None
-        loss = LossSum(loss_fn, self.comm.device)
-        self.loss_state = self.strategy.loss_modules = LossState(loss_fn, model, self.comm.device)
+        self.loss = Loss(loss_fn, self.comm.device, forward, model)
+        self.strategy.loss_modules = self.loss.modules
         self._prepare()
-        self._loss = LossModule(model, loss, forward, collective_forward=self.strategy.collective_forward)
+        self._loss = LossModule(model, self.loss, collective_forward=self.strategy.collective_forward)
         self.finite_weights = FiniteWeights(model, self.comm)
         self._has_described = False
         self._module = self.strategy.wrap(self._loss)
@@ -542,7 +537,7 @@ class TrainStep:
 
     def _prepare(self) -> None:
         self.strategy.prepare(self.model)
-        self.loss_state.synchronise(self.comm)
+        self.loss.modules.synchronise(self.comm)
         self.strategy.update_optimizer(self.optimizer)
         self._changes = ModelChanges(self.model)
         self._unchanged = UnchangedParameters(self.model) if type(self.strategy) is Distributed else None
@@ -605,13 +600,13 @@ class TrainStep:
         if unchanged is not None:
             unchanged.note()
         marks = self._replicas.marks(self.steps_done)
-        is_compared = self._loss.expect(self.steps_done)
+        is_compared = self.loss.expect(self.steps_done)
         joint = isinstance(self.strategy, Invariant) and self.strategy.joint_layers  # which do not support fp16
         if self.precision.is_new and not joint:
             parts = self._passes.parts(batch)
             agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
         first = self._first_passes()
-        versions = self.loss_state.versions() if len(self.strategy.devices) > 1 else None
+        versions = self.loss.modules.versions() if len(self.strategy.devices) > 1 else None
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
         if unchanged is not None:
             unchanged.check()
@@ -620,23 +615,23 @@ class TrainStep:
         if self.strategy.virtual_workers is None:
             # The passes have drawn by rank. What the program draws after the step is the same on every worker.
             seed_torch(mix((self._seed, _RANDOM, self.steps_done)) & 0xFFFFFFFF, self.comm.device)
-        if versions is not None and versions != self.loss_state.versions():
+        if versions is not None and versions != self.loss.modules.versions():
             raise _changed_by_replicas()
         not_a_mean = self._loss.check(self.precision.autocast)
         if is_compared or self.comm.size == 1:
-            raise_not_a_mean(not_a_mean, self.comm)
+            raise_problem(not_a_mean, self.comm)
         loss_sum, count, stops = totals[:3].unbind()
         on_cpu = self.comm.device.type == "cpu"
         # Reading the count is free on the CPU; elsewhere it waits for the device, so a loss that counts samples here is
         # assumed to count them on all workers. `StepResult.check` detects a wrong assumption.
         all_collated = batch.collated is None
-        samples = batch.global_size if self._loss.counts_samples and all_collated and not on_cpu else None
+        samples = batch.global_size if self.loss.counts_samples and all_collated and not on_cpu else None
         result = StepResult(
             self.steps_done, loss_sum / count, stops, lr, count, samples, marks=totals[3:], replicas=self._replicas
         )
         if on_cpu:
             if not torch.isfinite(result.loss):
-                raise_not_a_mean(not_a_mean, self.comm)  # rather than the loss, which is that of all workers
+                raise_problem(not_a_mean, self.comm)  # rather than the loss, which is that of all workers
             result.check()
         grad_norm = self._update(self._correction(batch.global_size, count, samples is not None))
         self.precision.end_step(count, batch.global_size)
@@ -652,7 +647,7 @@ class TrainStep:
         if self._has_described or self.strategy.virtual_workers is not None or self.comm.rank != 0:
             return None
         self._has_described = True
-        return FirstPasses({"": self.model, "loss": self.loss_state}, self.comm.device)
+        return FirstPasses({"": self.model, "loss": self.loss.modules}, self.comm.device)
 
     def _describe_division(self, first: FirstPasses) -> None:
         """Say once what of the model depends on how a global batch is divided."""
@@ -713,7 +708,7 @@ class TrainStep:
             ConfigError: if a worker has found since the last comparison that the loss is no mean over samples.
             MismatchError: on every worker, naming what differs, on which rank, and the values.
         """
-        raise_not_a_mean(self._loss.found, self.comm)
+        raise_problem(self.loss.found, self.comm)
         self._replicas.compare(model=model)
 
     @property
@@ -772,10 +767,7 @@ class TrainStep:
         state: dict[str, Any] = {"steps_done": self.steps_done, "precision": self.precision.state_dict()}
         if self.scheduler is not None:
             state |= {"scheduler": self.scheduler.state_dict(), "rates": self.learning_rates}
-        if of_loss := self.loss_state.saved():
-            state["loss"] = of_loss
-        counting = None if self._own_loss is None else self._own_loss.counting
-        return state if counting is None else {**state, "loss_counts": counting.name}
+        return state | self.loss.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
@@ -785,9 +777,7 @@ class TrainStep:
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
             self._last_rates = list(state["rates"])
-        self.loss_state.load(state.get("loss"), self.comm.rank == 0)
-        if self._own_loss is not None and "loss_counts" in state:
-            self._own_loss.counting = Counting[state["loss_counts"]]
+        self.loss.load_state_dict(state, self.comm.rank == 0)
 
 
 def _synchronise_batch_norm(model: nn.Module, strategy: Strategy) -> None:

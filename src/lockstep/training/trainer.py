@@ -36,9 +36,9 @@ from .evaluate import Evaluation, Metric, default_metrics, predict
 from .formats import IN_FLIGHT
 from .in_flight import StepsInFlight, check_in_flight
 from .loop import Loop
-from .losses import LossFn
+from .loss import LossFn
 from .modes import TrainingModes
-from .own_loss import with_own_loss
+from .own_loss import OwnLoss
 from .rank0_changes import Rank0Changes
 from .run_state import (
     EpochTotals,
@@ -75,7 +75,7 @@ class Trainer:
     Args:
         model: the model; moved to the worker's device, with rank 0's values on all workers.
         optimizer: over parameters of `model`.
-        loss_fn: see `lockstep.training.losses.LossFn`; when None, the model computes its loss from the batch, as those
+        loss_fn: see `lockstep.training.loss.LossFn`; when None, the model computes its loss from the batch, as those
             of Hugging Face do from its "labels", see `lockstep.training.own_loss`.
         global_batch_size: samples in one step, over all workers.
         seed: the seed of the order of samples and of dropout.
@@ -137,7 +137,8 @@ class Trainer:
         arguments.flag("save_frozen", save_frozen, none="True, unless the model is one of PEFT")
         check_callbacks(callbacks)
         check_functions(loss_fn, step.get("forward"))
-        loss_fn, step["forward"] = with_own_loss(loss_fn, step.get("forward"))
+        if loss_fn is None:
+            loss_fn = OwnLoss(step.get("forward"))
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.global_batch_size, self.seed, self._num_workers = global_batch_size, seed, num_workers
         self.metrics = default_metrics(loss_fn) if metrics is None else metrics
@@ -274,7 +275,7 @@ class Trainer:
         for argument, given in (("train", loader), ("validate", held_out)):
             if given is not None:
                 roots |= {argument: given.dataset, **{f"{argument}.{name}": part for name, part in given.parts.items()}}
-        return Rank0Changes(self.model, self.optimizer, self.step.loss_state, roots)
+        return Rank0Changes(self.model, self.optimizer, self.step.loss.modules, roots)
 
     def hold_run_directory(self) -> None:
         """Lock the run directory on rank 0 of an elastic job, which may be another worker than before."""

@@ -37,12 +37,12 @@ from .callbacks import (
     TokenColumns,
     TrainingContext,
 )
-from .losses import check_fit
 from .modes import evaluating
 from .optimizers import LAMB, LARS
 from .options import CONFIGS, TrainOptions, parse_param_groups
 from .prepare import prepare_model
 from .schedules import Schedule, make_schedule, scaled_lr
+from .torch_losses import check_fit
 from .trainer import Trainer
 
 __all__ = ["RunDirectory", "build_model", "load_data", "run"]

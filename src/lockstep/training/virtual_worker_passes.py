@@ -17,7 +17,7 @@ from ..parallel.joint_passes import JointPasses, run_joint_passes
 from ..parallel.nested import map_tensors, narrow
 from ..parallel.randomness import seed_shard
 from ..parallel.shards import bounds
-from .losses import LossModule
+from .loss import LossModule
 from .precision import Precision
 
 __all__ = ["ShardPasses"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.training.losses import LossModule, LossSum
+from lockstep.training.loss import Loss, LossModule
 from lockstep.training.own_loss import IGNORED, Counting, OwnLoss, loss_in
 from lockstep.training.step import TrainStep
 
@@ -99,8 +99,7 @@ def cut(data: Any, start: int, stop: int) -> Any:
 
 
 def module_of(model: nn.Module) -> LossModule:
-    own = OwnLoss()
-    return LossModule(model, LossSum(own, CPU), own.forward)
+    return LossModule(model, Loss(None, CPU))
 
 
 @pytest.mark.parametrize(("make", "data", "counting"), KNOWN)
@@ -182,4 +181,4 @@ def test_what_a_loss_counts_is_kept_for_workers_that_join_and_for_a_resumed_run(
     step(batch_of(SENTENCES))
     other = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1))
     other.load_state_dict(step.state_dict())
-    assert other._own_loss is not None and other._own_loss.counting is Counting.NEXT_LABELS
+    assert other.state_dict()["loss_counts"] == Counting.NEXT_LABELS.name

@@ -19,10 +19,9 @@ from torch import nn
 from lockstep.errors import ConfigError
 from lockstep.parallel.nested import map_tensors
 from lockstep.training import model_check
-from lockstep.training.losses import LossFn, LossModule, LossSum
-from lockstep.training.mean_check import is_due
-from lockstep.training.own_loss import OwnLoss
-from lockstep.training.sample_sums import NotAMean, SampleSum, as_sum
+from lockstep.training.loss import Loss, LossFn, LossModule
+from lockstep.training.mean_check import MeanCheck, NotAMean, is_due
+from lockstep.training.sum_and_count import as_sum
 
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(3)
@@ -42,7 +41,7 @@ WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 4.0])
 
 def check(fn: LossFn, output: Any, target: Any, size: int = 9) -> NotAMean | None:
     """What the check of a loss finds; the loss has been called with the part."""
-    loss = SampleSum("loss_fn", fn)
+    loss = MeanCheck("loss_fn", fn)
     loss(output, target, size)
     return loss.check()
 
@@ -195,7 +194,7 @@ def test_a_loss_and_a_part_of_it_are_no_sum_and_count(fn: LossFn, says: str) -> 
 def test_a_count_that_requires_a_gradient_is_none() -> None:
     output = POINTS.clone().requires_grad_()
     with pytest.raises(ConfigError, match=r"loss_fn: .* a second value that requires a gradient"):
-        SampleSum("loss_fn", lambda output, target: (F.mse_loss(output, target), output.square().mean()))(
+        MeanCheck("loss_fn", lambda output, target: (F.mse_loss(output, target), output.square().mean()))(
             output, OTHERS, 9
         )
 
@@ -206,7 +205,7 @@ def test_the_comparison_is_repeated() -> None:
     assert set(fixed) < set(due)
     drawn = sorted(set(due) - set(fixed))
     assert [bisect(fixed, step) for step in drawn] == list(range(bisect(fixed, 8), len(fixed) + 1))  # one between two
-    loss = SampleSum("loss_fn", lambda output, target: F.cross_entropy(output, target, weight=output.detach()[0].exp()))
+    loss = MeanCheck("loss_fn", lambda output, target: F.cross_entropy(output, target, weight=output.detach()[0].exp()))
     found = {}
     for step in range(6):
         loss.expect(step)
@@ -217,7 +216,7 @@ def test_the_comparison_is_repeated() -> None:
 
 def check_late(batches: list[tuple[Any, Any]], fn: LossFn, size: int = 9) -> list[int]:
     """The steps, of these batches, at which something is found; the first ones are compared in any case."""
-    loss, found = SampleSum("loss_fn", fn), []
+    loss, found = MeanCheck("loss_fn", fn), []
     for step, (output, target) in enumerate(batches):
         loss.expect(step)
         loss(output, target, size)
@@ -278,7 +277,7 @@ def test_new_values_in_each_batch_are_not_compared_each_time() -> None:
         calls.append(len(output))
         return (output - target[:, None]).square().mean(1)
 
-    loss = SampleSum("loss_fn", fn)
+    loss = MeanCheck("loss_fn", fn)
     for step in range(640):
         loss.expect(step)
         loss(POINTS, torch.arange(step, step + 9), 9)
@@ -316,11 +315,11 @@ def test_few_samples_are_compared_and_other_ones_each_time() -> None:
         return F.mse_loss(output, target)
 
     output = torch.arange(300.0).unsqueeze(1)
-    loss = SampleSum("loss_fn", fn)
+    loss = MeanCheck("loss_fn", fn)
     for step in (0, 1, 2, 4, 8, 16):
         loss.expect(step)
         loss(output, output, 300)
-        assert loss._call is not None and loss._call.output.untyped_storage().nbytes() <= 64 * 4
+        assert loss._kept is not None and loss._kept.output.untyped_storage().nbytes() <= 64 * 4
         seen.clear()
         assert loss.check() is None
         assert [size for _, size in seen] == [64, 32, 32]
@@ -344,7 +343,7 @@ def test_all_pairs_of_samples_are_never_taken_for_the_samples() -> None:
         target = (torch.randn(16, generator=generator) > 0).float()
         for loss_fn in (nn.MSELoss(), F.l1_loss, partial(F.huber_loss, delta=0.5)):
             with pytest.raises(ConfigError, match=r"output of shape \[16, 1\] and a target of shape \[16\]"):
-                LossSum(loss_fn, CPU)(output, target, 16)
+                Loss(loss_fn, CPU)(output, target, 16)
         for behind in (lambda output, target: F.mse_loss(output, target), lambda o, t: (o - t).square().mean()):
             found = check(behind, output, target, 16)
             assert found is not None
@@ -361,15 +360,15 @@ def test_element_wise_losses_are_known_by_their_shapes() -> None:
             return F.mse_loss(output, target)
 
     for fn, times in ((nn.MSELoss(), 0), (Watched(), 3)):
-        loss = LossSum(fn, CPU)
+        loss = Loss(fn, CPU)
         loss(POINTS, OTHERS, 9)
         calls.clear()
-        assert loss.parts.check() is None
+        assert loss.check(nullcontext) is None
         assert len(calls) == times
     with pytest.warns(UserWarning, match="target size"):  # of torch; each sample has its own target here
-        assert float(LossSum(nn.MSELoss(), CPU)(POINTS, OTHERS[:, :1], 9)[0]) > 0
+        assert float(Loss(nn.MSELoss(), CPU)(POINTS, OTHERS[:, :1], 9)[0]) > 0
     with pytest.raises(ConfigError, match="as many elements of the output for each sample"):
-        LossSum(nn.MSELoss(), CPU)(POINTS, OTHERS, 7)  # such as nodes of graphs of different sizes
+        Loss(nn.MSELoss(), CPU)(POINTS, OTHERS, 7)  # such as nodes of graphs of different sizes
 
 
 def test_a_loss_that_draws_numbers_or_counts_its_calls_is_let_alone() -> None:
@@ -379,7 +378,7 @@ def test_a_loss_that_draws_numbers_or_counts_its_calls_is_let_alone() -> None:
         lambda output, target: F.mse_loss(output, target, reduction="sum") * random.random(),
         lambda output, target: F.mse_loss(output, target, reduction="sum") * next(count),
     ):
-        loss = SampleSum("loss_fn", fn)
+        loss = MeanCheck("loss_fn", fn)
         loss(POINTS, OTHERS, 9)
         drawn = torch.get_rng_state(), random.getstate()
         assert loss.check() is None
@@ -428,12 +427,12 @@ def test_where_a_loss_cannot_be_checked_nothing_is_reported(fn: LossFn, output: 
 
 def test_a_closed_function_keeps_nothing_and_is_called_once() -> None:
     calls = []
-    loss = SampleSum("loss_fn", lambda output, target: calls.append(0) or F.mse_loss(output, target))
+    loss = MeanCheck("loss_fn", lambda output, target: calls.append(0) or F.mse_loss(output, target))
     loss(POINTS, OTHERS, 9)
     assert loss.check() is None
     calls.clear()
     loss(POINTS, OTHERS, 9)
-    assert (len(calls), loss._call, loss.check()) == (1, None, None)
+    assert (len(calls), loss._kept, loss.check()) == (1, None, None)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +445,7 @@ def test_a_closed_function_keeps_nothing_and_is_called_once() -> None:
 )
 def test_a_loss_with_reduction_sum_is_refused_before_anything_is_computed(fn: LossFn) -> None:
     with pytest.raises(ConfigError, match=r"loss_fn: .* got .*reduction='sum'"):
-        LossSum(fn, CPU)
+        Loss(fn, CPU)
 
 
 class Own(nn.Module):
@@ -476,7 +475,7 @@ def test_a_loss_that_the_model_has_computed_itself(padded: bool, scalar_alone: b
         output = model(data)
         return (output["loss"] if scalar_alone else output), None
 
-    loss = LossModule(model, LossSum(lambda output, _: output if scalar_alone else output["loss"], CPU), forward)
+    loss = LossModule(model, Loss(lambda output, _: output if scalar_alone else output["loss"], CPU, forward))
     total, _ = loss(texts, 9)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     drawn = torch.get_rng_state()
@@ -527,10 +526,9 @@ def test_a_small_term_of_the_whole_batch_is_seen_in_a_model_s_own_loss(
     model, generator = Experts(coefficient, dtype), torch.Generator().manual_seed(1)
     texts = torch.randint(20, (32, 9), generator=generator)
     batch = {"input_ids": texts[:, :-1], "labels": texts[:, 1:]}
-    own = OwnLoss()
-    loss = LossModule(model, LossSum(own, CPU), own.forward)
+    loss = LossModule(model, Loss(None, CPU))
     for step in (0, 1, 2, 4):
-        assert loss.expect(step)
+        assert loss.loss.expect(step)
         loss(batch, 32)
         state = {name: value.clone() for name, value in model.state_dict().items()}
         drawn = torch.get_rng_state()
@@ -542,7 +540,7 @@ def test_a_small_term_of_the_whole_batch_is_seen_in_a_model_s_own_loss(
         assert all(layer.training for layer in model.modules()) and all(p.grad is None for p in model.parameters())
         if found is not None:
             assert "the model's own loss" in str(found.error()) and "Compute it for each sample" in str(found.error())
-    assert not loss.expect(3)
+    assert not loss.loss.expect(3)
 
 
 # --- metrics --------------------------------------------------------------------------------------------------
@@ -594,7 +592,7 @@ METRICS: list[tuple[Callable[..., Any], bool]] = [
 
 @pytest.mark.parametrize(("metric", "fine"), METRICS)
 def test_metrics_get_the_same_check(metric: Any, fine: bool) -> None:
-    found = SampleSum("metrics", metric, "share")
+    found = MeanCheck("metrics", metric, "share")
     found(SCORES, LABELS.where(torch.arange(9) != 2, SCORES.argmax(1)), 9)
     wrong = found.check(gradients=False)
     assert (wrong is None) is fine
@@ -633,7 +631,7 @@ def test_a_recall_is_no_mean_though_halves_have_as_many_of_its_class() -> None:
 
     target = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1])
     output = torch.nn.functional.one_hot(torch.tensor([0, 1, 1, 0, 0, 1, 1, 0]), 2).float()
-    metric = SampleSum("metrics", recall)
+    metric = MeanCheck("metrics", recall)
     metric(output, target, 8)
     assert metric.check() is not None
 
@@ -666,7 +664,7 @@ def test_what_a_function_keeps_outside_of_it_is_seen_and_has_no_calls_of_compari
 
     owner = Keeping()
     for fn, names in ((keeps, {"samples", "table", "around", "KEPT"}), (owner, {"outputs"}), (by_sample, set())):
-        metric = SampleSum("metrics", fn, "metric")
+        metric = MeanCheck("metrics", fn, "metric")
         for step in range(3):
             metric.expect(step)
             metric(SCORES, LABELS, 9)

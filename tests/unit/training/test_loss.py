@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.data.loader import Batch
 from lockstep.errors import ConfigError
-from lockstep.training.losses import Forward, LossFn, LossModule, LossSum, check_fit, classification_loss
-from lockstep.training.sample_sums import as_sum
+from lockstep.training.loss import Forward, Loss, LossFn, LossModule
 from lockstep.training.step import TrainStep
+from lockstep.training.sum_and_count import as_sum
+from lockstep.training.torch_losses import check_fit, classification_loss
 
 CPU = torch.device("cpu")
 
@@ -24,7 +27,7 @@ WEIGHTS = torch.tensor([1.0, 2.0, 0.0, 4.0])
 
 
 def module(model: nn.Module, loss_fn: LossFn, forward: Forward | None = None) -> LossModule:
-    return LossModule(model, LossSum(loss_fn, CPU), forward)
+    return LossModule(model, Loss(loss_fn, CPU, forward))
 
 
 def without(labels: torch.Tensor, *ignored: int, value: int = -100) -> torch.Tensor:
@@ -83,8 +86,8 @@ def test_other_forms_are_refused(value: object) -> None:
 def test_parts_add_up_to_torchs_mean_over_all(loss_fn: LossFn, output: torch.Tensor, target: torch.Tensor) -> None:
     whole, parts = output.clone().requires_grad_(), output.clone().requires_grad_()
     expected = loss_fn(whole, target).mean()
-    loss_sum = LossSum(loss_fn, CPU)
-    found = [loss_sum(parts[a:b], target[a:b], b - a) for a, b in ((0, 1), (1, 5), (5, 6))]
+    loss = Loss(loss_fn, CPU)
+    found = [loss(parts[a:b], target[a:b], b - a) for a, b in ((0, 1), (1, 5), (5, 6))]
     got = sum(part for part, _ in found) / sum(torch.as_tensor(count) for _, count in found)
     torch.testing.assert_close(got, expected)
     expected.backward()
@@ -97,7 +100,7 @@ def test_where_all_labels_are_ignored_there_is_nothing(loss_fn: nn.Module) -> No
     output, target = OUTPUT.clone().requires_grad_(), torch.full((6,), -100)
     # the fault that is guarded against
     assert loss_fn(output, target).isnan()
-    loss, count = LossSum(loss_fn, CPU)(output, target, 6)
+    loss, count = Loss(loss_fn, CPU)(output, target, 6)
     loss.backward()
     assert (float(loss.detach()), int(count)) == (0, 0)
     assert output.grad is not None and not output.grad.any()
@@ -113,19 +116,19 @@ def test_class_weights_of_an_unknown_computation_are_refused() -> None:
     # the fault that is guarded against: the mean of the halves is not the mean
     assert not torch.isclose(sum(halves) / 2, Own(WEIGHTS)(OUTPUT, LABELS))
     with pytest.raises(ConfigError, match="class weights"):
-        LossSum(Own(WEIGHTS), CPU)
-    total, count = LossSum(Own(), CPU)(OUTPUT, LABELS, 6)
+        Loss(Own(WEIGHTS), CPU)
+    total, count = Loss(Own(), CPU)(OUTPUT, LABELS, 6)
     torch.testing.assert_close(total / count, Own()(OUTPUT, LABELS))
 
 
 def test_a_bare_sum_is_refused() -> None:
     with pytest.raises(ConfigError, match="reduction='sum'"):
-        LossSum(nn.CrossEntropyLoss(reduction="sum"), CPU)
+        Loss(nn.CrossEntropyLoss(reduction="sum"), CPU)
 
 
 def test_a_loss_goes_where_the_outputs_are() -> None:
     loss_fn = nn.CrossEntropyLoss(WEIGHTS.clone())
-    LossSum(loss_fn, torch.device("meta"))
+    Loss(loss_fn, torch.device("meta"))
     assert loss_fn.weight is not None and loss_fn.weight.device.type == "meta"
 
 
@@ -201,7 +204,7 @@ def test_a_loss_with_parameters_adds_no_names() -> None:
 @pytest.mark.parametrize("fn", [nn.functional.cross_entropy, nn.functional.nll_loss])
 def test_a_bare_sum_is_refused_of_a_function_with_keywords_too(fn: LossFn) -> None:
     with pytest.raises(ConfigError, match=r"got partial\((nll_loss|cross_entropy), reduction='sum'\)"):
-        LossSum(partial(fn, reduction="sum"), CPU)
+        Loss(partial(fn, reduction="sum"), CPU)
 
 
 def test_a_function_with_its_target_bound_is_the_users_own() -> None:
@@ -211,7 +214,7 @@ def test_a_function_with_its_target_bound_is_the_users_own() -> None:
 
 def test_a_loss_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(ConfigError, match="loss_fn: expected a function"):
-        LossSum("cross_entropy", CPU)  # type: ignore[arg-type]
+        Loss("cross_entropy", CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -224,19 +227,19 @@ def test_a_loss_that_cannot_be_called_is_refused() -> None:
 )
 def test_what_is_no_tensor_of_labels_or_scores_is_named(output: object, target: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        LossSum(nn.CrossEntropyLoss(), CPU)(output, target, 6)
+        Loss(nn.CrossEntropyLoss(), CPU)(output, target, 6)
 
 
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(WEIGHTS), nn.functional.cross_entropy])
 def test_a_label_of_a_later_batch_that_is_too_large_is_named(loss_fn: LossFn) -> None:
-    loss = LossSum(loss_fn, CPU)
+    loss = Loss(loss_fn, CPU)
     loss(OUTPUT, LABELS, 6)
     with pytest.raises(ConfigError, match=r"outputs as the labels need \(8\)"):
         loss(OUTPUT, LABELS + 4, 6)
 
 
 def test_other_errors_of_a_loss_are_left_as_they_are() -> None:
-    loss = LossSum(nn.CrossEntropyLoss(WEIGHTS[:3]), CPU)
+    loss = Loss(nn.CrossEntropyLoss(WEIGHTS[:3]), CPU)
     with pytest.raises(RuntimeError, match="weight tensor"):
         loss(OUTPUT, LABELS, 6)
 
@@ -249,3 +252,79 @@ def test_shapes_that_are_broadcast_are_named() -> None:
     samples = torch.randn(8, 3), torch.randn(8)
     with pytest.raises(ConfigError, match=r"of shape \[8, 1\] and a target of shape \[8\] are broadcast to \[8, 8\]"):
         step(Batch(samples, torch.arange(8), 8, 8, 0, 0))
+
+
+# --- the count from torch's kernel ------------------------------------------------------------------------------------
+
+
+def operations_of(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> list[str]:
+    """The operations of a loss of six samples."""
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with Operations():
+        loss(output, target, 6)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "output", "target"),
+    [
+        (nn.CrossEntropyLoss(), OUTPUT, without(LABELS, 0, 1)),
+        (nn.CrossEntropyLoss(ignore_index=2), OUTPUT, without(LABELS, 0, value=2)),
+        (nn.functional.cross_entropy, OUTPUT, LABELS),
+        (nn.NLLLoss(), OUTPUT.log_softmax(1), without(LABELS, 3)),
+        (nn.NLLLoss(), OUTPUT.log_softmax(1), torch.full((6,), -100)),
+    ],
+)
+def test_the_count_of_torch_s_kernel_is_the_count_and_the_sum_has_the_same_bits(
+    loss_fn: LossFn, output: torch.Tensor, target: torch.Tensor
+) -> None:
+    ours, theirs = output.clone().requires_grad_(), output.clone().requires_grad_()
+    loss = Loss(loss_fn, CPU)
+    total, count = loss(ours, target, 6)
+    summing = classification_loss(loss_fn)
+    summing.reduction = "sum"
+    expected = summing(theirs, target)
+    total.backward()
+    expected.backward()
+    assert torch.equal(total, expected) and torch.equal(ours.grad, theirs.grad)
+    assert int(count) == int((target != summing.ignore_index).sum())
+    assert not [name for name in operations_of(loss, ours, target) if "ne." in name or "aten.sum" in name]
+
+
+class Doubled(nn.CrossEntropyLoss):
+    """A subclass with torch's own forward pass, which need not be the one that is called."""
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "output", "target"),
+    [
+        (nn.CrossEntropyLoss(WEIGHTS), OUTPUT, LABELS),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), OUTPUT, LABELS),
+        (Doubled(), OUTPUT, LABELS),
+        (nn.CrossEntropyLoss(), OUTPUT.bfloat16(), LABELS),
+        (nn.CrossEntropyLoss(), OUTPUT.double(), LABELS),
+        (nn.CrossEntropyLoss(), PICTURES, MAPS),
+        (nn.CrossEntropyLoss(), OUTPUT, LABELS.to(torch.uint8)),
+    ],
+)
+def test_other_losses_are_counted_by_their_labels(loss_fn: LossFn, output: torch.Tensor, target: torch.Tensor) -> None:
+    assert any("aten.ne." in name for name in operations_of(Loss(loss_fn, CPU), output, target))
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_hooks_of_a_loss_are_called(of_all: bool) -> None:
+    loss_fn = nn.CrossEntropyLoss()
+    loss = Loss(loss_fn, CPU)
+    loss(OUTPUT, LABELS, 6)
+    register = nn.modules.module.register_module_forward_hook if of_all else loss_fn.register_forward_hook
+    hook = register(lambda module, inputs, output: output * 3)
+    try:
+        torch.testing.assert_close(loss(OUTPUT, LABELS, 6)[0], 18 * loss_fn(OUTPUT, LABELS) / 3)
+    finally:
+        hook.remove()
