@@ -62,6 +62,7 @@ def describe_division(
     devices: int = 1,
     own_hooks: bool = False,
     seen: FirstPasses | None = None,
+    mixes_samples: bool = False,
 ) -> str:
     """Return in one line what of the model depends on the division of global batches; "" if nothing does.
 
@@ -73,6 +74,7 @@ def describe_division(
         own_hooks: whether the training itself has hooks on accumulated gradients, which are not the user's then.
         seen: what the first passes have done; without it, functions that they call, such as
             `torch.nn.functional.dropout`, are not seen.
+        mixes_samples: whether an output for a sample depends on other samples of the same pass.
     """
     divided = [
         f"{number} {name}"
@@ -91,6 +93,8 @@ def describe_division(
         *_of_hooks(model, own_hooks),
         *([] if seen is None else _of_passes(model, seen)),
     ]
+    if mixes_samples:
+        found.append("an output for a sample depends on the others of the same pass, as by statistics of the batch")
     if not found:
         return ""
     return (

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
 from .loss import Computation, Forward, Loss, LossFn
 from .mean_check import MeanCheck, Problem, raise_problem
+from .mixed_samples import FirstCall
 from .modes import evaluating
 from .out_of_memory import explaining_out_of_memory
 from .own_loss import IGNORED
@@ -338,6 +339,21 @@ def _output_of(model: nn.Module, data: Any) -> Any:
     return model(data[0] if isinstance(data, (tuple, list)) else data)
 
 
+@contextmanager
+def _describing_division(model: nn.Module, loader: Loader, batch: Batch) -> Iterator[None]:
+    """Say, after a pass over a part of a batch, what of the model depends on how a global batch is divided."""
+    comm = loader.comm
+    if loader.virtual_workers is not None or comm.size == 1:
+        yield
+        return
+    seen = FirstPasses({"": model}, comm.device)
+    call = FirstCall(model, batch.global_size, comm.size)
+    yield
+    said = describe_division(model, comm.size, seen=seen, mixes_samples=call.mixes_samples())
+    if said and comm.rank == 0:
+        _log.warning("%s", said)
+
+
 class Prediction(Computation):
     """The outputs of a model: (data, samples) → output.
 
@@ -357,13 +373,15 @@ class Prediction(Computation):
             expected = "one with shuffle=False, in the order of the data set"
             raise ConfigError("loader", expected, found="one that shuffles")
         comm, precision = loader.comm, precision or Precision("fp32", loader.comm.device)
-        outputs = []
+        outputs: list[Any] = []
         with evaluating(self.model):
             for batch in loader.epoch(0):
                 parts = [(data, size) for _, data, size in _parts_of(loader, batch) if size]
-                results = []
+                results: list[Any] = []
                 for data, size in parts or [(loader.stand_in(), 0)]:
-                    with precision.autocast():
+                    is_first = not outputs and not results
+                    describing = _describing_division(self.model, loader, batch) if is_first else nullcontext()
+                    with describing, precision.autocast():
                         output = map_tensors(full_precision, self(data, size))
                     results.append(output if size else narrow(output, 0, 0))
                 outputs.append(_gather(_concatenate(results), comm))
@@ -441,7 +459,10 @@ class Evaluation(Computation):
                 for shard, data, size in _parts_of(loader, batch):
                     with precision.autocast():
                         if size:
-                            with self._describing_division(loader):
+                            described = self._has_described
+                            self._has_described = True
+                            describing = nullcontext() if described else _describing_division(self.model, loader, batch)
+                            with describing:
                                 totals[shard] += wrapped(data, size)
                         elif strategy.collective_forward:
                             with placeholder_batch(self.model, data) as placeholder:
@@ -460,19 +481,6 @@ class Evaluation(Computation):
             sums = comm.allreduce(totals).sum(0)
         results = _means(["loss", *self._metrics], sums.tolist())
         return self._with_stateful(results)
-
-    @contextmanager
-    def _describing_division(self, loader: Loader) -> Iterator[None]:
-        """Say once, after the first pass, what of the model depends on how a global batch is divided."""
-        comm = loader.comm
-        if self._has_described or loader.virtual_workers is not None or comm.size == 1 or comm.rank != 0:
-            yield
-            return
-        self._has_described = True
-        seen = FirstPasses({"": self.model}, comm.device)
-        yield
-        if said := describe_division(self.model, comm.size, seen=seen):
-            _log.warning("%s", said)
 
     def _warn_of_changes(self) -> None:
         """Say once what metrics keep outside of themselves, of which each worker has only its part."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from .halves import Difference, Halves, LossLike, Passes, Samples, Unsteady, com
 from .mean_check import WITH_GRADIENTS, NotAMean, block_at, without_traces
 from .modes import evaluating, preserving_buffers
 
-__all__ = ["compare_model"]
+__all__ = ["compare_model", "copy_in_float64"]
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def compare_model(
     loss = without_traces(fn)
 
     def compare() -> Difference | None:
-        if (wide := _in_float64(model)) is not None:
+        if (wide := copy_in_float64(model)) is not None:
             halves = Halves(
                 _loss_of(wide, loss, forward),
                 samples.in_float64(),
@@ -134,19 +135,27 @@ def _loss_of(model: nn.Module, fn: LossLike, forward: Callable[[nn.Module, Any],
     return compute
 
 
-def _in_float64(model: nn.Module) -> nn.Module | None:
-    """Return a copy of a model in float64; None for a large model, or one that is not copied."""
+def copy_in_float64(model: nn.Module) -> nn.Module | None:
+    """Return a copy of a model in float64, without hooks of the user; None for a large model, or one not copied."""
     inner: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
     tensors = [*inner.parameters(), *inner.buffers()]
     if sum(tensor.numel() for tensor in tensors) > _MAX_COPIED or device_of(tensors).type == "mps":
         return None
     # the tensors are converted at once, not copied before
-    wide = {id(tensor): _wide(tensor) for tensor in tensors if tensor.is_floating_point()}
+    memo: dict[int, Any] = {id(tensor): _wide(tensor) for tensor in tensors if tensor.is_floating_point()}
+    for layer in inner.modules():
+        for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+            memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_of_torch(hook))
     try:
-        return copy.deepcopy(inner, wide)
+        return copy.deepcopy(inner, memo)
     except Exception as error:
         _log.debug("the model is not copied to compare its loss: %s: %s", type(error).__name__, error)
         return None
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Return whether torch has registered a hook, such as that of `torch.nn.utils.weight_norm`."""
+    return str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch.")
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

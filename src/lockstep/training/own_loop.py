@@ -49,6 +49,7 @@ from .free_losses import (
     undivided_sum,
 )
 from .mean_check import is_due
+from .mixed_samples import FirstCall
 from .model_calls import ModelCalls
 from .model_changes import ModelChanges
 from .precision import Precision, full_precision
@@ -269,7 +270,7 @@ class _OwnLoop:
         self.model = self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
         self._prepare_model()
         self._changes, self._buffers = ModelChanges(self.model), self._make_buffers()
-        self._has_described = self.exact or self.comm.rank != 0
+        self._has_described = self.exact or self.comm.size == 1
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self.optimizers = {id(each): PreparedOptimizer(each, self) for each in optimizers}
         self.current: bodies.Shard | None = None
@@ -308,10 +309,19 @@ class _OwnLoop:
             self._changes.note()
             self._buffers = self._make_buffers()
 
-    def _describe_division(self, first: FirstPasses) -> None:
+    def _first_passes(self, samples: int) -> tuple[FirstPasses, list[FirstCall]] | None:
+        """Return what watches the first body, in a batch of `samples`."""
+        if self._has_described:
+            return None
+        calls = [FirstCall(model, samples, self.comm.size) for model in self._models]
+        return FirstPasses({"": self.model}, self.comm.device), calls
+
+    def _describe_division(self, first: FirstPasses, calls: list[FirstCall]) -> None:
         """Say once what depends on the number of workers; after the first body, in which the loop has set the modes."""
         self._has_described = True
-        if said := describe_division(self.model, self.comm.size, own_hooks=True, seen=first):
+        mixes = [call.mixes_samples() for call in calls]  # of all models, on all workers
+        said = describe_division(self.model, self.comm.size, own_hooks=True, seen=first, mixes_samples=any(mixes))
+        if said and self.comm.rank == 0:
             _log.warning("%s", said)
 
     def prepare_one(self, given: Any) -> Any:
@@ -373,10 +383,10 @@ class _OwnLoop:
                 shard = bodies.Shard(number, samples, samples / total, last, several, total, missing)
                 self._begin_shard(shard, data, first=position == 0, look=look)
                 seed_shard(self.seed, key, number, self.comm.device)
-                first = None if self._has_described else FirstPasses({"": self.model}, self.comm.device)
+                first = self._first_passes(total)
                 yield data
                 if first is not None:
-                    self._describe_division(first)
+                    self._describe_division(*first)
                 self._buffers.end_shard(number, samples)
                 self._end_shard()
             self._buffers.end(total, left_out)

@@ -38,6 +38,7 @@ from .formats import REPLICA_CHECK
 from .loss import Forward, Loss, LossFn, LossModule
 from .loss_scale import agree_on_loss_scale
 from .mean_check import is_due, raise_problem
+from .mixed_samples import FirstCall
 from .model_changes import ModelChanges, are_same
 from .out_of_memory import explaining_out_of_memory
 from .precision import Precision, clip, scale_gradients
@@ -605,13 +606,13 @@ class TrainStep:
         if self.precision.is_new and not joint:
             parts = self._passes.parts(batch)
             agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
-        first = self._first_passes()
+        first = self._first_passes(batch)
         versions = self.loss.modules.versions() if len(self.strategy.devices) > 1 else None
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
         if unchanged is not None:
             unchanged.check()
         if first is not None:
-            self._describe_division(first)
+            self._describe_division(*first)
         if self.strategy.virtual_workers is None:
             # The passes have drawn by rank. What the program draws after the step is the same on every worker.
             seed_torch(mix((self._seed, _RANDOM, self.steps_done)) & 0xFFFFFFFF, self.comm.device)
@@ -642,18 +643,22 @@ class TrainStep:
         note_samples(batch.size)
         return result if grad_norm is None else replace(result, grad_norm=grad_norm)
 
-    def _first_passes(self) -> FirstPasses | None:
+    def _first_passes(self, batch: Batch) -> tuple[FirstPasses, FirstCall] | None:
         """Return what watches the passes of the first step, if they divide a global batch; virtual workers do not."""
-        if self._has_described or self.strategy.virtual_workers is not None or self.comm.rank != 0:
+        parts = self.comm.size * self._accumulation_steps * len(self.strategy.devices)
+        if self._has_described or self.strategy.virtual_workers is not None or parts == 1:
             return None
         self._has_described = True
-        return FirstPasses({"": self.model, "loss": self.loss.modules}, self.comm.device)
+        passes = FirstPasses({"": self.model, "loss": self.loss.modules}, self.comm.device)
+        return passes, FirstCall(self.model, batch.global_size, parts)
 
-    def _describe_division(self, first: FirstPasses) -> None:
+    def _describe_division(self, first: FirstPasses, call: FirstCall) -> None:
         """Say once what of the model depends on how a global batch is divided."""
         devices = len(self.strategy.devices)
         passes = self._accumulation_steps
-        if said := describe_division(self.model, self.comm.size, passes, devices, seen=first):
+        mixes = call.mixes_samples()
+        said = describe_division(self.model, self.comm.size, passes, devices, seen=first, mixes_samples=mixes)
+        if said and self.comm.rank == 0:
             _log.warning("%s", said)
 
     def _correction(self, samples: int, count: torch.Tensor, counts_samples: bool) -> torch.Tensor | None:

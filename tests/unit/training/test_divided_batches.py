@@ -109,6 +109,16 @@ class Running(nn.Linear):
         return super().forward(input * self.constant - self.average)
 
 
+class Centred(nn.Linear):
+    """Subtracts a mean over the samples."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input - input.mean(0))
+
+
+MIXES = "an output for a sample depends on the others of the same pass, as by statistics of the batch"
+
+
 class RunningLoss(nn.MSELoss):
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +139,8 @@ class ChangingLoss(RunningLoss):
     ("model", "loss", "said"),
     [
         (Noisy(4, 1), nn.MSELoss(), "the passes draw random numbers, others in each part"),
-        (Running(4, 1), nn.MSELoss(), "a buffer is changed by a part (average)"),
+        (Running(4, 1), nn.MSELoss(), f"a buffer is changed by a part (average); {MIXES}"),
+        (Centred(4, 1), nn.MSELoss(), MIXES),
         (nn.Linear(4, 1), ChangingLoss(), "a buffer is changed by a part (loss.0.average)"),
         (nn.Linear(4, 1), RunningLoss(), ""),
         (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)), nn.MSELoss(), ""),

@@ -1,0 +1,120 @@
+"""Does what a model computes for a sample depend on the other samples that it is called with?"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..parallel.nested import map_tensors, tensors_of
+from ..parallel.randomness import preserve_generators
+from .divided_batches import FirstPasses
+from .model_check import copy_in_float64
+
+__all__ = ["FirstCall"]
+
+_log = logging.getLogger(__name__)
+
+# The model is called with 4 to 8 samples, and with half of them. A first dimension of less than 4 is as often another
+# one: channels, views.
+_FEWEST_SAMPLES, _MOST_SAMPLES = 4, 8
+# Relative difference of outputs in float64. Batch norm of 8 and of 4 samples differs by a tenth.
+_TOLERANCE = 1e-6
+# Layers that are named by themselves where they depend on how a batch is divided, or that draw.
+_NAMED = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
+
+
+class FirstCall:
+    """The first call of a model after this was made, of which a copy of the model computes a part anew.
+
+    Batch norm that a model computes by itself, and everything else over the samples of a pass, depends on how a global
+    batch is divided. No type of layer tells so.
+
+    A model that draws random numbers, or that is compiled or sharded, is not looked at; nor is what hooks compute.
+
+    Args:
+        model: the model.
+        samples: number of samples in the global batch.
+        parts: how many parts it is divided into, each of which is a call.
+    """
+
+    def __init__(self, model: nn.Module, samples: int, parts: int) -> None:
+        self._model = model
+        self._samples = {samples // parts, -(-samples // parts)}
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._hook: Any = None
+        if min(self._samples) >= _FEWEST_SAMPLES and not _is_left_out(model):
+            self._hook = model.register_forward_pre_hook(self._keep, with_kwargs=True)
+
+    def _keep(self, _model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if self._arguments is None:
+            self._arguments = inputs, named
+
+    def mixes_samples(self) -> bool:
+        """Return whether the outputs for some samples are others without the remaining ones.
+
+        The model and the random generators stay as they are. If the model communicates, all workers must ask.
+        """
+        if self._hook is None:
+            return False
+        self._hook.remove()
+        self._hook = None
+        arguments, self._arguments = self._arguments, None
+        if arguments is None:
+            return False
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                return self._compare(arguments)
+        except Exception as error:  # a model that does not compute in float64, or not for so few samples
+            _log.debug("the model is not called with a part of a batch: %s: %s", type(error).__name__, error)
+            return False
+
+    def _compare(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+        tensors = tensors_of(arguments)
+        sizes = [tensor.shape[0] for tensor in tensors if tensor.dim() and tensor.shape[0] in self._samples]
+        if not sizes:
+            return False
+        half = min(sizes[0], _MOST_SAMPLES) // 2
+        copied = copy_in_float64(self._model)
+        if copied is None:
+            return False
+        for layer in copied.modules():
+            if isinstance(layer, _NAMED):
+                layer.eval()
+        outputs = []
+        device = tensors[0].device
+        with preserve_generators(device):
+            for count in (2 * half, half):
+                inputs, named = map_tensors(partial(_first, count=count, samples=sizes[0]), arguments)
+                passes = FirstPasses({"": copied}, device)
+                outputs.append(tensors_of(copied(*inputs, **named)))
+                if passes.drew():
+                    return False
+        return any(_differ(whole, part) for whole, part in zip(*outputs, strict=True))
+
+
+def _first(tensor: torch.Tensor, count: int, samples: int) -> torch.Tensor:
+    """Return the first `count` of a tensor's samples, if it has so many, in float64."""
+    kept = tensor[:count] if tensor.dim() and tensor.shape[0] == samples else tensor
+    return kept.double() if kept.is_floating_point() else kept
+
+
+def _differ(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    if not whole.dim() or not whole.is_floating_point() or whole.shape[0] != 2 * part.shape[0]:
+        return False
+    return not torch.allclose(whole[: part.shape[0]], part, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+
+
+def _is_left_out(model: nn.Module) -> bool:
+    if "torch._dynamo" in sys.modules and isinstance(model, torch._dynamo.OptimizedModule):
+        return True
+    if any(getattr(layer, "_compiled_call_impl", None) is not None for layer in model.modules()):
+        return True
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
