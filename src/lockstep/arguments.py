@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ def whole(
     expected: str = "",
     hint: str = "",
 ) -> int:
-    """Check a whole number, and return it.
+    """Check a whole number, and return it as an `int`, which NumPy's integers are not.
 
     Args:
         argument: the argument's name.
@@ -59,7 +59,7 @@ def whole(
     Raises:
         ConfigError: for another type, among them `bool`, or a number outside of these limits.
     """
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    is_whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least) or (most is not None and value > most):
         raise ConfigError(argument, expected or "a whole number" + _limits(least, most=most), value, hint)
     return int(value)
@@ -257,20 +257,21 @@ def path(argument: str, value: Any, expected: str, hint: str = "") -> Path:
     return Path(found)
 
 
-def output_file(argument: str, value: str | Path, hint: str = "") -> Path:
+def output_file(argument: str, value: str | os.PathLike[str]) -> Path:
     """Check the path of a file to write, before the work whose result it gets, and return it.
 
     Args:
         argument: the argument's name.
         value: its value.
-        hint: what to do about an invalid one, a full sentence.
 
     Raises:
         ConfigError: if it is a folder, or in a folder that does not exist.
     """
-    found = path(argument, value, "a file in an existing folder", hint)
-    if found.is_dir() or not found.absolute().parent.is_dir():
-        raise ConfigError(argument, "a file in an existing folder", str(value), hint)
+    found = path(argument, value, "a file in an existing folder")
+    if not found.absolute().parent.is_dir():
+        raise ConfigError(argument, "a file in an existing folder", str(value), "Make the folder first.")
+    if found.is_dir():
+        raise ConfigError(argument, "a file in an existing folder", str(value))
     return found
 
 

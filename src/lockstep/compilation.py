@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map  # torch.export uses it for arguments
 
+from . import arguments
 from .errors import ConfigError, LockstepError, MissingPackageError
 from .parallel.nested import map_tensors
 from .parallel.replicas.copies import replicate
@@ -48,8 +49,7 @@ def compile_or_fallback(model: nn.Module, **options: Any) -> nn.Module:
     Raises:
         ConfigError: if `model` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError("model", "a module", found=type(model).__name__)
+    arguments.instance("model", model, nn.Module, "a module")
     uncompiled = _uncompiled_call(model)
     fullgraph = bool(options.pop("fullgraph", True))
     attempts: list[tuple[Callable[..., Any], str]] = (
@@ -131,7 +131,9 @@ def export(
             written.
         LockstepError: if a saved program gives other outputs than the model; nothing is written then.
     """
-    _check_path(Path(path))
+    if arguments.output_file("path", path).suffix == ".onnx":
+        hint = "The ONNX file has the suffix .onnx."
+        raise ConfigError("path", "another suffix, such as .pt2", got=str(path), hint=hint)
     missing = [name for name in _ONNX if importlib.util.find_spec(name) is None]
     if onnx and missing:
         raise MissingPackageError("onnx", missing[0], "onnx")
@@ -141,8 +143,8 @@ def export(
     unwrapped = model.module if hasattr(model, "device_ids") else model
     copied: nn.Module = replicate(unwrapped, ["cpu"])[0].eval()
     if dynamic_shapes is None:
-        arguments = inspect.signature(copied.forward).bind(*args).arguments  # the names that torch.export uses
-        dynamic_shapes = tree_map(_dynamic_first_dim, dict(arguments))
+        by_name = inspect.signature(copied.forward).bind(*args).arguments  # the names that torch.export uses
+        dynamic_shapes = tree_map(_dynamic_first_dim, dict(by_name))
     with torch.no_grad():
         expected = copied(*args)
         program = _trace(copied, args, dynamic_shapes)
@@ -157,15 +159,6 @@ def export(
     for file, data in files.items():
         write_bytes(file, data)
     return list(files)
-
-
-def _check_path(path: Path) -> None:
-    if path.suffix == ".onnx":
-        raise ConfigError(
-            "path", "another suffix, such as .pt2", got=str(path), hint="The ONNX file has the suffix .onnx."
-        )
-    if not path.absolute().parent.is_dir():
-        raise ConfigError("path", "a file in an existing folder", got=str(path), hint="Make the folder first.")
 
 
 def _dynamic_first_dim(argument: Any) -> Mapping[int, Any] | None:

@@ -15,9 +15,10 @@ from lockstep import arguments
 from lockstep.errors import ConfigError
 
 
-@pytest.mark.parametrize("value", [True, 0, 6, 2.0, "2", None, np.int64(2)])
+@pytest.mark.parametrize("value", [True, 0, 6, 2.0, "2", None, np.bool_(True)])
 def test_a_whole_number_outside_of_its_limits_or_of_another_type_is_refused(value: object) -> None:
     assert arguments.whole("steps", 5, least=1, most=5) == 5
+    assert type(arguments.whole("steps", np.int64(5), least=1, most=5)) is int
     with pytest.raises(ConfigError, match=r"^steps: expected a whole number from 1 to 5, got "):
         arguments.whole("steps", value, least=1, most=5)
 

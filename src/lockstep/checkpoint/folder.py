@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import arguments
 from ..errors import OUTPUT_FAILED, CheckpointError, ConfigError
 from ..system import atomic_files
 from . import manifest
@@ -109,9 +110,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
-        if keep < 1:
-            raise ConfigError("keep", "a whole number of at least 1", keep)
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep = Path(folder), arguments.whole("keep", keep, least=1)
 
     def save(self, state: Mapping[str, Tree], *, step: int, epoch: int, info: Mapping[str, Any]) -> Path:
         """Write one checkpoint; then remove all but the newest `keep`, and never this one.

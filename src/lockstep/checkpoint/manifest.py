@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .. import arguments
 from ..errors import CheckpointError, ConfigError
 from .numerics import NUMERICS
 from .serialization import MAX_JSON, Entry, Json, from_json, pack, to_json, unpack
@@ -53,9 +54,7 @@ def head(*, step: int, epoch: int, info: Mapping[str, Any]) -> dict[str, Json]:
         ConfigError: `step` or `epoch` is not a whole number of at least 0, or `info` holds something other than plain
             values.
     """
-    for name, number in (("step", step), ("epoch", epoch)):
-        if not _is_count(number):
-            raise ConfigError(name, "a whole number of at least 0", number)
+    step, epoch = arguments.whole("step", step, least=0), arguments.whole("epoch", epoch, least=0)
     value, tensors = pack({"info": dict(info)})
     if tensors:
         raise ConfigError("info", "plain values only", found="tensors", hint="Put tensors into the state.")

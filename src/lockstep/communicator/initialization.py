@@ -123,9 +123,8 @@ def _note_untried_torch(world: World) -> None:
 def _pick_backend(transport: str | None) -> str:
     """Return torch.distributed's name of the backend for tensors on the CPU."""
     name = transport if transport is not None else environment.transport()
-    if name not in _TRANSPORTS:
-        where = "transport" if transport is not None else "environment variable LOCKSTEP_TRANSPORT"
-        raise ConfigError(where, ", ".join(_TRANSPORTS[:-1]) + f" or {_TRANSPORTS[-1]}", name)
+    where = "transport" if transport is not None else "environment variable LOCKSTEP_TRANSPORT"
+    arguments.choice(where, name, _TRANSPORTS)
     # shared memory is opened through /proc, which only Linux has
     default = "shm" if sys.platform == "linux" else "gloo"
     return default if name == "auto" else name

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
-from .. import environment
+from .. import arguments, environment
 from ..activity import Activity
 from ..errors import ConfigError, DataError, LockstepError, MismatchError
 from ..flight_recorder import named, note_batch
@@ -69,8 +69,7 @@ class Substreams(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Any, parts: int) -> None:
-        if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-            raise ConfigError("parts", "a whole number of at least 1", parts)
+        parts = arguments.whole("parts", parts, least=1)
         if isinstance(dataset, DataLoader) or not is_iterable(dataset):
             raise ConfigError("dataset", "an iterable data set", found=type(dataset).__name__)
         if iter_is_itself(dataset):

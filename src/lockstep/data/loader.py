@@ -190,7 +190,15 @@ class Loader:
         if unknown:
             name = next(iter(unknown))
             raise unexpected_argument("Loader", name, in_loader(name), arguments.keyword_names(Loader))
-        _check_kinds(shuffle, drop_last, comm, collate_fn)
+        self.shuffle = bool(arguments.flag("shuffle", shuffle))
+        self.drop_last = bool(arguments.flag("drop_last", drop_last))
+        self.global_batch_size = arguments.whole("global_batch_size", global_batch_size, least=1)
+        self.seed = arguments.whole("seed", seed, least=0)
+        num_workers = arguments.whole("num_workers", num_workers, least=0)
+        if collate_fn is not None:
+            arguments.function("collate_fn", collate_fn, "a function that makes a batch of a list of samples", takes=1)
+        if comm is not None and (isinstance(comm, type) or not all(hasattr(comm, name) for name in ("rank", "size"))):
+            raise ConfigError("comm", "the communicator that lockstep.init() returns", comm)
         self.comm = comm or communicator.init()
         self.virtual_workers = (
             None if virtual_workers is None else check_virtual_workers(virtual_workers, self.comm.size)
@@ -199,18 +207,15 @@ class Loader:
         self._substreams = substreams_of(dataset)
         # Of an iterable data set their number is known when it ends.
         self.dataset, self.samples = dataset, 0 if self._substreams is not None else _length(dataset)
-        self.global_batch_size, self.seed, self.shuffle, self.drop_last = (
-            global_batch_size,
-            seed,
-            bool(shuffle),
-            bool(drop_last),
-        )
         self._batch_sampler = batch_sampler
         self._in_blocks = batch_sampler is None and hasattr(dataset, "epoch_order")
         self._check(num_workers)
         if self._substreams is not None:
             num_workers = min(num_workers, self._substreams.parts)
-        prefetch = _check_prefetch(prefetch, num_workers)
+        if prefetch is None:
+            prefetch = 2 * num_workers
+        elif arguments.whole("prefetch", prefetch, least=1) < num_workers:
+            raise ConfigError("prefetch", f"at least {num_workers}, one for each of the loader processes", prefetch)
         pin = self.comm.device.type == "cuda"
         self.num_workers = num_workers
         self._collate_fn = collate_fn
@@ -229,12 +234,6 @@ class Loader:
         self._has_said_parts = False
 
     def _check(self, num_workers: int) -> None:
-        for name, value, minimum in (
-            ("global_batch_size", self.global_batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("seed", self.seed, 0),
-        ):
-            _check_whole(name, value, minimum)
         where = getattr(self.dataset, "device", None)
         if num_workers and isinstance(where, torch.device) and where.type != "cpu":
             hint = "Batches are made on that device."
@@ -858,10 +857,9 @@ class LengthBatchSampler:
     """
 
     def __init__(self, lengths: Sequence[int], global_batch_size: int, pool: int = 50) -> None:
-        _check_whole("global_batch_size", global_batch_size, 1)
-        _check_whole("pool", pool, 1)
+        self.global_batch_size = arguments.whole("global_batch_size", global_batch_size, least=1)
+        self.pool = arguments.whole("pool", pool, least=1)
         self._lengths = _as_lengths(lengths)
-        self.global_batch_size, self.pool = global_batch_size, pool
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -899,7 +897,7 @@ class TokenBatchSampler:
     """
 
     def __init__(self, lengths: Sequence[int], global_batch_tokens: int) -> None:
-        _check_whole("global_batch_tokens", global_batch_tokens, 1)
+        global_batch_tokens = arguments.whole("global_batch_tokens", global_batch_tokens, least=1)
         self._lengths = _as_lengths(lengths)
         in_order = self._lengths.sort().values.tolist()
         if in_order[0] < 1 or in_order[-1] > global_batch_tokens:
@@ -1092,27 +1090,3 @@ def _length(dataset: Any) -> int:
             "a map-style data set, with len() and indexing, or an iterable one",
             found=type(dataset).__name__,
         ) from None
-
-
-def _check_whole(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(name, f"a whole number of at least {minimum}", value)
-
-
-def _check_kinds(shuffle: Any, drop_last: Any, comm: Any, collate_fn: Any) -> None:
-    """Check the types of arguments of `Loader`."""
-    arguments.flag("shuffle", shuffle)
-    arguments.flag("drop_last", drop_last)
-    if comm is not None and (isinstance(comm, type) or not all(hasattr(comm, name) for name in ("rank", "size"))):
-        raise ConfigError("comm", "the communicator that lockstep.init() returns", comm)
-    if collate_fn is not None:
-        arguments.function("collate_fn", collate_fn, "a function that makes a batch of a list of samples", takes=1)
-
-
-def _check_prefetch(prefetch: int | None, num_workers: int) -> int:
-    if prefetch is None:
-        return 2 * num_workers
-    _check_whole("prefetch", prefetch, 1)
-    if prefetch < num_workers:
-        raise ConfigError("prefetch", f"at least {num_workers}, one for each of the loader processes", prefetch)
-    return prefetch

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from .. import arguments
 from ..activity import Activity
 from ..errors import ConfigError, DataError
 
@@ -44,8 +45,7 @@ class PackedSequences(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, length: int, lengths: Sequence[int] | None = None, pad: int = 0) -> None:
-        if isinstance(length, bool) or not isinstance(length, int) or length < 2:
-            raise ConfigError("length", "a whole number of at least 2", length)
+        length = arguments.whole("length", length, least=2)
         if lengths is None:
             with Activity(f"lockstep: counting the tokens of {type(dataset).__name__}"):
                 lengths = [len(_sequence(dataset[index], index)[0]) for index in range(len(dataset))]

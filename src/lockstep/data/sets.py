@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from .. import arguments
 from ..errors import ConfigError, DataError
 from ..parallel.shards import mix
 from . import cifar
@@ -215,9 +216,9 @@ def synthetic(
     Raises:
         ConfigError: a size is below 1.
     """
-    for argument, value in (("classes", classes), ("train", train), ("test", test)):
-        if value < 1:
-            raise ConfigError(argument, "a whole number of at least 1", value)
+    classes = arguments.whole("classes", classes, least=1)
+    train = arguments.whole("train", train, least=1)
+    test = arguments.whole("test", test, least=1)
     if len(shape) != 3 or min(shape) < 1:
         raise ConfigError("shape", "channels, height and width, each at least 1", shape)
     patterns = _patterns(shape, classes, seed)

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from .. import arguments
-from ..errors import ConfigError
 from ..registry import Registry
 
 __all__ = ["READERS", "Arrow", "Blocks", "JsonLines", "Parquet", "ShardReader", "Tar", "Tokens"]
@@ -141,13 +140,11 @@ class Tokens:
     _TYPES = ("uint16", "uint32", "int32", "int64")
 
     def __init__(self, block_size: int | None = None, dtype: str = "uint16") -> None:
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise ConfigError("block_size", "the number of tokens in a sample of a .bin file", block_size)
-        if str(dtype) not in self._TYPES:
-            raise ConfigError("dtype", f"one of {', '.join(self._TYPES)}", dtype)
-        self.block_size, self._dtype = block_size, np.dtype(dtype)
+        expected = "the number of tokens in a sample of a .bin file"
+        self.block_size = arguments.whole("block_size", block_size, least=1, expected=expected)
+        self._dtype = np.dtype(arguments.choice("dtype", str(dtype), self._TYPES))
         # Blocks may be small: files of tokens are read at any place, without decoding.
-        self._samples = max(1, (1 << 18) // (block_size * self._dtype.itemsize))
+        self._samples = max(1, (1 << 18) // (self.block_size * self._dtype.itemsize))
 
     def blocks(self, path: Path) -> Blocks:
         """Return the blocks: runs of samples of 256 KiB."""

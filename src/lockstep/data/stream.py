@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from torch.utils.data import Dataset
 
-from .. import environment
+from .. import arguments, environment
 from ..activity import Activity
 from ..errors import ConfigError, DataError, LockstepError
 from ..system import atomic_files
@@ -73,10 +73,9 @@ class Stream(Dataset[Any]):
         lanes: int = 32,
         **options: Any,
     ) -> None:
-        for name, value in (("shuffle_window", shuffle_window), ("lanes", lanes)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(name, "a whole number of at least 1", value)
-        self.shuffle_window, self.lanes, self._map = shuffle_window, lanes, map
+        self.shuffle_window = arguments.whole("shuffle_window", shuffle_window, least=1)
+        self.lanes = arguments.whole("lanes", lanes, least=1)
+        self._map = map
         self._files = _open_files(_find_files(files), read, options)
         self._file_blocks = np.cumsum([len(file.sizes) for file in self._files])  # behind the last block of each file
         self.block_sizes: Integers = np.concatenate([file.sizes for file in self._files])
@@ -262,9 +261,7 @@ def _find_files(files: str | Path | Sequence[str | Path]) -> list[Path]:
         raise ConfigError("files", "at least one file", got=given)
     found: list[Path] = []
     for each in given:
-        if not isinstance(each, (str, os.PathLike)):
-            raise ConfigError("files", "paths or patterns of files", got=each)
-        name = os.path.expanduser(each)  # noqa: PTH111 - a pattern
+        name = str(arguments.path("files", each, "paths or patterns of files").expanduser())
         if not has_magic(name) or Path(name).exists():
             found.append(_existing(Path(name)))
             continue

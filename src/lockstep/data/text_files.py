@@ -55,10 +55,8 @@ def text(
         DataError: a file is missing or empty, the text is shorter than one block for each part, it is not UTF-8, or the
             tokenizer's file is none; names the file.
     """
-    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-        raise ConfigError("context", "a whole number of at least 1", context)
-    if not 0 <= validation < 1:
-        raise ConfigError("validation", "a share of the text from 0 to below 1", validation)
+    context = arguments.whole("context", context, least=1)
+    arguments.number("validation", validation, least=0, below=1, expected="a share of the text from 0 to below 1")
     path = _check_file(file, "a text file")
     if tokenizer is None:
         if data_dir is not None:

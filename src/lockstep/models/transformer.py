@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .. import arguments
 from ..errors import ConfigError
 
 __all__ = ["GPT", "continue_text", "gpt", "next_token_loss"]
@@ -106,12 +107,10 @@ class GPT(nn.Module):
         super().__init__()
         sizes = {"vocabulary": vocabulary, "context": context, "layers": layers, "heads": heads, "width": width}
         for name, size in sizes.items():
-            if size < 1:
-                raise ConfigError(name, "a whole number of at least 1", size)
+            arguments.whole(name, size, least=1)
         if width % (2 * heads):
             raise ConfigError("width", f"a multiple of {2 * heads}, twice the number of heads", width)
-        if not 0 <= dropout < 1:
-            raise ConfigError("dropout", "a probability from 0 to below 1", dropout)
+        arguments.number("dropout", dropout, least=0, below=1, expected="a probability from 0 to below 1")
         self.context, self.pairs = context, width // heads // 2
         # a parameter, not an nn.Embedding: the output layer uses it too, and so it belongs to neither
         self.embedding = nn.Parameter(torch.empty(vocabulary, width))
@@ -255,11 +254,11 @@ def continue_text(
     if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.dtype != torch.int64:
         expected = "torch.int64 of shape (texts, tokens), with at least one token"
         raise ConfigError("tokens", expected, found=f"{tokens.dtype} of shape {list(tokens.shape)}")
-    for name, value, least in (("count", count, 0), ("temperature", temperature, 0), ("context", context, 1)):
-        if not value >= least:
-            raise ConfigError(name, f"a number of at least {least}", value)
-    if top_k is not None and top_k < 1:
-        raise ConfigError("top_k", "a whole number of at least 1", top_k)
+    arguments.whole("count", count, least=0)
+    arguments.number("temperature", temperature, least=0)
+    arguments.whole("context", context, least=1)
+    if top_k is not None:
+        arguments.whole("top_k", top_k, least=1)
     for _ in range(count):
         logits = model(tokens[:, -context:])[:, -1].float().cpu()
         following = _draw(logits, temperature, top_k, generator)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import arguments
 from ..communicator import Communicator, init
 from ..communicator.groups import backends_of
-from ..errors import ConfigError, unknown_name
+from ..errors import ConfigError
 from ..parallel.module_sync import sync_module
 from .pipe import SCHEDULES, Pipeline
 
@@ -274,13 +275,11 @@ def _check(
     model: Any, stages: Any, microbatches: Any, schedule: Any, split: Any, example: Any, comm: Communicator
 ) -> int:
     """Check the types and the consistency of the arguments of `pipeline`; returns the number of stages."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError("model", "a torch.nn.Module", found=type(model).__name__)
-    count = comm.size if stages is None else _whole_number("stages", stages)
+    arguments.instance("model", model, nn.Module, "a torch.nn.Module")
+    count = comm.size if stages is None else arguments.whole("stages", stages, least=1)
     if microbatches is not None:
-        _whole_number("microbatches", microbatches)
-    if schedule not in SCHEDULES:
-        raise unknown_name("schedule", schedule, SCHEDULES)
+        arguments.whole("microbatches", microbatches, least=1)
+    arguments.choice("schedule", schedule, SCHEDULES)
     if count != comm.size:
         hint = f"Start {count} workers: lockstep run -np {count} …"
         raise ConfigError("stages", f"one for each of the {comm.size} workers", count, hint)
@@ -311,12 +310,6 @@ def _check_complete(names: Sequence[str], parts: Sequence[nn.Module]) -> None:
 
 def _missing(example: Any) -> str:
     return "none of split" if isinstance(example, torch.Tensor) else f"{type(example).__name__} as example"
-
-
-def _whole_number(argument: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(argument, "a whole number of at least 1", value)
-    return int(value)
 
 
 def _supports_cpu(comm: Communicator) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import arguments
 from ..communicator import Communicator
 from ..errors import ConfigError, DataError
 from ..parallel.full_state import load_optimizer
@@ -272,8 +273,7 @@ class Pipeline:
     def _check(self, batch: Any, target: Any) -> int:
         """Check a batch and its targets; returns the number of micro-batches."""
         for name, value in (("batch", batch), ("target", target)):
-            if not isinstance(value, torch.Tensor):
-                raise ConfigError(name, "a tensor of shape (samples, …)", found=type(value).__name__)
+            arguments.instance(name, value, torch.Tensor, "a tensor of shape (samples, …)")
             if value.dim() == 0:
                 raise ConfigError(name, "a tensor of shape (samples, …)", found="a tensor without dimensions")
         if len(batch) != len(target):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from .. import arguments
 from ..errors import ConfigError
 from ..network import Link
 from .measurement import Curve, NetworkMeasurement
@@ -171,8 +172,7 @@ class Fabric:
         Raises:
             ConfigError: `transport` was not measured.
         """
-        if transport not in measurement.transports:
-            raise ConfigError("transport", f"one of {', '.join(measurement.transports)}", transport)
+        arguments.choice("transport", transport, measurement.transports)
         found = measurement.transports[transport].collectives
         collectives = {
             name: MeasuredCollective(found[name].idle, measurement.workers, algorithm)

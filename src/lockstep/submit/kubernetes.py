@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 
+from .. import arguments
 from ..errors import ConfigError, LockstepError
 from .description import START_LIMIT_S, Job, quoted, run_tool, split_variables
 
@@ -27,9 +28,7 @@ class Kubernetes:
     def write(self, job: Job) -> str:
         """Return the manifest."""
         job.check_limit()
-        kind = job.setting("kind") or "job"
-        if kind not in _KINDS:
-            raise ConfigError("kind", "job or jobset", kind)
+        kind = arguments.choice("kind", job.setting("kind") or "job", _KINDS)
         job.setting("image", self.title, "the name of a container image with the program and Lockstep")
         body = _jobset(job) if kind == "jobset" else [*_service(job), "---", *_job(job)]
         return "\n".join([*_head(job, kind), *body]) + "\n"

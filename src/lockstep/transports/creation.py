@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import environment
-from ..errors import ConfigError
+from .. import arguments, environment
 from .devices import device_options
 from .hierarchical.connections import GlooConnection
 from .hierarchical.process_group import HierarchicalGroup, Leaders
@@ -65,8 +64,8 @@ def make_shm_group(given: Any, options: Any) -> dist.ProcessGroup:
 def _make(given: Any, size: int | None) -> TransportGroup:
     if size is None:
         size = environment.shm_size() or None
-    elif not isinstance(size, int):
-        raise ConfigError("ShmOptions size", "a number of bytes", size)
+    else:
+        size = arguments.whole("ShmOptions size", size, expected="a number of bytes")
     # a store may outlive the groups that were made with it, and c10d gives a group that is made again the same name
     given.store = PrefixStore(str(given.store.add(f"round/{given.group_rank}", 1)), given.store)
     hosts = find_hosts(given.store, given.group_rank, given.group_size, size)

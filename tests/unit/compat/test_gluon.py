@@ -156,7 +156,7 @@ def test_a_trainer_continues_after_initialising_again() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
-    [("sdg", {}, "one of adadelta"), ("sgd", {"learning_rat": 1}, "options of sgd"), ("sgd", {"lr": -1}, "-1")],
+    [("sdg", {}, "adadelta, adagrad"), ("sgd", {"learning_rat": 1}, "options of sgd"), ("sgd", {"lr": -1}, "-1")],
 )
 def test_optimizers_that_cannot_be_used(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -425,7 +425,7 @@ def test_pickles_and_shards_elsewhere_are_refused(tmp_path: Path) -> None:
         (["{}/a.csv", "cvs"], {}, "read: expected one of "),
         (["{}/a.csv", "jsonl"], {"columns": ["a"]}, r"Stream\(\): expected options of the format \"jsonl\""),
         (["{}/a.csv", "bin"], {}, "block_size: expected the number of tokens"),
-        (["{}/a.csv", "bin"], {"block_size": 2, "dtype": "float32"}, "dtype: expected one of uint16"),
+        (["{}/a.csv", "bin"], {"block_size": 2, "dtype": "float32"}, "dtype: expected uint16"),
         (["{}/a.csv", "jsonl"], {"lanes": 0}, "lanes: expected a whole number of at least 1"),
         (["{}/a.csv", "jsonl"], {"shuffle_window": 1.5}, "shuffle_window"),
     ],

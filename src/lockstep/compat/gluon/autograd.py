@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch.nn.parameter import is_lazy
 
-from lockstep.errors import ConfigError
+from lockstep import arguments
 
 __all__ = ["backward", "is_recording", "is_training", "pause", "predict_mode", "record", "set_grad_req", "train_mode"]
 
@@ -79,8 +79,7 @@ def set_grad_req(leaf: torch.Tensor, grad_req: str = "write") -> None:
     Raises:
         ConfigError: for another `grad_req`.
     """
-    if grad_req not in ("write", "add", "null"):
-        raise ConfigError("grad_req", "write, add or null", grad_req)
+    arguments.choice("grad_req", grad_req, ("write", "add", "null"))
     leaf.requires_grad = grad_req != "null"
     leaf._lockstep_grad_req = grad_req  # type: ignore[attr-defined]
     if grad_req == "null" or hasattr(leaf, "_lockstep_hook") or is_lazy(leaf):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from lockstep import arguments
 from lockstep.errors import ConfigError
 
 from . import autograd
@@ -203,8 +204,7 @@ def Pooling(  # noqa: N802 - MXNet's name for it
     data: torch.Tensor, kernel: Any, pool_type: str = "max", stride: Any = 1, pad: Any = 0
 ) -> torch.Tensor:
     """Return the maximum of each window, or the mean for `pool_type` "avg"."""
-    if pool_type not in ("max", "avg"):
-        raise ConfigError("pool_type", "max or avg", pool_type)
+    arguments.choice("pool_type", pool_type, ("max", "avg"))
     return (F.max_pool2d if pool_type == "max" else F.avg_pool2d)(data, kernel, stride, pad)
 
 

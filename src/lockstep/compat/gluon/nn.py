@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn as torch_nn
 
+from lockstep import arguments
 from lockstep.errors import ConfigError
 
 from .block import Block, HybridBlock
@@ -52,9 +53,7 @@ def _lazy(layer_class: Callable[..., Layer], *args: Any, **kwargs: Any) -> Layer
 def _activation(name: str | None) -> torch_nn.Module:
     if name is None:
         return torch_nn.Identity()
-    if name not in _ACTIVATIONS:
-        raise ConfigError("activation", f"one of {', '.join(sorted(_ACTIVATIONS))}", name)
-    return _ACTIVATIONS[name]()
+    return _ACTIVATIONS[arguments.choice("activation", name, _ACTIVATIONS)]()
 
 
 class _TorchLayer(HybridBlock):

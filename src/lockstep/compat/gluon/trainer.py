@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep import arguments
 from lockstep.errors import ConfigError
 from lockstep.replicas import allreduce_
 
@@ -47,9 +48,7 @@ class Trainer:
         optimizer_params: Mapping[str, Any] | None = None,
         kvstore: Any = None,
     ) -> None:
-        if optimizer not in _OPTIMIZERS:
-            raise ConfigError("optimizer", f"one of {', '.join(sorted(_OPTIMIZERS))}", optimizer)
-        self._optimizer_class = _OPTIMIZERS[optimizer]
+        self._optimizer_class = _OPTIMIZERS[arguments.choice("optimizer", optimizer, _OPTIMIZERS)]
         self._options = _torch_options(dict(optimizer_params or {}), nesterov=optimizer == "nag")
         try:
             self._optimizer_class([torch.zeros(1, requires_grad=True)], **self._options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from lockstep import arguments
 from lockstep.errors import ConfigError
 
 from ..engine.engine import Engine
@@ -190,9 +191,8 @@ def checked_process_set(process_set: Any) -> ProcessSet:
     Raises:
         ConfigError: it is not.
     """
-    if not isinstance(process_set, ProcessSet):
-        raise ConfigError("process_set", "a hvd.ProcessSet", process_set)
-    return process_set
+    checked: ProcessSet = arguments.instance("process_set", process_set, ProcessSet, "a hvd.ProcessSet")
+    return checked
 
 
 def forget_process_sets() -> None:

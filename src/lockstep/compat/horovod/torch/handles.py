@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lockstep import arguments
 from lockstep.errors import ConfigError
 
 from ..common.process_sets import ProcessSet, checked_process_set
@@ -82,12 +83,11 @@ def checked_tensor(tensor: Any, argument: str = "tensor") -> torch.Tensor:
     Raises:
         ConfigError: it is not.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(argument, "a tensor", found=type(tensor).__name__)
-    if tensor.layout is not torch.strided:
+    checked: torch.Tensor = arguments.instance(argument, tensor, torch.Tensor, "a tensor")
+    if checked.layout is not torch.strided:
         hint = "hvd.sparse_allreduce_async reduces sparse tensors."
-        raise ConfigError(argument, "a dense tensor", found=str(tensor.layout), hint=hint)
-    return tensor.detach() if tensor.requires_grad else tensor
+        raise ConfigError(argument, "a dense tensor", found=str(checked.layout), hint=hint)
+    return checked.detach() if checked.requires_grad else checked
 
 
 def checked_group(tensors: Any) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lockstep import arguments
 from lockstep.errors import ConfigError
 
 from ..common.process_sets import ProcessSet, checked_process_set, global_process_set
@@ -144,9 +145,7 @@ class _DistributedMixin:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes before each step, from the next step on."""
-        if not isinstance(passes, int) or passes < 1:
-            raise ConfigError("backward_passes_per_step", "a whole number of at least 1", passes)
-        self.backward_passes_per_step = passes
+        self.backward_passes_per_step = arguments.whole("backward_passes_per_step", passes, least=1)
         self._reset()
 
     def _reset(self) -> None:
@@ -433,8 +432,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _check_arguments(optimizer: Any, compression: Any, op: int, predivide: float) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError("optimizer", "one of torch.optim, or of a class derived from its Optimizer", optimizer)
+    expected = "one of torch.optim, or of a class derived from its Optimizer"
+    arguments.instance("optimizer", optimizer, torch.optim.Optimizer, expected)
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ConfigError("compression", "hvd.Compression.fp16 or a class like it", compression)
     reduction_options(op, None, 1.0, 1.0)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from lockstep import arguments
 from lockstep.errors import ConfigError
 
 __all__ = ["execute_function_multithreaded", "in_thread", "on_event"]
@@ -32,7 +33,7 @@ def in_thread(
     Raises:
         ConfigError: a ValueError, if `args` is not a tuple.
     """
-    _check_tuple(args)
+    arguments.instance("args", args, tuple, "a tuple; (arg,) for one argument")
 
     def call() -> None:
         with contextlib.suppress(Exception) if silent else contextlib.nullcontext():
@@ -66,7 +67,7 @@ def on_event(
     Raises:
         ConfigError: a ValueError, for invalid arguments.
     """
-    _check_tuple(args)
+    arguments.instance("args", args, tuple, "a tuple; (arg,) for one argument")
     if event is None:
         raise ConfigError("event", "a threading.Event", event)
     if stop is None and not daemon:
@@ -114,8 +115,3 @@ def execute_function_multithreaded(
         return call_all()
     in_thread(call_all)
     return None
-
-
-def _check_tuple(args: Any) -> None:
-    if not isinstance(args, tuple):
-        raise ConfigError("args", "a tuple; (arg,) for one argument", args)
