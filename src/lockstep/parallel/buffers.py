@@ -1,4 +1,4 @@
-"""Synchronisation of buffers that forward passes change: running statistics, and other buffers when they change."""
+"""The buffers that forward passes change: running statistics, and others; after each step all workers have the same."""
 
 from __future__ import annotations
 
@@ -7,117 +7,265 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..communicator import Communicator
-from .module_sync import broadcast_tensors
+from ..errors import ConfigError
+from .module_sync import broadcast_tensors, expanded_dimensions
+from .strategy import accumulation_dtype
 
-__all__ = ["MutatedBuffers", "RunningStatistics"]
-
-
-_ROUNDING = 1e-6
-
-# --- Running statistics of normalisation layers -----------------------------------------------------------------------
+__all__ = ["Buffers", "is_running_statistic"]
 
 
-class RunningStatistics:
-    """The running means and variances of a model, packed into a vector that is summed over the workers.
-
-    The layers of each worker see that worker's part of the batch. The result is the average of the running statistics,
-    weighted by samples. Averaging at every step leaves the same bits on all workers, so that any of them can evaluate
-    or save. Batch counters are taken from rank 0, which always has samples.
-    """
-
-    def __init__(self, model: nn.Module, is_first: bool) -> None:
-        layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-        buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-        self._averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._counters = [buffer for buffer in buffers if not buffer.is_floating_point()]
-        self._is_first = is_first
-
-    def __len__(self) -> int:
-        return sum(buffer.numel() for buffer in (*self._averaged, *self._counters))
-
-    def pack(self, weight: float, into: torch.Tensor) -> None:
-        """Write this worker's statistics times `weight`, its share of samples, into `into`, of shape (len(self),)."""
-        for (buffers, slices), factor in zip(self._slices(into), (weight, float(self._is_first)), strict=True):
-            if buffers:
-                torch._foreach_copy_(slices, buffers)
-                torch._foreach_mul_(slices, factor)
-
-    def unpack(self, summed: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        """Set the statistics from the sum of all workers' vectors, and of their `weights` where it is not 1."""
-        for (buffers, slices), counts in zip(self._slices(summed), (False, True), strict=True):
-            if buffers and weights is not None and not counts:
-                # a sum of shares that differs from 1 by rounding alone is 1
-                divisor = torch.where((weights - 1).abs() < _ROUNDING, 1.0, weights)
-                slices = list(torch._foreach_div(slices, divisor))
-            if buffers:
-                torch._foreach_copy_(buffers, slices)
-
-    def _slices(self, vector: torch.Tensor) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return the averaged buffers and the counters, each with their slices of a vector of len(self)."""
-        sizes = [buffer.numel() for buffer in (*self._averaged, *self._counters)]
-        parts = iter(torch.split(vector, sizes))
-        groups = (self._averaged, self._counters)
-        return [(group, [next(parts).view_as(buffer) for buffer in group]) for group in groups]
+def is_running_statistic(layer: nn.Module, buffer: torch.Tensor) -> bool:
+    """Return whether a buffer of `layer` is a running mean or variance, of which parts of a batch have an average."""
+    return isinstance(layer, _NormBase) and buffer.is_floating_point()
 
 
-# --- Other buffers that forward passes change -------------------------------------------------------------------------
+class Buffers:
+    """The buffers of a model that forward passes change.
 
-Version = tuple[torch.Tensor | None, int]
-"""(a buffer, its version); a forward pass may change a tensor or replace it."""
+    Each shard of a step's batch starts with the buffers of the beginning of the step. At its end, running statistics of
+    normalisation layers become the mean over the shards of what each has made of them, weighted by samples; their
+    counters and all other buffers become those of shard 0, which always has samples. A step is `begin`; for each of
+    this worker's shards `restore` (but for the first one), its forward passes, and `of_shard`; then `set` with the sums
+    of what `of_shard` has returned for all shards of all workers. `restore` also undoes a step that was not completed.
 
-
-class MutatedBuffers:
-    """Buffers that forward passes change on any worker; after every step all workers take rank 0's values of them.
-
-    Most buffers are constants, such as masks and position tables, and need no broadcast. A buffer that has changed
-    once is broadcast from then on. Buffers are looked up by name, because a model may replace the tensors.
+    Most buffers outside of normalisation layers are constants, such as masks and position tables, and need neither be
+    copied nor broadcast. All are copied at the first step, because it is not known which of them change; later only
+    those that have changed are copied again. A buffer that has changed once on any worker is broadcast from then on.
 
     Args:
-        model: the model, on the worker's device, with the same buffers on every worker.
-        comm: communicator over the workers.
+        model: the model, on its device, with the same buffers on every worker.
+        comm: communicator over the workers; None to save and restore only.
+        saves: whether `restore` is called, because this worker has several shards or a step may be undone.
         at_once: broadcast a newly changed buffer in the same step, even if the host has to wait for the device.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, at_once: bool = False) -> None:
-        layers = [m for m in model.modules() if not (isinstance(m, _NormBase) and m.track_running_stats)]
-        self._keys = [(layer, name) for layer in layers for name in layer._buffers]
-        self._mutated = [False] * len(self._keys)
-        self._snapshot: list[Version] | None = None
-        self._comm, self._steps, self._at_once = comm, 0, at_once
+    def __init__(
+        self, model: nn.Module, comm: Communicator | None = None, *, saves: bool = True, at_once: bool = False
+    ) -> None:
+        self._model, self._comm, self._saves, self._at_once = model, comm, saves, at_once
+        self._is_alone = comm is None or comm.size == 1
+        self._device = torch.device("cpu") if comm is None else comm.device
+        self._norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        norms = {id(layer) for layer in self._norms}
+        self._others = [
+            _OtherBuffer(layer, name, saves)
+            for layer in model.modules()
+            if id(layer) not in norms
+            for name in layer._buffers
+        ]
+        self._averaged: list[torch.Tensor] = []  # running statistics in this step
+        self._counters: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []  # of both, at the beginning of the step
+        self._frozen: list[tuple[torch.Tensor, int]] = []  # counters of layers in evaluation mode, and their versions
+        self._steps = 0
 
-    def __len__(self) -> int:
-        return len(self._keys)
+    def __bool__(self) -> bool:
+        """Whether the model has any buffers."""
+        return bool(self._norms or self._others)
 
-    def _versions(self) -> list[Version]:
-        buffers = [layer._buffers.get(name) for layer, name in self._keys]
-        return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
+    def begin(self) -> None:
+        """Begin a step: each of its shards starts with the present values."""
+        before = [*self._averaged, *self._counters]
+        self._averaged, self._counters, self._frozen = [], [], []
+        for layer in self._norms:
+            present = [buffer for buffer in layer._buffers.values() if buffer is not None]
+            counters = [buffer for buffer in present if not buffer.is_floating_point()]
+            if layer.training:
+                self._averaged += [buffer for buffer in present if buffer.is_floating_point()]
+                self._counters += counters
+            else:  # the statistics of frozen layers do not change; a mean of equal numbers would round
+                self._frozen += [(counter, counter._version) for counter in counters]
+        changing = [*self._averaged, *self._counters]
+        if self._saves:
+            if [id(buffer) for buffer in changing] != [id(buffer) for buffer in before]:
+                self._copies = [torch.empty_like(buffer) for buffer in changing]
+            if changing:
+                torch._foreach_copy_(self._copies, changing)
+        for other in self._others:
+            other.begin()
 
-    def snapshot(self) -> None:
-        """Record the buffers' versions before a step's first forward pass; later calls in the step do nothing."""
-        if self._snapshot is None:
-            self._snapshot = self._versions()
+    def restore(self) -> None:
+        """Restore the values of the beginning of the step, for its next shard or because the step is undone."""
+        if self._copies:
+            torch._foreach_copy_([*self._averaged, *self._counters], self._copies)
+        for other in self._others:
+            other.restore()
 
-    def changed(self) -> list[bool]:
-        """Return which buffers have changed since `snapshot`; called after a step's last forward pass."""
-        before, self._snapshot = self._snapshot or self._versions(), None
-        pairs = zip(before, self._versions(), strict=True)
-        return [old is not new or old_version != version for (old, old_version), (new, version) in pairs]
+    def others_changed(self) -> bool:
+        """Return whether a buffer outside of normalisation layers has changed in this step."""
+        return any(other.has_changed() for other in self._others)
 
-    def count_new(self, changed: list[bool]) -> int:
-        """Return how many of the `changed` buffers are not broadcast yet; `sync` takes the sum over the workers."""
-        return sum(is_changed and not known for is_changed, known in zip(changed, self._mutated, strict=True))
+    def of_shard(self, weight: float, *, first: bool, last: bool) -> torch.Tensor:
+        """Return what a shard has made of the buffers, after its forward passes; summed over all shards for `set`.
 
-    def sync(self, changed: list[bool], count_new: torch.Tensor) -> None:
-        """Broadcast rank 0's changed buffers, after the workers have agreed on which have changed.
+        Args:
+            weight: what the shard weighs in the running statistics, such as its samples; 0 if it has none.
+            first: whether it is shard 0.
+            last: whether it is the last of this worker's shards.
 
-        Reading `count_new` makes the host wait for the device. Off the CPU it is therefore read at steps 0, 1, 2, 4, 8
-        and so on only, unless `at_once`; a buffer that first changes in between is broadcast from the next of them on.
+        Returns:
+            1-d tensor, of one size for all shards.
+
+        Raises:
+            ConfigError: if a normalisation layer was put into training mode by a forward pass.
         """
-        due = self._at_once or count_new.device.type == "cpu" or self._steps & (self._steps - 1) <= 0
+        self._check_modes()
+        if first:
+            for other in self._others:
+                other.note_result()
+        averaged = sum(buffer.numel() for buffer in self._averaged)
+        counters = sum(buffer.numel() for buffer in self._counters)
+        has_new = self._others and not self._is_alone
+        dtype = accumulation_dtype(self._device)
+        vector = torch.zeros(averaged + counters + bool(has_new), dtype=dtype, device=self._device)
+        if averaged:
+            torch.cat([buffer.reshape(-1) for buffer in self._averaged], out=vector[:averaged]).mul_(weight)
+        if counters and first:
+            flat = [buffer.reshape(-1) for buffer in self._counters]
+            torch.cat(flat, out=vector[averaged : averaged + counters])
+        if has_new and last:
+            vector[-1] = sum(other.has_changed() and not other.is_broadcast for other in self._others)
+        return vector
+
+    def _check_modes(self) -> None:
+        """Check that no layer that was in evaluation mode has counted a batch.
+
+        Raises:
+            ConfigError: otherwise.
+        """
+        if any(counter._version != version for counter, version in self._frozen):
+            raise ConfigError(
+                "model",
+                "normalisation layers that are in training mode before a step, or in none of its forward passes",
+                found="one that a forward pass has put into training mode",
+                hint="Call its train() before the step.",
+            )
+
+    def set(self, sums: torch.Tensor, weight: float | torch.Tensor = 1) -> None:
+        """Set the buffers at the end of a step, equally on every worker.
+
+        Off the CPU, reading the number of newly changed buffers makes the host wait for the device. It is read at steps
+        0, 1, 2, 4, 8 and so on only, unless `at_once`; a buffer that first changes in between is broadcast from the
+        next of them on.
+
+        Args:
+            sums: the sum of all shards' `of_shard`.
+            weight: the sum of the weights.
+        """
+        changed = [other.has_changed() for other in self._others]
+        averaged = sum(buffer.numel() for buffer in self._averaged)
+        counters = sum(buffer.numel() for buffer in self._counters)
+        if averaged:
+            is_mean = isinstance(weight, int) and weight == 1
+            _set(self._averaged, sums[:averaged] if is_mean else sums[:averaged] / weight)
+        if counters:
+            _set(self._counters, sums[averaged : averaged + counters])
+        for other in self._others:
+            other.finish()
+        if self._others and not self._is_alone:
+            self._broadcast_changed(changed, sums[-1])
+
+    def _broadcast_changed(self, changed: list[bool], new: torch.Tensor) -> None:
+        """Broadcast rank 0's values of buffers that have changed, after the workers have agreed on which these are.
+
+        Args:
+            changed: which have changed on this worker in this step.
+            new: how many have on any worker that are not broadcast yet.
+        """
+        assert self._comm is not None
+        due = self._at_once or new.device.type == "cpu" or self._steps & (self._steps - 1) <= 0
         self._steps += 1
-        if due and not all(self._mutated) and float(count_new) > 0:
-            counts = self._comm.allreduce(torch.tensor(changed, dtype=torch.float32, device=count_new.device))
-            self._mutated = [known or count > 0 for known, count in zip(self._mutated, counts.tolist(), strict=True)]
-        mutated = [key for key, known in zip(self._keys, self._mutated, strict=True) if known]
-        buffers = [layer._buffers.get(name) for layer, name in mutated]
+        if due and not all(other.is_broadcast for other in self._others) and float(new) > 0:
+            counts = self._comm.allreduce(torch.tensor(changed, dtype=torch.float32, device=new.device))
+            for other, count in zip(self._others, counts.tolist(), strict=True):
+                other.is_broadcast |= count > 0
+        buffers = [other.current for other in self._others if other.is_broadcast]
         broadcast_tensors([buffer for buffer in buffers if buffer is not None], self._comm)
+
+    def broadcast(self) -> None:
+        """Broadcast rank 0's values of all buffers, including those changed outside of steps."""
+        if self._comm is not None and self._comm.size > 1:
+            broadcast_tensors(self._model.buffers(), self._comm)
+
+
+def _set(buffers: list[torch.Tensor], values: torch.Tensor) -> None:
+    """Set `buffers` from the values of all of them in a 1-d tensor."""
+    parts = torch.split(values, [buffer.numel() for buffer in buffers])
+    torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
+
+
+_NEVER = -2  # in place of a version: before the first step
+_NO_TENSOR = -1  # of a buffer that is None
+
+
+class _OtherBuffer:
+    """One buffer outside of normalisation layers, looked up by name, because a model may replace the tensor.
+
+    Args:
+        layer: the layer that has it.
+        name: its name there.
+        saves: whether the values of the beginning of a step are kept, for `restore`.
+
+    Attributes:
+        is_broadcast: whether all workers take rank 0's values after each step.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, saves: bool) -> None:
+        self._layer, self._name, self._saves = layer, name, saves
+        self._saved: torch.Tensor | None = None  # the tensor at the beginning of the step
+        self._copy: torch.Tensor | None = None  # a copy of its values then
+        self._result: torch.Tensor | None = None  # a copy of its values after shard 0, if changed
+        self._saved_version = _NEVER  # the first step makes the copy
+        self._was_changed = False  # by an earlier shard of the step
+        self.is_broadcast = False
+
+    @property
+    def current(self) -> torch.Tensor | None:
+        """The tensor that the layer has now."""
+        return self._layer._buffers.get(self._name)
+
+    def _version(self) -> int:
+        return _NO_TENSOR if self.current is None else self.current._version
+
+    def _differs(self) -> bool:
+        """Return whether a pass has changed it since `begin` or the last `restore`."""
+        return self.current is not self._saved or self._version() != self._saved_version
+
+    def has_changed(self) -> bool:
+        """Return whether a pass has changed it since `begin`."""
+        return self._was_changed or self._differs()
+
+    def begin(self) -> None:
+        if self._differs():  # by the last step, or after it
+            self._saved, self._saved_version = self.current, self._version()
+            self._copy = self.current.clone() if self._saves and self.current is not None else None
+        self._result, self._was_changed = None, False
+
+    def restore(self) -> None:
+        if self._saved_version == _NEVER or not self._differs():
+            return
+        self._was_changed = True
+        self._layer._buffers[self._name] = self._saved
+        changed_in_place = self._saved is not None and self._saved._version != self._saved_version
+        if changed_in_place and self._saved is not None and self._copy is not None:
+            with torch.no_grad():
+                self._saved.copy_(self._copy)
+        self._saved_version = self._version()
+
+    def note_result(self) -> None:
+        """Note what shard 0 has made of it."""
+        if self._saves and self._differs() and self.current is not None:
+            self._result = self.current.clone()
+
+    def finish(self) -> None:
+        """Set it to what shard 0 has made of it, if this worker has that shard."""
+        if not self._saves:  # a single shard, whose result it is
+            return
+        self.restore()
+        if self._result is None or self.current is None:
+            return
+        if expanded_dimensions(self.current):  # it cannot be written
+            self._layer._buffers[self._name] = self._result
+        else:
+            with torch.no_grad():
+                self.current.copy_(self._result)

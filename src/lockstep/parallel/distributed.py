@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..communicator import Communicator
-from .buffers import MutatedBuffers, RunningStatistics
-from .invariant import Invariant, ShardBuffers
-from .module_sync import broadcast_tensors, sync_module
+from ..communicator.elastic_communicator import ElasticCommunicator
+from .buffers import Buffers
+from .invariant import Invariant
+from .module_sync import sync_module
 from .strategy import Strategy
 from .unused_parameters import ConnectAllParameters
 
@@ -26,6 +27,10 @@ _BUFFER_SYNC = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
+
+
+# A sum of the workers' shares of samples differs from 1 by no more than this.
+_ROUNDING = 1e-6
 
 
 class Distributed(Strategy):
@@ -41,10 +46,8 @@ class Distributed(Strategy):
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
         self._ddp: DistributedDataParallel | None = None
-        self._statistics: RunningStatistics | None = None
-        self._buffers: MutatedBuffers | None = None
-        self._model: nn.Module | None = None
-        self._saved: ShardBuffers | None = None  # in an elastic job
+        self._buffers: Buffers | None = None
+        self._in_step = False  # whether the buffers of the running step are noted
 
     def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
         """Return the strategy that gives the same bits at any number of workers."""
@@ -56,16 +59,13 @@ class Distributed(Strategy):
         Raises:
             MismatchError: if the models differ in their parameters or buffers.
         """
-        self._model = model.to(self.comm.device)
+        model.to(self.comm.device)
         sync_module(model, self.comm)
-        self._synchronise_buffers(model)
+        self._make_buffers(model)
 
-    def _synchronise_buffers(self, model: nn.Module) -> None:
-        self._statistics = self._buffers = None
-        if self.comm.size > 1:
-            everything = self.with_loss(model)
-            self._statistics = RunningStatistics(everything, self.comm.world.is_first)
-            self._buffers = MutatedBuffers(everything, self.comm)
+    def _make_buffers(self, model: nn.Module) -> None:
+        saves = isinstance(self.comm, ElasticCommunicator)
+        self._buffers, self._in_step = Buffers(self.with_loss(model), self.comm, saves=saves), False
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap `module`, a step's forward pass with the prepared model; gradients are *averaged* over the workers."""
@@ -83,8 +83,10 @@ class Distributed(Strategy):
 
     def gradient_sync(self, now: bool) -> AbstractContextManager[object]:
         """Return a context manager for one pass of a step, see `Strategy.gradient_sync`."""
-        if self._buffers is not None:
-            self._buffers.snapshot()
+        if self._buffers is not None and self.comm.size > 1:
+            if not self._in_step:
+                self._buffers.begin()
+            self._in_step = not now
         return self._ddp.no_sync() if self._ddp is not None and not now else nullcontext()
 
     def reduce_totals(self, totals: torch.Tensor, weight: float, add_up: bool = True) -> Callable[[], torch.Tensor]:
@@ -93,35 +95,34 @@ class Distributed(Strategy):
         See `Strategy.reduce_totals`. The returned function also sets the averaged running statistics and broadcasts
         rank 0's other buffers that forward passes change.
         """
-        statistics, buffers = self._statistics, self._buffers
-        if statistics is None or buffers is None or not (statistics or buffers):
+        buffers = self._buffers
+        if not buffers or self.comm.size == 1:
             return self.comm.iallreduce(totals).wait
-        changed, size = buffers.changed(), len(totals)
-        vector = totals.new_empty(size + 2 + len(statistics))
-        vector[:size] = totals
-        vector[size], vector[size + 1] = buffers.count_new(changed), weight
-        statistics.pack(weight, vector[size + 2 :])
-        wait = self.comm.iallreduce(vector).wait
+        own = buffers.of_shard(weight, first=self.comm.world.is_first, last=True)
+        size = len(totals)
+        wait = self.comm.iallreduce(torch.cat([totals, totals.new_full((1,), weight), own])).wait
 
         def finish() -> torch.Tensor:
             summed = wait()
-            statistics.unpack(summed[size + 2 :], None if add_up else summed[size + 1])
-            buffers.sync(changed, summed[size])
+            weights = summed[size]
+            # A sum of shares that differs from 1 by rounding alone is 1.
+            whole = torch.where((weights - 1).abs() < _ROUNDING, 1.0, weights)
+            buffers.set(summed[size + 1 :], 1 if add_up else whole)
             return summed[:size]
 
         return finish
 
     def begin_step(self) -> None:
         """Save the buffers that the forward pass may change."""
-        if self._saved is None and self._model is not None:
-            self._saved = ShardBuffers(self.with_loss(self._model), self.comm.device)
-        if self._saved is not None:
-            self._saved.begin()
+        if self._buffers is not None:
+            self._buffers.begin()
+            self._in_step = True
 
     def abandon_step(self) -> None:
         """Restore the buffers."""
-        if self._saved is not None:
-            self._saved.restore()
+        if self._buffers is not None:
+            self._buffers.restore()
+            self._in_step = False
 
     def regroup(self, model: nn.Module) -> None:
         """Adapt to the communicator's new workers."""
@@ -129,9 +130,9 @@ class Distributed(Strategy):
             # something may still refer to it, such as the frames of an error
             self._ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
         self._ddp = None  # it holds the old group
-        self._synchronise_buffers(model)
+        self._make_buffers(model)
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, including those changed outside of steps."""
-        if self._model is not None and self.comm.size > 1:
-            broadcast_tensors(self.with_loss(self._model).buffers(), self.comm)
+        if self._buffers is not None:
+            self._buffers.broadcast()

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from ..communicator import Communicator
 from ..errors import ConfigError
-from .buffers import MutatedBuffers, RunningStatistics
 from .distributed import Distributed
 from .fingerprints import fingerprint_of
 from .full_state import (
@@ -195,6 +194,7 @@ class Sharded(Distributed):
         self.collective_forward = self.sharded_state = comm.size > 1
         self._unit_names, self._precision = unit_names, "fp32"
         self._device_mesh: DeviceMesh | None = None
+        self._model: nn.Module | None = None
         self._full_parameters: dict[str, nn.Parameter] = {}  # the optimizer has these until `update_optimizer`
 
     def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
@@ -243,9 +243,8 @@ class Sharded(Distributed):
         reduce_unused = getattr(model, "set_reduce_scatter_unused_params", None)  # since torch 2.13
         if reduce_unused is not None:
             reduce_unused(True)
-        everything = self.with_loss(model)
-        self._model, self._buffers = model, MutatedBuffers(everything, self.comm)
-        self._statistics = RunningStatistics(everything, self.comm.world.is_first)
+        self._model = model
+        self._make_buffers(model)
 
     def _policy(self) -> MixedPrecisionPolicy:
         """Return the policy that gathers a unit in the training precision; autocast alone would keep full copies."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from ..parallel.buffers import Buffers
 
 __all__ = ["TrainingModes", "evaluating", "preserving_buffers"]
 
@@ -48,18 +48,10 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserving_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers after a `with` block; unchanged buffers keep their versions.
-
-    Batch norm in training mode changes its running statistics without a new version of them.
-    """
-    saved = [
-        (m, name, b, b._version, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
-    ]
+    """Restore the model's buffers after a `with` block; unchanged ones outside of normalisation keep their versions."""
+    buffers = Buffers(model)
+    buffers.begin()
     try:
         yield
     finally:
-        for module, name, buffer, version, values in saved:
-            module._buffers[name] = buffer
-            if buffer._version != version or (isinstance(module, _NormBase) and module.training):
-                with torch.no_grad():
-                    buffer.copy_(values)
+        buffers.restore()

@@ -24,11 +24,10 @@ from ..data.loader import Batch, Loader, dataloader_batch_size, dataloader_setti
 from ..errors import ConfigError, unexpected_argument
 from ..flight_recorder import current, note_samples
 from ..other_names import in_training
-from ..parallel.buffers import MutatedBuffers
+from ..parallel.buffers import Buffers
 from ..parallel.determinism import DeterminismSettings
 from ..parallel.fingerprints import checksum_of
 from ..parallel.gradient_buckets import Gradients
-from ..parallel.invariant import ShardBuffers
 from ..parallel.module_sync import sync_module
 from ..parallel.nested import map_tensors, narrow, sample_count
 from ..parallel.ordered_reducer import SubtreeLayout, gather_sum
@@ -299,8 +298,8 @@ class _OwnLoop:
         if self._determinism is not None and self.comm.size > 1:
             self._determinism.check_same(self.comm)
 
-    def _make_buffers(self) -> _Buffers:
-        return _Buffers(self, nn.ModuleList([*self._models, *(each.module for each in self._averages)]))
+    def _make_buffers(self) -> _BatchBuffers:
+        return _BatchBuffers(self, nn.ModuleList([*self._models, *(each.module for each in self._averages)]))
 
     def _look_at_model(self) -> None:
         """Give all workers rank 0's values of new parameters."""
@@ -387,7 +386,7 @@ class _OwnLoop:
                 yield data
                 if first is not None:
                     self._describe_division(*first)
-                self._buffers.end_shard(number, samples)
+                self._buffers.end_shard(number, samples, last)
                 self._end_shard()
             self._buffers.end(total, left_out)
             for optimizer in self.optimizers.values():
@@ -740,52 +739,44 @@ def _copy_buffers(average: AveragedModel, model: nn.Module) -> None:
 # --- Buffers --------------------------------------------------------------------------------------------------------
 
 
-class _Buffers:
-    """The buffers that forward passes change: each shard starts with those of the beginning of the batch.
-
-    Running statistics become the mean over the shards, weighted by samples; all others become those of shard 0.
-    """
+class _BatchBuffers:
+    """The buffers that forward passes change, and what the shards of the running batch have made of them."""
 
     def __init__(self, job: _OwnLoop, model: nn.Module) -> None:
-        self._comm, self._layout = job.comm, SubtreeLayout(job.comm, job.virtual_workers)
-        self._shards, self._present = job.local_shards, any(True for _ in model.buffers())
-        self._statistics = ShardBuffers(model, job.comm.device)
-        self._mutated = MutatedBuffers(model, job.comm, at_once=job.exact)
-        self._sums: dict[int, torch.Tensor] = {}
+        self._comm, self._layout, self._shards = (
+            job.comm,
+            SubtreeLayout(job.comm, job.virtual_workers),
+            job.local_shards,
+        )
+        self._buffers = Buffers(model, job.comm, saves=len(self._shards) > 1, at_once=job.exact)
+        self._of_shards: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
         """Save the buffers before a batch."""
-        if self._present:
-            self._statistics.begin()
-            self._mutated.snapshot()
-            self._sums = {}
+        self._buffers.begin()
+        self._of_shards = {}
 
     def restore(self) -> None:
         """Restore them before the next shard."""
-        if self._present:
-            self._statistics.restore()
+        self._buffers.restore()
 
-    def end_shard(self, shard: int, samples: int) -> None:
+    def end_shard(self, shard: int, samples: int, last: bool) -> None:
         """Keep what the passes of a shard have made of them."""
-        if self._present:
-            self._sums[shard] = self._statistics.shard_statistics(samples, first=shard == 0)
+        self._of_shards[shard] = self._buffers.of_shard(samples, first=shard == 0, last=last)
 
     def end(self, samples: int, left_out: int | None) -> None:
         """Set them after the last shard, equally on every worker.
 
         Args:
             samples: samples of the global batch.
-            left_out: see `Shard`, of the last one.
+            left_out: those of this worker's shards that were left out, see `Shard`.
         """
-        if not self._present:
+        if not self._buffers:
             return
-        changed = self._mutated.changed()
-        tree, zeros = self._layout.tree(), torch.zeros_like(next(iter(self._sums.values())))
+        tree = self._layout.tree()
+        zeros = torch.zeros_like(next(iter(self._of_shards.values())))
         for shard in self._shards:
-            new = self._mutated.count_new(changed) if shard == self._shards[-1] else 0
             missing = left_out or 0 if shard == self._shards[-1] else 0
-            tree.push((shard, 1), torch.cat([self._sums.get(shard, zeros), zeros.new_tensor([new, missing])]))
+            tree.push((shard, 1), torch.cat([self._of_shards.get(shard, zeros), zeros.new_tensor([missing])]))
         sums = tree.total() if self._comm.size == 1 else gather_sum(tree.partial_sums, self._layout)()
-        self._statistics.set_statistics(sums[:-2], samples if left_out is None else samples - sums[-1])
-        if self._comm.size > 1:
-            self._mutated.sync(changed, sums[-2])
+        self._buffers.set(sums[:-1], samples if left_out is None else samples - sums[-1])

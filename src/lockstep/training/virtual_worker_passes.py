@@ -74,8 +74,8 @@ class ShardPasses:
         seed_shard(self._seed, step, strategy.virtual_workers, strategy.comm.device)
         assert reducer.sums is not None
         size = 3 + len(marks)
-        samples = batch.global_size if batch.collated is None else reducer.sums[size + 1]
-        strategy.end(reducer.sums[size + 2 :], samples, reducer.sums[size])
+        samples = batch.global_size if batch.collated is None else reducer.sums[size]
+        strategy.end(reducer.sums[size + 1 :], samples)
         return reducer.sums[:size]
 
     def _run_in_sequence(self, step: _Step) -> None:
@@ -93,9 +93,10 @@ class ShardPasses:
                 with step.precision.autocast():
                     total, totals[1] = step.loss(*part)
                 totals[0] = total.detach()
-            if shard == reducer.local_shards[-1]:
-                self._set_worker_totals(totals, step)
-            reducer.add(torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)]))
+            last = shard == reducer.local_shards[-1]
+            if last:
+                _set_worker_totals(totals, step)
+            reducer.add(torch.cat([totals, buffers.of_shard(part[1], first=shard == 0, last=last)]))
             if total is not None:
                 step.precision.backward(total, scale)
 
@@ -113,7 +114,7 @@ class ShardPasses:
             with step.precision.autocast():
                 total, totals[1] = step.loss(*part)
             totals[0] = total.detach()
-            numbers = torch.cat([totals, buffers.shard_statistics(part[1], shard == 0)])
+            numbers = torch.cat([totals, buffers.of_shard(part[1], first=shard == 0, last=False)])
             # In this thread, which waits at the barriers; not into .grad, which all shards share.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = torch.autograd.grad(total * (1 / step.global_size), trained, allow_unused=True)
@@ -131,17 +132,11 @@ class ShardPasses:
         for shard in reducer:
             numbers, gradients = by_shard.get(shard, empty)
             if shard == reducer.local_shards[-1]:
-                self._set_worker_totals(numbers, step)
+                _set_worker_totals(numbers, step)
             reducer.add(numbers.clone())
             for p, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
                     p.grad = gradient if p.grad is None else p.grad.add_(gradient)
-
-    def _set_worker_totals(self, totals: torch.Tensor, step: _Step) -> None:
-        """Set the values that a worker contributes once a step, in the totals of its last shard."""
-        marks = step.marks
-        totals[2], totals[3 + len(marks)] = step.requests, float(self._strategy.count_new_buffers())
-        totals[3 : 3 + len(marks)] = marks
 
     def _check_joint(self, precision: Precision, global_size: int) -> None:
         """Check that joint passes support the precision and the size of the global batch."""
@@ -178,13 +173,16 @@ class ShardPasses:
 
 
 def _new_totals(marks: torch.Tensor, samples: int) -> torch.Tensor:
-    """Return a shard's totals: loss sum, count, stop flag, marks, number of newly changed buffers, samples.
-
-    All but the samples are zero.
-    """
-    totals = marks.new_zeros(5 + len(marks))
+    """Return a shard's totals: loss sum, count, requests, marks, samples; all but the samples are zero."""
+    totals = marks.new_zeros(4 + len(marks))
     totals[-1] = samples
     return totals
+
+
+def _set_worker_totals(totals: torch.Tensor, step: _Step) -> None:
+    """Set the values that a worker contributes once a step, in the totals of its last shard."""
+    totals[2] = step.requests
+    totals[3 : 3 + len(step.marks)] = step.marks
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

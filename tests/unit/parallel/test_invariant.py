@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
+from lockstep.parallel.buffers import Buffers
 from lockstep.parallel.determinism import DeterminismSettings, differences
-from lockstep.parallel.invariant import ShardBuffers
 from lockstep.parallel.randomness import seed_shard, seed_torch
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.parallel.unsupported_layers import UNSUPPORTED, check_joint_passes, check_supported
@@ -144,23 +144,63 @@ def test_what_cannot_be_together_with_synchronised_batch_norm() -> None:
 
 def test_running_statistics_are_the_mean_over_shards_by_samples() -> None:
     layer = nn.BatchNorm1d(1)
-    buffers = ShardBuffers(layer, CPU)
+    buffers = Buffers(layer)
     buffers.begin()
     sums = []
     for shard, part in enumerate((torch.tensor([[1.0], [3.0]]), torch.tensor([[4.0], [6.0], [8.0]]))):
         buffers.restore()
         layer(part)
-        sums.append(buffers.shard_statistics(len(part), shard == 0))
-    buffers.set_statistics(sums[0] + sums[1], 5)
+        sums.append(buffers.of_shard(len(part), first=shard == 0, last=shard == 1))
+    buffers.set(sums[0] + sums[1], 5)
     assert float(layer.running_mean) == pytest.approx(0.1 * (2 * 2 + 3 * 6) / 5)  # type: ignore[arg-type]
     assert float(layer.running_var) == pytest.approx(0.9 + 0.1 * (2 * 2 + 3 * 4) / 5)  # type: ignore[arg-type]
     assert int(layer.num_batches_tracked) == 1  # type: ignore[arg-type]
 
 
 def test_nothing_is_done_for_a_frozen_norm() -> None:
-    buffers = ShardBuffers(nn.BatchNorm1d(3).double().eval(), CPU)
+    buffers = Buffers(nn.BatchNorm1d(3).double().eval())
     buffers.begin()
-    assert buffers.shard_statistics(2, True).numel() == 0
+    assert buffers.of_shard(2, first=True, last=True).numel() == 0
+
+
+def test_a_norm_that_a_forward_pass_puts_into_training_mode() -> None:
+    layer = nn.BatchNorm1d(3).eval()
+    buffers = Buffers(layer)
+    buffers.begin()
+    layer.train()(torch.rand(4, 3))
+    layer.eval()
+    with pytest.raises(ConfigError, match="one that a forward pass has put into training mode"):
+        buffers.of_shard(4, first=True, last=True)
+
+
+def test_buffers_outside_of_norms_become_those_of_shard_0() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("in_place", torch.zeros(2))
+            self.register_buffer("replaced", torch.zeros(2))
+            self.register_buffer("constant", torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> None:
+            self.in_place += x
+            self.replaced = self.replaced + x
+
+    model = Counting()
+    buffers = Buffers(model)
+    constant = model.constant._version  # type: ignore[union-attr,operator]
+    for step in range(2):
+        buffers.begin()
+        assert not buffers.others_changed()
+        for shard in range(3):
+            buffers.restore()
+            model(torch.full((2,), shard + 1.0))
+            buffers.of_shard(1, first=shard == 0, last=shard == 2)
+        assert buffers.others_changed()
+        buffers.set(torch.empty(0), 3)
+        assert model.in_place.tolist() == model.replaced.tolist() == [step + 1.0] * 2
+    buffers.restore()  # the last step is undone
+    assert model.in_place.tolist() == model.replaced.tolist() == [1.0] * 2
+    assert model.constant._version == constant  # type: ignore[union-attr,operator]
 
 
 # --- shards --------------------------------------------------------------------------------------------------

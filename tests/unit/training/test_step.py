@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.communicator import Communicator
 from lockstep.data.loader import Batch
 from lockstep.errors import ConfigError, DataError, DivergedError
-from lockstep.parallel.buffers import RunningStatistics
+from lockstep.parallel.buffers import Buffers
 from lockstep.parallel.distributed import Distributed
 from lockstep.parallel.replicas.copies import ReplicaCopies
 from lockstep.parallel.strategy import Strategy
@@ -226,15 +226,15 @@ def test_running_statistics_travel_by_few_kernels() -> None:
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.copy_(torch.rand(buffer.shape) * 9)
-    statistics = RunningStatistics(model, is_first=True)
+    buffers = Buffers(model, saves=False)
+    buffers.begin()
     averaged = [b for b in model.buffers() if b.is_floating_point()]
     counters = [b for b in model.buffers() if not b.is_floating_point()]
     expected = torch.cat([*((b.double() * 0.3) for b in averaged), *(b.double().reshape(1) for b in counters)])
-    into = torch.empty(len(statistics), dtype=torch.float64)
     with Kernels() as kernels:
-        statistics.pack(0.3, into)
-        statistics.unpack(into)
-    assert into.equal(expected)
+        sums = buffers.of_shard(0.3, first=True, last=True)
+        buffers.set(sums)
+    assert sums.equal(expected)
     assert torch.cat(averaged).equal(expected[: -len(counters)].float())
     assert [int(b) for b in counters] == expected[-len(counters) :].long().tolist()
     assert len([name for name in kernels.names if name not in VIEWS]) == 6, kernels.names

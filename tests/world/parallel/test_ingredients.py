@@ -54,9 +54,9 @@ def mean_of_means() -> None:
 
 
 def statistics_of_rank_0() -> None:
-    from lockstep.parallel.invariant import ShardBuffers
+    from lockstep.parallel.buffers import Buffers
 
-    ShardBuffers.set_statistics = lambda *_: None  # type: ignore[method-assign]
+    Buffers.set = lambda *_: None  # type: ignore[method-assign]
 
 
 def whatever_order_the_transport_has() -> None:
@@ -66,20 +66,20 @@ def whatever_order_the_transport_has() -> None:
 
 
 def buffers_as_the_last_shard_left_them() -> None:
-    from lockstep.parallel.invariant import ShardBuffers
+    from lockstep.parallel.buffers import Buffers
 
-    ShardBuffers.restore = lambda _: None  # type: ignore[method-assign]
+    Buffers.restore = lambda _: None  # type: ignore[method-assign]
 
 
 def disturbed(change: Any, **arguments: Any) -> tuple[str, list[float]]:
     """`run` in a process in which one thing has been taken out; it is put back afterwards."""
     import lockstep.data.fetching as fetch
-    import lockstep.parallel.invariant as buffers
+    import lockstep.parallel.buffers as buffers
     import lockstep.parallel.ordered_reducer as exchange
     import lockstep.parallel.tree_sum as tree
     import lockstep.training.virtual_worker_passes as passes
 
-    layout = [passes, passes.ShardPasses, fetch, tree.TreeSum, exchange.SubtreeLayout, buffers.ShardBuffers]
+    layout = [passes, passes.ShardPasses, fetch, tree.TreeSum, exchange.SubtreeLayout, buffers.Buffers]
     before = [dict(vars(place)) for place in layout]
     try:
         change()

@@ -434,14 +434,20 @@ def train_moving(in_place: bool, begins: int, between: str) -> tuple[list[float]
     step = TrainStep(
         model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(), gradient_accumulation_steps=2
     )
-    losses, same, sent = [], [], []
+    losses, same, sent, in_step = [], [], [], False
     broadcast = buffers.broadcast_tensors
+
+    def recorded(tensors: Any, comm: lockstep.Communicator) -> None:
+        if in_step:
+            sent.append(len(tensors))
+        broadcast(tensors, comm)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            buffers, "broadcast_tensors", lambda tensors, comm: (sent.append(len(tensors)), broadcast(tensors, comm))
-        )
+        patch.setattr(buffers, "broadcast_tensors", recorded)
         for batch in Loader(samples(34), 8, comm=comm).epoch(0):
+            in_step = True
             losses.append(float(step(batch)))
+            in_step = False
             same.append(len(set(map(str, comm.allgather_object([b.tolist() for b in model.buffers()])))) == 1)
             if between == "sync":
                 step.strategy.sync_buffers()

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from ...errors import ConfigError
+from ..buffers import is_running_statistic
 from ..nested import map_tensors
 from .scatter import Device, as_devices
 
@@ -195,8 +195,7 @@ class ReplicaCopies:
                     if of_replicas[0] is not None and any(map(_may_be_written, buffers)):
                         keys.append((layer, name))
                         values.append(buffers[0])
-                        statistic = isinstance(layer, _NormBase) and buffers[0].is_floating_point()
-                        to_average.append(buffers if statistic else [])
+                        to_average.append(buffers if is_running_statistic(layer, buffers[0]) else [])
             averaged = [number for number, buffers in enumerate(to_average) if buffers]
             for number, value in zip(averaged, _averages([to_average[n] for n in averaged], weights), strict=True):
                 values[number] = value
