@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ __all__ = ["SeenValues"]
 # Whole numbers that are told apart: among them usual labels to ignore, and the classes. Those beyond are as the ends.
 _LOWEST, _HIGHEST = -256, 4095
 _MOST_TENSORS = 8
+_FEW = 256  # so many numbers are looked up one by one: an operation on tensors costs more
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -58,39 +58,53 @@ class _Codes:
     """The codes of the values of one tensor that were seen: a whole number's own, or a sign, or 2 for NaN."""
 
     def __init__(self) -> None:
-        self._seen = torch.zeros(_HIGHEST - _LOWEST + 1, dtype=torch.bool)
+        self._seen = set[int]()
+        self._table = torch.zeros(_HIGHEST - _LOWEST + 1, dtype=torch.bool)  # the same, for many numbers at once
         self._run = 0, -1  # whole numbers, all of which were seen between these: the classes, after a few batches
 
     def has_all_of(self, tensor: torch.Tensor) -> bool:
         if tensor.is_floating_point():
-            return all(self._seen[_sign(extreme) - _LOWEST] for extreme in _extremes(tensor))
+            low, high = _extremes(tensor)
+            return _sign(low) in self._seen and _sign(high) in self._seen
+        if tensor.numel() <= _FEW and self._seen.issuperset(tensor.flatten().tolist()):
+            return True
         low, high = _extremes(tensor)
-        return (self._run[0] <= low and high <= self._run[1]) or bool(self._seen[_indices(tensor)].all())
+        return (self._run[0] <= low and high <= self._run[1]) or bool(self._table[_indices(tensor)].all())
 
     def unlike(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return where the tensor has values that were not seen."""
         if not tensor.is_floating_point():
-            return ~self._seen[_indices(tensor)]
+            return ~self._table[_indices(tensor)]
         signs = {_sign(extreme) for extreme in _extremes(tensor)}
-        unseen = [sign for sign in signs if not self._seen[sign - _LOWEST]]
-        return torch.isin(tensor.sign().masked_fill(tensor.isnan(), 2), torch.tensor(unseen, dtype=tensor.dtype))
+        unseen = torch.tensor(sorted(signs - self._seen), dtype=tensor.dtype)
+        return torch.isin(tensor.sign().masked_fill(tensor.isnan(), 2), unseen)
 
     def add(self, tensor: torch.Tensor) -> None:
         if tensor.is_floating_point():
             for extreme in _extremes(tensor):
-                self._seen[_sign(extreme) - _LOWEST] = True
+                self._table[_sign(extreme) - _LOWEST] = True
         else:
-            self._seen[_indices(tensor)] = True
-            self._run = _longest_run(self._seen.nonzero().flatten().tolist())
+            self._table[_indices(tensor)] = True
+        places = self._table.nonzero().flatten().tolist()
+        self._seen = {place + _LOWEST for place in places}
+        self._run = _longest_run(places)
 
 
-def _looked_at(output: Any, target: Any) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-    """Yield the tensors whose values are looked at, with their places."""
-    for tree, of_tree in enumerate((output, target)):
-        for number, tensor in enumerate(tensors_of(of_tree)[:_MOST_TENSORS]):
-            kind = tree and tensor.dtype in _FLOATS if tensor.is_floating_point() else not tensor.is_complex()
-            if kind and tensor.device.type == "cpu" and tensor.numel():
-                yield (tree, number), tensor.detach() if tensor.requires_grad else tensor
+def _looked_at(output: Any, target: Any) -> list[tuple[tuple[int, int], torch.Tensor]]:
+    """Return the tensors whose values are looked at, with their places."""
+    found = []
+    for number, tensor in enumerate(_tensors(output)):
+        if not (tensor.is_floating_point() or tensor.is_complex()) and tensor.is_cpu and tensor.numel():
+            found.append(((0, number), tensor))
+    for number, tensor in enumerate(_tensors(target)):
+        is_known = tensor.dtype in _FLOATS if tensor.is_floating_point() else not tensor.is_complex()
+        if is_known and tensor.is_cpu and tensor.numel():
+            found.append(((1, number), tensor.detach() if tensor.requires_grad else tensor))
+    return found
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [tree] if isinstance(tree, torch.Tensor) else tensors_of(tree)[:_MOST_TENSORS]
 
 
 def _extremes(tensor: torch.Tensor) -> tuple[float, float]:

@@ -32,7 +32,7 @@ def as_sum(value: Any, size: int, argument: str = "loss_fn") -> tuple[Any, Any]:
     if is_pair(value):
         _refuse_count_with_gradient(value[1], argument)
         return _as_scalar(value[0]), _as_scalar(value[1])
-    tensor = torch.tensor(value) if isinstance(value, Real) else value
+    tensor = value if isinstance(value, torch.Tensor) or not isinstance(value, Real) else torch.tensor(value)
     if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
         if not tensor.is_floating_point():
             hint = "Return (sum, count), where the mean is sum / count."
@@ -55,7 +55,7 @@ def is_pair(value: Any) -> bool:
 def is_known_nan(value: Any) -> bool:
     """Return whether a return value is a mean that is no number, without waiting for a device."""
     if isinstance(value, torch.Tensor):
-        return value.device.type == "cpu" and value.numel() == 1 and math.isnan(value.detach())
+        return value.is_cpu and value.numel() == 1 and value.is_floating_point() and math.isnan(value.item())
     return isinstance(value, float) and math.isnan(value)
 
 
