@@ -155,7 +155,7 @@ def _hooks_of_a_parameter(name: str, register: str) -> Callable[[], bool]:
 
 
 def _node_saves(name: str) -> Callable[[], bool]:
-    """Return a test of what a node of the graph shows; the losses are those that free_losses.py reads."""
+    """Return a test of what a node of the graph shows; the losses are those that loss_graphs.py reads."""
 
     def test() -> bool:
         x = torch.ones(3, 2, requires_grad=True)

@@ -36,17 +36,7 @@ from ..parallel.shards import bounds, check_virtual_workers, mix
 from ..parallel.unsupported_layers import check_supported
 from . import bodies
 from .divided_batches import FirstPasses, describe_division
-from .free_losses import (
-    compares_samples,
-    comparison_error,
-    count_error,
-    divisor,
-    number_error,
-    parameters_reached,
-    sum_error,
-    uncounted_mean,
-    undivided_sum,
-)
+from .loss_graphs import Refusal, divisor, refusal_of
 from .mean_check import is_due
 from .mixed_samples import FirstCall
 from .model_calls import ModelCalls
@@ -484,37 +474,24 @@ class _OwnLoop:
 
     def before_backward(self, roots: list[torch.Tensor]) -> Callable[[], None]:
         """Look at the losses of a backward pass; the returned function records what is wrong with them."""
-        found: list[tuple[ConfigError, set[int], bool]] = []
-        if self.current is not None and (self.counts or self._calls is not None):
-            with suppress(RuntimeError):
-                self.current.divisors += [divisor(root) for root in roots if root.grad_fn is not None]
-        if self.current is not None:
-            calls, of_whole_batch = self._calls, self.current.whole_batch
+        refusals: list[Refusal] = []
+        shard, calls = self.current, self._calls
+        if shard is not None:
+            if self.counts or calls is not None:
+                with suppress(RuntimeError):
+                    shard.divisors += [divisor(root) for root in roots if root.grad_fn is not None]
             for root in roots:
-                if root.numel() != 1 or root.grad_fn is None:
-                    continue
-                with suppress(RuntimeError):  # a graph of which a part has been freed
-                    if calls is not None and (what := undivided_sum(root, calls)) is not None:
-                        found.append((sum_error(what), parameters_reached(root), False))
-                    elif of_whole_batch or self.exact:
-                        continue  # which have the same value on any number of workers
-                    elif calls is not None and compares_samples(root, calls):
-                        found.append((comparison_error(calls.samples), parameters_reached(root), False))
-                    elif (mean := uncounted_mean(root)) is not None:
-                        # looked at in each pass, as labels may be ignored in few batches only, such as the last one
-                        found.append((count_error(mean), parameters_reached(root), True))
-                    elif calls is None:
-                        continue
-                    elif (number := calls.number_that_is_no_mean(root, self._look_number)) is not None:
-                        found.append((number_error(number), parameters_reached(root), True))
+                refusal = refusal_of(root, calls, self._look_number, same_on_all=shard.whole_batch or self.exact)
+                if refusal is not None:
+                    refusals.append(refusal)
 
         def record() -> None:
             if not self.optimizers:
                 present = [(p, p.grad) for p in self.model.parameters()]
                 self._left = [(p, gradient, gradient._version) for p, gradient in present if gradient is not None]
-            for error, reached, unless_counted in found:
+            for refusal in refusals:
                 for optimizer in self.optimizers.values():
-                    optimizer.refuse(error, reached, unless_counted)
+                    optimizer.refuse(*refusal)
 
         return record
 

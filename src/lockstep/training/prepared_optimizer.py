@@ -22,8 +22,8 @@ from ..parallel.ordered_reducer import (
 )
 from ..parallel.strategy import accumulation_dtype
 from .bodies import Shard
-from .free_losses import common_number
 from .in_flight import LAG, HostCopy
+from .loss_graphs import common_number
 from .mean_check import is_due
 from .precision import clip, scale_gradients
 from .replica_check import ReplicaCheck

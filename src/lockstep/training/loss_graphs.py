@@ -1,10 +1,11 @@
-"""Losses of a loop of one's own, read off their graphs: sums over samples, and losses that compare samples."""
+"""Losses of a loop of one's own, read off their graphs: which are no means over samples, and what divides sums."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,23 +13,58 @@ from ..errors import ConfigError
 from .mean_check import NotAMean
 from .model_calls import ModelCalls
 
-__all__ = [
-    "common_number",
-    "compares_samples",
-    "comparison_error",
-    "count_error",
-    "divisor",
-    "number_error",
-    "parameters_reached",
-    "sum_error",
-    "uncounted_mean",
-    "undivided_sum",
-]
+__all__ = ["Refusal", "common_number", "divisor", "refusal_of"]
 
 Node = Any  # torch.autograd.graph.Node, whose saved values differ from class to class
 
 # How many nodes of a graph are looked at: a language model of 48 layers has some 3,000.
 _MOST_NODES = 50_000
+
+
+class Refusal(NamedTuple):
+    """Why the gradients of a loss cannot be summed over the parts of a batch.
+
+    Attributes:
+        error: the error of a step that would use them.
+        parameters: the ids of the parameters that have them.
+        unless_counted: whether it is none in a step with a count.
+    """
+
+    error: ConfigError
+    parameters: set[int]
+    unless_counted: bool
+
+
+def refusal_of(root: torch.Tensor, calls: ModelCalls | None, look: int, same_on_all: bool) -> Refusal | None:
+    """Return what is wrong with a loss; None if nothing is known to be wrong.
+
+    Args:
+        root: a loss, before its backward pass, which frees what its graph has saved.
+        calls: the calls of models in the body; None in a body whose losses are not looked at. Only means over labels
+            are looked at there: labels may be ignored in few batches only, such as the last one.
+        look: how many bodies have been looked at before this one.
+        same_on_all: whether the loss is the same on any number of workers, because it is one of the whole batch, or of
+            a shard of virtual workers.
+    """
+    if root.numel() != 1 or root.grad_fn is None:
+        return None
+    try:
+        if calls is not None and (what := _undivided_sum(root, calls)) is not None:
+            return Refusal(_sum_error(what), _parameters_reached(root), False)
+        if same_on_all:
+            return None
+        if calls is not None and _compares_samples(root, calls):
+            return Refusal(_comparison_error(calls.samples), _parameters_reached(root), False)
+        if (mean := _uncounted_mean(root)) is not None:
+            return Refusal(_count_error(mean), _parameters_reached(root), True)
+        if calls is not None and (number := calls.number_that_is_no_mean(root, look)) is not None:
+            return Refusal(_number_error(number), _parameters_reached(root), True)
+    except RuntimeError:  # a part of the graph has been freed
+        pass
+    return None
+
+
+# --- Graphs -----------------------------------------------------------------------------------------------------------
 
 
 def _next(node: Node) -> list[Node]:
@@ -50,10 +86,15 @@ def _walk(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda _: False)
 
 def _kind(node: Node) -> str:
     """Return the class of a node without its number: "MulBackward" for "MulBackward0"."""
-    return str(node.name()).rstrip("0123456789")
+    return _without_number(node.name())
 
 
-def parameters_reached(root: torch.Tensor) -> set[int]:
+@cache  # there are as many names as kinds of nodes
+def _without_number(name: str) -> str:
+    return name.rstrip("0123456789")
+
+
+def _parameters_reached(root: torch.Tensor) -> set[int]:
     """Return the ids of the leaf tensors that a backward pass from `root` reaches."""
     leaves = (getattr(node, "variable", None) for node in _walk([root.grad_fn]))
     return {id(leaf) for leaf in leaves if leaf is not None}
@@ -99,7 +140,7 @@ _ENTRANCES = {
 _INPUTS = {"AddmmBackward": 1}
 
 
-def undivided_sum(root: torch.Tensor, calls: ModelCalls) -> str | None:
+def _undivided_sum(root: torch.Tensor, calls: ModelCalls) -> str | None:
     """Return what makes `root` a sum over samples that nothing divides; None if it is not certain that it is one.
 
     It must be called before the backward pass, which frees what the graph has saved. Certain are the losses of torch
@@ -127,7 +168,7 @@ def undivided_sum(root: torch.Tensor, calls: ModelCalls) -> str | None:
     return None
 
 
-def uncounted_mean(root: torch.Tensor) -> str | None:
+def _uncounted_mean(root: torch.Tensor) -> str | None:
     """Return what a mean over labels is a mean over, if not over their number; None for other losses.
 
     It is read off torch's cross entropy with ``reduction="mean"``: a mean over weights, or one that ignores labels of
@@ -142,7 +183,7 @@ def uncounted_mean(root: torch.Tensor) -> str | None:
         target = node._saved_target
         if node._saved_weight is not None:
             return "the weights of its labels' classes: count=weight[targets].sum()"
-        if target.device.type == "cpu" and int(node._saved_total_weight) != target.numel():
+        if target.is_cpu and node._saved_total_weight.item() != target.numel():
             return "the labels that are not ignored: count=(targets != ignore_index).sum()"
     return None
 
@@ -184,19 +225,24 @@ def common_number(numbers: Sequence[torch.Tensor | None]) -> torch.Tensor | None
     return known[0].reshape(())
 
 
-def _terms(root: Node | None, multiples: bool = False) -> Iterator[Node]:
-    """Yield the nodes of the single terms of a loss that no constant multiplies; `multiples`: of those as well."""
-
-    def adds_up(node: Node) -> bool:
-        return _kind(node) in _TERMS or (multiples and _kind(node) == "MulBackward" and len(_next(node)) == 1)
-
-    def passes_on(node: Node) -> bool:
-        if _kind(node) == "SumBackward":  # of terms, or of a sum over another dimension
-            return any(_kind(below) in ("StackBackward", "SumBackward") for below in _next(node))
-        return adds_up(node)
-
-    if root is not None:
-        yield from (node for node in _walk([root], stop=lambda node: not passes_on(node)) if not adds_up(node))
+def _terms(root: Node | None, multiples: bool = False) -> list[Node]:
+    """Return the nodes of the single terms of a loss that no constant multiplies; `multiples`: of those as well."""
+    found: list[Node] = []
+    seen = set[Node]()
+    waiting = [] if root is None else [root]
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        kind = _kind(node)
+        if kind in _TERMS or (multiples and kind == "MulBackward" and len(_next(node)) == 1):
+            waiting += _next(node)
+            continue
+        found.append(node)
+        if kind == "SumBackward" and any(_kind(below) in ("StackBackward", "SumBackward") for below in _next(node)):
+            waiting += _next(node)  # a sum of terms, or of a sum over another dimension
+    return found
 
 
 def _sums_samples(node: Node, samples: int) -> bool:
@@ -282,7 +328,7 @@ _MOST_ELEMENTS = 1 << 23
 _TOLERANCE = 1e-5
 
 
-def compares_samples(root: torch.Tensor, calls: ModelCalls) -> bool:
+def _compares_samples(root: torch.Tensor, calls: ModelCalls) -> bool:
     """Return whether a loss depends on several samples together, as one with in-batch negatives does.
 
     A mean over samples has no second derivative with respect to the outputs of two samples: the gradient for one half
@@ -376,7 +422,10 @@ def _directions(like: torch.Tensor) -> torch.Tensor:
     return ((places * 0.6180339887) % 1 + 0.5).to(like.dtype).view(like.shape)
 
 
-def sum_error(what: str) -> ConfigError:
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def _sum_error(what: str) -> ConfigError:
     """Return the error for a loss that is a sum over samples."""
     return ConfigError(
         "loss",
@@ -387,7 +436,7 @@ def sum_error(what: str) -> ConfigError:
     )
 
 
-def count_error(what: str) -> ConfigError:
+def _count_error(what: str) -> ConfigError:
     """Return the error for a mean over something that differs from part to part, in a step without a count."""
     over, _, count = what.partition(": ")
     return ConfigError(
@@ -398,7 +447,7 @@ def count_error(what: str) -> ConfigError:
     )
 
 
-def number_error(found: NotAMean) -> ConfigError:
+def _number_error(found: NotAMean) -> ConfigError:
     """Return the error for a number of a model that is no mean over samples, and a part of a loss."""
     whole, halves = found.means()
     return ConfigError(
@@ -413,7 +462,7 @@ def number_error(found: NotAMean) -> ConfigError:
     )
 
 
-def comparison_error(samples: int) -> ConfigError:
+def _comparison_error(samples: int) -> ConfigError:
     """Return the error for a loss that compares samples."""
     return ConfigError(
         "loss",
