@@ -48,6 +48,9 @@ def make_schedule(
         loss_fn: (output, target) of a micro-batch → its loss; the gradients are those of the sum of all losses.
         passed: example inputs and outputs of the stage for a micro-batch, so that torch need not infer them with a
             forward pass, which would change running statistics.
+
+    Raises:
+        ConfigError: for fewer micro-batches than stages where torch has no schedule for them, as torch 2.10.
     """
     from torch.distributed import pipelining
 
@@ -56,7 +59,14 @@ def make_schedule(
     )
     # With fewer micro-batches than stages both schedules are equal, but torch's 1F1B refuses them.
     supported = name if microbatches >= comm.size else "gpipe"
-    return getattr(pipelining, SCHEDULES[supported])(stage, microbatches, loss_fn=loss_fn, scale_grads=False)
+    try:
+        return getattr(pipelining, SCHEDULES[supported])(stage, microbatches, loss_fn=loss_fn, scale_grads=False)
+    except ValueError as error:
+        if microbatches >= comm.size:
+            raise
+        expected = f"at least {comm.size}, one for each stage, with torch {torch.__version__}"
+        hint = "A newer torch takes fewer."
+        raise ConfigError("microbatches", expected, found=f"{microbatches} ({error})", hint=hint) from None
 
 
 # --- Forward pass through all stages ----------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def test_no_gpu_is_nothing_to_fix(monkeypatch: pytest.MonkeyPatch, driver: Path)
 def test_old_versions_are_to_be_fixed() -> None:
     assert this_host._too_old("torch", "2.13.0+cpu") is this_host._too_old("numpy", "1.0") is None
     old = this_host._too_old("torch", "2.8.1")
-    assert old == Problem("torch is 2.8.1", "Install torch 2.9 or newer, as Lockstep needs it.")
+    assert old == Problem("torch is 2.8.1", "Install torch 2.10 or newer, as Lockstep needs it.")
 
 
 def test_a_name_that_cannot_be_looked_up_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
