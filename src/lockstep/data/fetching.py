@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -147,8 +147,8 @@ Collate = Callable[[list[Any]], Any]
 _REAP_S = 0.1  # in which the exit code of a process that has ended is known
 _COLLATE = 1  # part of the key of a collate function's draws for a data set in blocks
 
-Request = tuple[int, list[int] | tuple[list[int], ...]]
-"""(key of the epoch's random draws, indices of the samples of a batch).
+Request = tuple[int, list[int] | torch.Tensor | tuple[list[int], ...]]
+"""(key of the epoch's random draws, indices of the samples of a batch; a tensor only if the data set takes them).
 
 With a tuple of lists of indices, the result is a list with a collated batch for each of them, None for an empty one."""
 
@@ -254,6 +254,9 @@ class _Batches(Dataset[Any]):
         self.in_tensors = plain and type(dataset) is TensorDataset
         self.by_batch = plain and hasattr(dataset, "collated_batch")
         self.by_sample = not (self.in_tensors or self.by_batch)
+        # Others may expect a list. It is said of the method, which a subclass may replace.
+        says_so = self.by_batch and getattr(dataset.collated_batch, "takes_tensors", False)
+        self.takes_tensors = self.in_tensors or says_so
 
     def __getstate__(self) -> dict[str, Any]:
         by_value = {"dataset": PickledByValue(self.dataset), "collate": PickledByValue(self.collate)}
@@ -264,6 +267,11 @@ class _Batches(Dataset[Any]):
 
     def __getitem__(self, request: _AnyRequest) -> Any:
         try:
+            if type(request) is tuple:
+                key, indices = request
+                if isinstance(indices, tuple):
+                    return [self._batch(key, part) if part else None for part in indices]
+                return self._batch(key, indices)
             if isinstance(request, BatchInParts):
                 return self.joined(request, self._from_blocks(*request.parts))
             if isinstance(request, BlockRequest):
@@ -271,12 +279,8 @@ class _Batches(Dataset[Any]):
             if isinstance(request, ReadRequest):
                 found = self._read(request)
                 return found if get_worker_info() is None else self._packed(found)
-            if isinstance(request, DigestRequest):
-                return self._digests(request)
-            key, indices = request
-            if isinstance(indices, tuple):
-                return [self._batch(key, part) if part else None for part in indices]
-            return self._batch(key, indices)
+            assert isinstance(request, DigestRequest)
+            return self._digests(request)
         except LockstepError as error:
             process = get_worker_info()
             if process is None:
@@ -284,11 +288,12 @@ class _Batches(Dataset[Any]):
             # Returned, because torch would put the traceback of the loader process into the message.
             return _Failure(f"{error} (in loader process {process.id})")
 
-    def _batch(self, key: int, indices: list[int]) -> Any:
+    def _batch(self, key: int, indices: list[int] | torch.Tensor) -> Any:
         if self.in_tensors:
             return [tensor[indices] for tensor in self.dataset.tensors]
         if self.by_batch:
             return self.dataset.collated_batch(indices)
+        assert isinstance(indices, list)
         return self.collated([self._sample(self.dataset, key, index) for index in indices], indices)
 
     def joined(self, request: BatchInParts, samples: list[Any]) -> Any:
@@ -500,6 +505,7 @@ class Fetcher:
 
     Attributes:
         parts: number of parts of a batch that `fetch_in_parts` loads beside each other.
+        takes_tensors: whether requests may have their indices as tensors, which takes less than lists.
     """
 
     def __init__(
@@ -508,6 +514,7 @@ class Fetcher:
         self._batches = _Batches(dataset, collate)
         self._processes, self._prefetch, self._pin = processes, prefetch, pin
         self._in_parts, self.parts = in_parts, max(1, processes)
+        self.takes_tensors = not processes and self._batches.takes_tensors  # lists are sent to processes sooner
         self._sampler = _RequestSampler()
         self._loader: DataLoader[Any] | None = None
         self._running: Generator[Any, None, None] | None = None
@@ -584,10 +591,13 @@ class Fetcher:
 
     def _fetch_in_process(self, requests: Iterable[_AnyRequest], pin: bool) -> Iterator[Any]:
         # Whole batches are not seeded. Restoring the generators costs 80 µs, most of it for NumPy's.
-        guard = preserve_generators if self._batches.by_sample or self._in_parts else nullcontext
+        is_seeded, batches = self._batches.by_sample or self._in_parts, self._batches
         for request in requests:
-            with guard():
-                data = self._batches[request]
+            if is_seeded:
+                with preserve_generators():
+                    data = batches[request]
+            else:
+                data = batches[request]
             yield map_tensors(pinned, data) if pin else data
 
     def _fetch_from_processes(self, requests: Iterable[_AnyRequest]) -> Generator[Any, None, None]:
@@ -718,12 +728,10 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 def to_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Copy each of `batches` to `device`; on a GPU, copying a batch overlaps with computing on the previous one."""
     if device.type == "cpu":
-        yield from batches
-    elif device.type != "cuda":
-        for data in batches:
-            yield map_tensors(lambda tensor: tensor.to(device), data)
-    else:
-        yield from _overlapped(batches, device)
+        return iter(batches)
+    if device.type == "cuda":
+        return _overlapped(batches, device)
+    return (map_tensors(lambda tensor: tensor.to(device), data) for data in batches)
 
 
 def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:

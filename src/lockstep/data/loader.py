@@ -38,7 +38,6 @@ from ..parallel.shards import (
     check_virtual_workers,
     local_range,
     mix,
-    step_range,
     steps_per_epoch,
 )
 from .fetching import (
@@ -85,6 +84,10 @@ _ENDED = object()
 _ORDER, _SAMPLES = 1, 3
 
 _MAX_INT32_SAMPLES = 1 << 31
+
+# Steps of an epoch's order that are converted together: one by one, the calls of torch take 20 µs a step. So many
+# samples at most, as a batch keeps the memory of its block.
+_STEPS_AT_ONCE, _SAMPLES_AT_ONCE = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +227,7 @@ class Loader:
         self._fetcher = Fetcher(source, collate_fn, num_workers, prefetch, pin, in_parts)
         self._epoch, self._step = 0, 0
         self._resume_at: tuple[int, int] | None = None  # the loaded position, until its epoch starts
+        self._settings_now: dict[str, Any] | None = None  # within an epoch, where a state is taken at each step
         self._batches_digest = 0  # of the current epoch's batches, with a batch sampler
         self._stream = StreamPosition()  # that of the next batch, of an iterable data set
         self._steps: int | None = None  # of an epoch of an iterable data set, when one has been read
@@ -442,22 +446,26 @@ class Loader:
         steps = range(first, len(self))
         order, fetched = self._start(epoch, steps)
         loop = mix((self.samples, self.global_batch_size, self.shuffle)) or 1
-        batches = to_device(fetched, self.comm.device)
-        for step in steps:
-            indices, global_size = order.part(step)
-            data = next(batches, _ENDED)
-            if data is _ENDED:
-                raise superseded_error(epoch)
-            # Before the yield, so that a state saved while the batch is used is the position after it.
-            self._epoch, self._step = epoch, step + 1
-            part = data if len(indices) or self.virtual_workers else narrow(data, 0, 0, 1)
-            collated = self._collated_sizes(part, len(indices), global_size)
-            note_batch(epoch * len(self) + step, loop=loop)
-            try:
-                yield Batch(part, indices, len(indices), global_size, epoch, step, self.virtual_workers, collated)
-            except GeneratorExit:  # the loop was left before its end
-                note_batch(-1)
-                raise
+        batches, before = to_device(fetched, self.comm.device), epoch * len(self)
+        self._settings_now = self._settings()
+        try:
+            for step in steps:
+                indices, global_size = order.part(step)
+                size = indices.shape[0]
+                data = next(batches, _ENDED)
+                if data is _ENDED:
+                    raise superseded_error(epoch)
+                # Before the yield, so that a state saved while the batch is used is the position after it.
+                self._epoch, self._step = epoch, step + 1
+                part = data if size or self.virtual_workers else narrow(data, 0, 0, 1)
+                collated = None if self._collate_fn is None else self._collated_sizes(part, size, global_size)
+                note_batch(before + step, loop=loop)
+                yield Batch(part, indices, size, global_size, epoch, step, self.virtual_workers, collated)
+        except GeneratorExit:  # the loop was left before its end
+            note_batch(-1)
+            raise
+        finally:
+            self._settings_now = None
         note_batch((epoch + 1) * len(self), finished=True, loop=loop)
         self._epoch, self._step = epoch + 1, 0
 
@@ -596,6 +604,10 @@ class Loader:
 
     def _requests(self, order: _WorkerOrder | _SampledOrder, epoch: int, steps: range) -> Iterator[Request]:
         key = mix((self.seed, _SAMPLES, epoch))
+        if isinstance(order, _WorkerOrder) and not self.virtual_workers:
+            for requested in order.requested(steps, self._fetcher.takes_tensors):
+                yield key, requested
+            return
         for step in steps:
             indices, global_size = order.part(step)
             # An empty part still needs the shapes of samples: one sample is loaded, and removed by `narrow`.
@@ -647,7 +659,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch yielded, and the settings it depends on (not the worker count)."""
         position = {"epoch": self._epoch, "step": self._step, "ended": self.ended}
-        state = {**position, **self._settings(), "numerics": NUMERICS}
+        state = {**position, **(self._settings_now or self._settings()), "numerics": NUMERICS}
         if self._substreams is not None:
             return {**state, "stream": self._stream._asdict()}
         return state if self._batch_sampler is None else {**state, "batch_order": self._batches_digest}
@@ -716,21 +728,47 @@ class _WorkerOrder:
     """
 
     def __init__(self, loader: Loader, order: torch.Tensor) -> None:
-        self._samples, self._global_batch_size = loader.samples, loader.global_batch_size
+        self._global_batch_size = loader.global_batch_size
         self._full_steps = loader.samples // loader.global_batch_size  # a smaller last one may follow
         low, high = loader.local_range(loader.global_batch_size)
         start = self._full_steps * loader.global_batch_size
         self._rows = order[:0]
         if self._full_steps:
             self._rows = order[:start].view(self._full_steps, -1)[:, low:high].contiguous()
-        low, high = loader.local_range(loader.samples - start)
+        self._last_size = loader.samples - start
+        low, high = loader.local_range(self._last_size)
         self._last = order[start + low : start + high].clone()
         self.any_sample = int(order[0])
+        self._at_once = max(1, min(_STEPS_AT_ONCE, _SAMPLES_AT_ONCE // max(1, self._rows.shape[-1])))
+        self._first, self._block = 0, tuple[torch.Tensor, ...]()  # the rows of some steps from the first one on, int64
 
     def part(self, step: int) -> tuple[torch.Tensor, int]:
         """Return this worker's samples of `step`, int64, and the size of the global batch."""
-        start, stop = step_range(self._samples, self._global_batch_size, step)
-        return (self._rows[step] if step < self._full_steps else self._last).long(), stop - start
+        if step >= self._full_steps:
+            return self._last.long(), self._last_size
+        at = step - self._first
+        if not 0 <= at < len(self._block):
+            self._first, at = step, 0
+            self._block = self._rows[step : step + self._at_once].long().unbind()
+        return self._block[at], self._global_batch_size
+
+    def requested(self, steps: range, as_tensors: bool) -> Iterator[list[int] | torch.Tensor]:
+        """Yield this worker's samples of each of `steps`; some sample where it has none, for the shapes.
+
+        They are asked for ahead of `part`, by the batches that are loaded ahead.
+        """
+        step, full = steps.start, min(steps.stop, self._full_steps)
+        while step < full:
+            rows = self._rows[step : min(step + self._at_once, full)]
+            if not rows.shape[1]:
+                yield from [[self.any_sample]] * rows.shape[0]
+            elif as_tensors:
+                yield from rows.long().unbind()
+            else:
+                yield from rows.tolist()
+            step += rows.shape[0]
+        if step < steps.stop:
+            yield self._last.tolist() or [self.any_sample]
 
 
 class _Batches:

@@ -62,16 +62,21 @@ def step_range(samples: int, global_batch_size: int, step: int) -> tuple[int, in
     return start, min(start + global_batch_size, samples)
 
 
-def mix(values: Iterable[int]) -> int:
+_STATE = 0x9E3779B97F4A7C15
+
+
+def mix(values: Iterable[int], state: int = _STATE) -> int:
     """Return a 64-bit key of several integers, e.g. (seed, purpose, epoch).
+
+    The key of a prefix is the state from which the others follow: ``mix((a, b, c)) == mix((c,), mix((a, b)))``.
 
     It applies the finaliser of SplitMix64 to a running state: every bit of every value affects every bit of the key, so
     neighbouring seeds and steps get unrelated keys. Source: Steele, Lea, Flood, "Fast splittable pseudorandom
     number generators", OOPSLA 2014.
     """
-    z = 0x9E3779B97F4A7C15
+    z = state
     for value in values:
-        z = ((z ^ (value & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (value & _MASK)) + _STATE) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         z ^= z >> 31

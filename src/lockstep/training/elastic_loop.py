@@ -201,10 +201,7 @@ def _check_movable(name: str, member: Callback) -> None:
 
 def without_check(argument: Any) -> Any:
     """Return an argument of a hook without what cannot be sent to another worker."""
-    if not isinstance(argument, StepResult):
-        return argument
-    values = {name: getattr(argument, name) for name in argument.__slots__} | {"replicas": None}
-    return StepResult(**values)
+    return argument.replaced(replicas=None) if isinstance(argument, StepResult) else argument
 
 
 # --- State for workers that are behind --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -78,10 +78,10 @@ class InFlightLimit:
 
 @dataclass
 class _Queued:
-    """A step in flight, and its result on the way to the host."""
+    """A step in flight, and its result on the way to the host; None where it is there already, and has been checked."""
 
     result: StepResult
-    on_host: HostCopy
+    copy: HostCopy | None
     reported: bool = False
     of_earlier_group: bool = False
 
@@ -109,6 +109,9 @@ class StepsInFlight:
 
     def add(self, result: StepResult) -> None:
         """Add a step that has been queued."""
+        if isinstance(result.on_hand[0], float):
+            self._queue.append(_Queued(result, None))
+            return
         norm = result.loss if result.grad_norm is None else result.grad_norm.to(result.loss.dtype)
         numbers = torch.stack([result.loss, result.stop, norm])
         if result.marks is not None:
@@ -154,15 +157,20 @@ class StepsInFlight:
             self.check()
 
     def _inspect(self, queued: _Queued) -> float:
-        loss, stop, norm, *marks = queued.on_host.read()
-        if queued.result.replicas is not None and not queued.of_earlier_group:
-            queued.result.replicas.settle(queued.result.step, marks)
-        if loss - loss != 0:  # NaN or infinite
-            self._failed = True
-            queued.result.check()
+        result = queued.result
+        if queued.copy is None:
+            loss, _, stop = map(float, result.on_hand)
+        else:
+            loss, stop, norm, *marks = queued.copy.read()
+            if result.replicas is not None and not queued.of_earlier_group:
+                result.replicas.settle(result.step, marks)
+            if loss - loss != 0:  # NaN or infinite
+                self._failed = True
+                result.check()
+            if result.grad_norm is not None:
+                result = result.replaced(grad_norm=torch.tensor(norm))
         if not queued.reported:
             queued.reported = True
             if self._on_loss is not None:
-                known = queued.result.grad_norm is not None
-                self._on_loss(replace(queued.result, grad_norm=torch.tensor(norm)) if known else queued.result, loss)
+                self._on_loss(result, loss)
         return 0.0 if queued.of_earlier_group else stop

@@ -130,7 +130,8 @@ class Loop:
         # Before the callbacks: one of them may save, and the checkpoint must include this step and its loss.
         state = trainer.state
         state.position.advance(loader)
-        state.totals.add(result.loss, result.count, batch.global_size)
+        loss, count, _ = result.on_hand
+        state.totals.add(loss, count, batch.global_size)
         trainer.steps_in_flight.add(result)
         self._callbacks.call("on_train_step_end", trainer, result)
         self._settle()

@@ -11,7 +11,7 @@ import torch
 from ..communicator import Communicator
 from ..errors import LockstepError
 
-__all__ = ["OutOfMemoryError", "explaining_out_of_memory"]
+__all__ = ["OutOfMemoryError", "explained", "explaining_out_of_memory", "is_out_of_memory"]
 
 _CPU = "DefaultCPUAllocator: can't allocate memory"
 
@@ -35,11 +35,21 @@ def explaining_out_of_memory(comm: Communicator, what: str, advice: Callable[[],
     try:
         yield
     except RuntimeError as error:
-        full = isinstance(error, torch.OutOfMemoryError) or _CPU in str(error)
-        if not full or isinstance(error, OutOfMemoryError):
+        if not is_out_of_memory(error):
             raise
-        where = f"rank {comm.rank}: {comm.device} is out of memory in {what}"
-        raise OutOfMemoryError(f"{where} ({_asked(error)}{_taken(comm.device)}). {advice()}") from error
+        raise explained(error, comm, what, advice()) from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether torch has raised `error` because the memory of a device is full."""
+    full = isinstance(error, torch.OutOfMemoryError) or _CPU in str(error)
+    return full and not isinstance(error, OutOfMemoryError)
+
+
+def explained(error: RuntimeError, comm: Communicator, what: str, advice: str) -> OutOfMemoryError:
+    """Return the error to raise in place of torch's; see `explaining_out_of_memory`."""
+    where = f"rank {comm.rank}: {comm.device} is out of memory in {what}"
+    return OutOfMemoryError(f"{where} ({_asked(error)}{_taken(comm.device)}). {advice}")
 
 
 def _asked(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..errors import ConfigError, unknown_name
 from .formats import PRECISIONS
 from .torch_calls import FirstGradients, run_backward, take_step
 
-__all__ = ["Precision", "clip", "full_precision", "scale_gradients"]
+__all__ = ["Number", "Precision", "clip", "full_precision", "scale_gradients"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,6 +25,10 @@ _HEADROOM = 8.0
 # float32 ends at 2 ** 128 and float16 at 2 ** 16: times this power of two, what float16 cannot hold is infinite.
 _BEYOND_FLOAT16 = 2.0**112 * _HEADROOM
 _LEAST_COUNT = 2.0**-20  # for each sample; the exact count is what gradients are divided by in the end
+
+
+Number = torch.Tensor | float
+"""A number of the host, or a 0-dim tensor on the device, which nothing waits for."""
 
 
 class Precision:
@@ -70,6 +75,13 @@ class Precision:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
 
+    def run_forward(self, computation: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a forward pass returns, computed in the format."""
+        if self._dtype is None:
+            return computation(*arguments)
+        with self.autocast():
+            return computation(*arguments)
+
     def backward(self, loss: torch.Tensor, factor: float) -> None:
         """Run the backward pass of `loss`, a scalar, times `factor`; gradients are scaled up with fp16."""
         if self._scaler is None:
@@ -86,8 +98,8 @@ class Precision:
         """
         return (workers if self._scaler is None else 1 / _HEADROOM) / samples
 
-    def correction(self, samples: int, count: torch.Tensor, workers: int) -> torch.Tensor:
-        """Return the factor that makes the reduced gradients those of the mean, a 0-dim tensor.
+    def correction(self, samples: int, count: Number, workers: int) -> Number:
+        """Return the factor that makes the reduced gradients those of the mean.
 
         Args:
             samples: see `pass_scale`, as for `workers`.
@@ -95,15 +107,19 @@ class Precision:
         """
         if self._scaler is None:
             return samples / count
+        if not isinstance(count, torch.Tensor):
+            return samples * _HEADROOM * workers * self._count_per_sample.item() / count
         return samples * _HEADROOM * workers * self._count_per_sample.to(count.dtype) / count
 
-    def set_count(self, count: torch.Tensor, samples: int) -> None:
+    def set_count(self, count: Number, samples: int) -> None:
         """Set the count per sample for the next passes: that of a global batch, rounded up to a power of two."""
         if self._scaler is not None:
+            if not isinstance(count, torch.Tensor):
+                count = torch.tensor(count, dtype=torch.float64)
             mantissa, exponent = torch.frexp((count / samples).clamp(min=_LEAST_COUNT))
             self._count_per_sample.copy_(torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int()))
 
-    def end_step(self, count: torch.Tensor, samples: int) -> None:
+    def end_step(self, count: Number, samples: int) -> None:
         """Note what the loss has counted in a step that is complete; does not wait for the device."""
         if self._scaler is not None:
             self.set_count(count, samples)
@@ -190,15 +206,15 @@ def _clip_sparse(parameters: list[nn.Parameter], max_norm: float) -> torch.Tenso
     return norm
 
 
-def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply `gradients` in place by `factor`, a 0-dim tensor; does not wait for an accelerator."""
+def scale_gradients(gradients: list[torch.Tensor], factor: Number) -> None:
+    """Multiply `gradients` in place by `factor`; does not wait for an accelerator."""
     for gradient in gradients:
         if gradient.is_sparse:
             gradient._values().mul_(factor)
     gradients = [gradient for gradient in gradients if not gradient.is_sparse]
     if not gradients:
         return
-    if factor.device.type == "cpu":
+    if not isinstance(factor, torch.Tensor) or factor.device.type == "cpu":
         torch._foreach_mul_(gradients, float(factor))
         return
     for dtype in {gradient.dtype for gradient in gradients}:

@@ -23,6 +23,7 @@ from ..errors import CheckpointError, ConfigError
 from ..parallel.determinism import differences
 from ..parallel.fingerprints import checksum_of
 from ..parallel.strategy import accumulation_dtype
+from .precision import Number
 from .step import TrainStep
 
 __all__ = [
@@ -192,20 +193,24 @@ def check_validate_every(validate_every: Any, has_data: bool) -> None:
 
 
 class EpochTotals:
-    """Loss and speed of the steps of one epoch. The loss stays on the device until it is read.
+    """Loss and speed of the steps of one epoch. A loss on a device stays there until it is read.
 
     Args:
         device: the device of the losses.
     """
 
     def __init__(self, device: torch.device) -> None:
-        dtype = accumulation_dtype(device)
-        self._loss_sum = torch.zeros((), device=device, dtype=dtype)
-        self._count = torch.zeros((), device=device, dtype=dtype)
+        self._on_host = device.type == "cpu"
+        self._loss_sum: Number = 0.0
+        self._count: Number = 0.0
+        if not self._on_host:
+            dtype = accumulation_dtype(device)
+            self._loss_sum = torch.zeros((), device=device, dtype=dtype)
+            self._count = torch.zeros((), device=device, dtype=dtype)
         self._samples = 0
         self._started = clock.monotonic()
 
-    def add(self, loss: torch.Tensor, count: torch.Tensor | int, samples: int) -> None:
+    def add(self, loss: Number, count: Number, samples: int) -> None:
         """Add a step.
 
         Args:
@@ -213,6 +218,8 @@ class EpochTotals:
             count: the denominator of the mean: samples, or what the loss counts, such as tokens.
             samples: samples in the global batch.
         """
+        if self._on_host:
+            loss, count = float(loss), float(count)
         self._loss_sum += loss * count
         self._count += count
         self._samples += samples
@@ -238,8 +245,12 @@ class EpochTotals:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load saved sums; the time is not part of them."""
-        self._loss_sum.fill_(float(state["loss_sum"]))
-        self._count.fill_(float(state["count"]))
+        loss_sum, count = float(state["loss_sum"]), float(state["count"])
+        if isinstance(self._loss_sum, torch.Tensor) and isinstance(self._count, torch.Tensor):
+            self._loss_sum.fill_(loss_sum)
+            self._count.fill_(count)
+        else:
+            self._loss_sum, self._count = loss_sum, count
 
 
 # --- Hyperparameters of the optimizer ---------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any, Protocol
 
@@ -40,8 +41,8 @@ from .loss_scale import agree_on_loss_scale
 from .mean_check import is_due, raise_problem
 from .mixed_samples import FirstCall
 from .model_changes import ModelChanges, are_same
-from .out_of_memory import explaining_out_of_memory
-from .precision import Precision, clip, scale_gradients
+from .out_of_memory import explained, is_out_of_memory
+from .precision import Number, Precision, clip, scale_gradients
 from .replica_check import ReplicaCheck
 from .schedules import Schedule
 from .torch_calls import clear_gradients
@@ -283,7 +284,7 @@ class Passes(Protocol):
 
     def run(
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Totals:
         """Run the passes; gradients are then sums over the global batch, divided by its number of samples.
 
         With fp16 they are scaled otherwise, see `Precision.correction`.
@@ -297,15 +298,70 @@ class Passes(Protocol):
             marks: 1-d tensor that is summed over the workers with the totals, see `ReplicaCheck.marks`.
 
         Returns:
-            1-d tensor of totals over the global batch: (sum of the loss, count, sum of the requests, *marks).
+            Totals over the global batch: (sum of the loss, count, sum of the requests, *marks). Numbers where they are
+            on the host in any case, else a 1-d tensor.
         """
+
+
+Totals = torch.Tensor | Sequence[float]
+"""See `Passes.run`."""
 
 
 def make_passes(strategy: Strategy, seed: int, gradient_accumulation_steps: int) -> Passes:
     """Return the passes for `strategy`; `seed` is that of dropout."""
     if isinstance(strategy, Invariant):
         return ShardPasses(strategy, seed)
+    if AlonePasses.suffice_for(strategy):
+        return AlonePasses(gradient_accumulation_steps)
     return AccumulatedPasses(strategy, gradient_accumulation_steps)
+
+
+def _parts(batch: Batch, passes: int) -> list[tuple[Any, int]]:
+    """Return (data, samples) of each of so many passes over a worker's part of a batch."""
+    size = batch.size if batch.collated is None else batch.collated[0]
+    return split(batch.data, size, passes)
+
+
+def _number(value: Number) -> float:
+    """Return a number that may be a 0-dim tensor on the CPU; it may require a gradient."""
+    return float(value.item() if isinstance(value, torch.Tensor) else value)
+
+
+class AlonePasses:
+    """The passes of a single worker on the CPU: nothing is sent, and all numbers are on the host.
+
+    Args:
+        gradient_accumulation_steps: number of passes.
+    """
+
+    averaged_over = 1
+
+    def __init__(self, gradient_accumulation_steps: int) -> None:
+        self._accumulation_steps = gradient_accumulation_steps
+
+    @staticmethod
+    def suffice_for(strategy: Strategy) -> bool:
+        """Return whether a strategy has no other part in the passes. An elastic job may get more workers."""
+        comm = strategy.comm
+        plain = type(strategy) is Distributed and type(comm) is Communicator
+        return plain and comm.size == 1 and comm.device.type == "cpu"
+
+    def parts(self, batch: Batch) -> list[tuple[Any, int]]:
+        """See `Passes`."""
+        return _parts(batch, self._accumulation_steps)
+
+    def run(
+        self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
+    ) -> Totals:
+        """See `Passes`."""
+        loss_sum = counted = 0.0
+        factor = precision.pass_scale(batch.global_size)
+        for data, size in self.parts(batch):
+            total, count = precision.run_forward(loss.on, loss.model, data, size)
+            loss_sum += _number(total)
+            counted += _number(count)
+            precision.backward(total, factor)
+        return loss_sum, counted, requests
 
 
 class AccumulatedPasses:
@@ -326,33 +382,62 @@ class AccumulatedPasses:
 
     def parts(self, batch: Batch) -> list[tuple[Any, int]]:
         """See `Passes`."""
-        size = batch.size if batch.collated is None else batch.collated[0]
-        return split(batch.data, size, self._accumulation_steps)
+        return _parts(batch, self._accumulation_steps)
 
     def run(
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Totals:
         """See `Passes`."""
-        strategy, totals = self._strategy, torch.nn.functional.pad(marks, (3, 0))
-        if requests:
-            totals[2] = requests
+        strategy, parts = self._strategy, self.parts(batch)
         # The reduction averages over workers; the mean over samples needs the sum.
-        scale = precision.pass_scale(batch.global_size, self.averaged_over)
-        parts = self.parts(batch)
+        factor = precision.pass_scale(batch.global_size, self.averaged_over)
+        sums = _SumsOnHost(requests, marks) if marks.device.type == "cpu" else _SumsOnDevice(requests, marks)
         for number, (data, size) in enumerate(parts):
             last = number == len(parts) - 1
             with strategy.gradient_sync(now=last):
-                with precision.autocast():
-                    total, count = loss(data, size)
-                totals[0] += total.detach()
-                totals[1] += count
+                total, count = precision.run_forward(loss, data, size)
+                sums.add(total, count)
                 if last:
                     with named("loss and sample count"):
                         weight = sum(size for _, size in parts) / batch.global_size
-                        finish = strategy.reduce_totals(totals, weight, add_up=batch.collated is None)
+                        finish = strategy.reduce_totals(sums.tensor(), weight, add_up=batch.collated is None)
                 with named(strategy.backward_name):
-                    precision.backward(total, scale)
+                    precision.backward(total, factor)
         return finish()
+
+
+class _SumsOnHost:
+    """The totals of this worker's passes on the CPU, where reading a number takes less than adding two tensors."""
+
+    def __init__(self, requests: float, marks: torch.Tensor) -> None:
+        self._requests, self._marks = requests, marks
+        self._loss = self._count = 0.0
+
+    def add(self, total: torch.Tensor, count: Number) -> None:
+        """Add the sum of a pass's loss, and what it is a sum over."""
+        self._loss += _number(total)
+        self._count += _number(count)
+
+    def tensor(self) -> torch.Tensor:
+        """Return (sum of the loss, count, requests, *marks): shape (3 + len(marks),)."""
+        numbers = [self._loss, self._count, self._requests, *self._marks.tolist()]
+        return torch.tensor(numbers, dtype=self._marks.dtype)
+
+
+class _SumsOnDevice:
+    """The totals of this worker's passes on a device, which nothing waits for; see `_SumsOnHost`."""
+
+    def __init__(self, requests: float, marks: torch.Tensor) -> None:
+        self._totals = torch.nn.functional.pad(marks, (3, 0))
+        if requests:
+            self._totals[2] = requests
+
+    def add(self, total: torch.Tensor, count: Number) -> None:
+        self._totals[0] += total.detach()
+        self._totals[1] += count
+
+    def tensor(self) -> torch.Tensor:
+        return self._totals
 
 
 # --- The training step ------------------------------------------------------------------------------------------------
@@ -370,35 +455,110 @@ _NOT_FINITE_AT_FIRST = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one step; the same on every worker.
+    """The result of one step; the same on every worker. It cannot be changed, see `replaced`.
+
+    Args:
+        step, learning_rate, samples, marks, replicas, grad_norm: see the attributes.
+        loss, stop, count: see the attributes; numbers where they are on the host in any case.
 
     Attributes:
         step: the number of this step, from 0.
-        loss: 0-dim tensor on the device, the mean over the global batch.
-        stop: 0-dim tensor on the device, the sum of the workers' requests, see `STOP` and `REGROUP`; above zero if some
-            worker requested a stop.
         learning_rate: the learning rate of the first parameter group; a tensor if it is one on a device.
-        count: 0-dim tensor on the device, the denominator of `loss`: samples, or what the loss function counts. Means
-            over several steps are weighted by it.
         samples: samples in the global batch, if the gradients were assumed to be those of a mean over samples; None if
             `count` was used.
         marks: 1-d tensor, the workers' sums of `ReplicaCheck.marks`; None if they have been compared.
-        replicas: the comparison of the workers' hyperparameters and weights.
+        replicas: the comparison of the workers' hyperparameters and weights; None if that has been done.
         grad_norm: 0-dim tensor on the device, the 2-norm of the whole gradient before clipping; None without
             `max_grad_norm`, which measures it without clipping if it is ``float("inf")``.
     """
 
+    __slots__ = ("_count", "_loss", "_stop", "grad_norm", "learning_rate", "marks", "replicas", "samples", "step")
+
+    _loss: Number
+    _stop: Number
+    _count: Number
     step: int
-    loss: torch.Tensor
-    stop: torch.Tensor
-    learning_rate: float | torch.Tensor
-    count: torch.Tensor
-    samples: int | None = None
-    marks: torch.Tensor | None = None
-    replicas: ReplicaCheck | None = None
-    grad_norm: torch.Tensor | None = None
+    learning_rate: Number
+    samples: int | None
+    marks: torch.Tensor | None
+    replicas: ReplicaCheck | None
+    grad_norm: torch.Tensor | None
+
+    def __init__(
+        self,
+        step: int,
+        loss: Number,
+        stop: Number,
+        learning_rate: Number,
+        count: Number,
+        samples: int | None = None,
+        marks: torch.Tensor | None = None,
+        replicas: ReplicaCheck | None = None,
+        grad_norm: torch.Tensor | None = None,
+    ) -> None:
+        put = partial(object.__setattr__, self)
+        put("step", step)
+        put("_loss", loss)
+        put("_stop", stop)
+        put("learning_rate", learning_rate)
+        put("_count", count)
+        put("samples", samples)
+        put("marks", marks)
+        put("replicas", replicas)
+        put("grad_norm", grad_norm)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a StepResult cannot be changed: {name}")
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "loss": self._loss,
+            "stop": self._stop,
+            "learning_rate": self.learning_rate,
+            "count": self._count,
+            "samples": self.samples,
+            "marks": self.marks,
+            "replicas": self.replicas,
+            "grad_norm": self.grad_norm,
+        }
+
+    def replaced(self, **changes: Any) -> StepResult:
+        """Return a result with other values of these arguments."""
+        return StepResult(**{**self._arguments(), **changes})
+
+    def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
+        return StepResult, tuple(self._arguments().values())
+
+    def __repr__(self) -> str:
+        return f"StepResult({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """0-dim tensor on the device, the mean over the global batch."""
+        return _as_tensor(self._loss)
+
+    @property
+    def stop(self) -> torch.Tensor:
+        """0-dim tensor on the device, the sum of the workers' requests, see `STOP` and `REGROUP`.
+
+        It is above zero if some worker requested a stop.
+        """
+        return _as_tensor(self._stop)
+
+    @property
+    def count(self) -> torch.Tensor:
+        """0-dim tensor on the device, the denominator of `loss`: samples, or what the loss function counts.
+
+        Means over several steps are weighted by it.
+        """
+        return _as_tensor(self._count)
+
+    @property
+    def on_hand(self) -> tuple[Number, Number, Number]:
+        """(loss, count, stop) as they are: numbers of the host, or 0-dim tensors on the device."""
+        return self._loss, self._count, self._stop
 
     @property
     def lr(self) -> float:
@@ -416,20 +576,25 @@ class StepResult:
         """
         if self.marks is not None and self.replicas is not None:
             self.replicas.settle(self.step, self.marks.tolist())
-        if not torch.isfinite(self.loss):
-            if self.count == 0:
+        loss, count = float(self._loss), float(self._count)
+        if not math.isfinite(loss):
+            if count == 0:
                 raise DataError(
                     f"step {self.step}: expected a global batch with something that the loss counts, got only e.g. "
                     "ignored labels. Use a larger global batch, or remove such samples from the data set."
                 )
             raise DivergedError(
-                f"the loss is {float(self.loss)} at step {self.step} with learning rate {self.lr:g}. "
+                f"the loss is {loss} at step {self.step} with learning rate {self.lr:g}. "
                 + (_NOT_FINITE_AT_FIRST if self.step == 0 else _NOT_FINITE_LATER)
             )
-        if self.samples is not None and self.count != self.samples:
+        if self.samples is not None and count != self.samples:
             hint = "Return (sum, count) for every batch, or a mean over the samples for every batch."
-            got = f"one over {float(self.count):g} of {self.samples} samples at step {self.step}"
+            got = f"one over {count:g} of {self.samples} samples at step {self.step}"
             raise ConfigError("loss_fn", "a mean over the same on all workers", found=got, hint=hint)
+
+
+def _as_tensor(value: Number) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 class TrainStep:
@@ -507,8 +672,10 @@ class TrainStep:
         self.scheduler = _make_scheduler(scheduler, optimizer, schedule, scheduler_interval, scheduler_metric)
         self.strategy = resolve_strategy(strategy, virtual_workers, threads, gradient_accumulation_steps)
         self.comm = self.strategy.comm
+        self._on_host = self.comm.device.type == "cpu"
         self.precision = Precision(precision, self.comm.device)
         self._max_grad_norm, self._seed = max_grad_norm, seed
+        self._key = mix((seed, _RANDOM))
         self.steps_done = 0
         self._last_rates = _rates(optimizer)  # of the last step
         self.replacement: Callable[[Batch], StepResult] | None = None  # of `run`, see `lockstep.elastic.steps`
@@ -569,10 +736,16 @@ class TrainStep:
 
     def run_once(self, batch: Batch, stop: bool = False, regroup: bool = False) -> StepResult:
         """See `run`; in an elastic job, an attempt that the loss of a worker may end."""
-        samples = counted(batch.global_size, "sample")
-        what = f"step {self.steps_done}, with {batch.size:,} of the {samples} of the global batch"
-        with self.strategy.deterministic(), explaining_out_of_memory(self.comm, what, self._less_memory):
-            return self._run(batch, STOP * stop + REGROUP * regroup)
+        step = self.steps_done
+        try:
+            with self.strategy.deterministic():
+                return self._run(batch, STOP * stop + REGROUP * regroup)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            samples = counted(batch.global_size, "sample")
+            what = f"step {step}, with {batch.size:,} of the {samples} of the global batch"
+            raise explained(error, self.comm, what, self._less_memory()) from error
 
     def _less_memory(self) -> str:
         """Return what makes a step need less memory."""
@@ -592,11 +765,13 @@ class TrainStep:
         """
         self.strategy.regroup(self.model)
         self._module = self.strategy.wrap(self._loss)
+        self._passes = make_passes(self.strategy, self._seed, self._accumulation_steps)
         self._trained = [p.requires_grad for p in self._changes.parameters]
         self._replicas.regroup()
 
     def _run(self, batch: Batch, requests: float) -> StepResult:
-        lr = self._begin()
+        key = mix((self.steps_done,), self._key)
+        lr = self._begin(key)
         unchanged = self._unchanged if self.comm.size > 1 and is_due(self.steps_done) else None
         if unchanged is not None:
             unchanged.note()
@@ -615,33 +790,48 @@ class TrainStep:
             self._describe_division(*first)
         if self.strategy.virtual_workers is None:
             # The passes have drawn by rank. What the program draws after the step is the same on every worker.
-            seed_torch(mix((self._seed, _RANDOM, self.steps_done)) & 0xFFFFFFFF, self.comm.device)
+            seed_torch(key & 0xFFFFFFFF, self.comm.device)
         if versions is not None and versions != self.loss.modules.versions():
             raise _changed_by_replicas()
-        not_a_mean = self._loss.check(self.precision.autocast)
-        if is_compared or self.comm.size == 1:
-            raise_problem(not_a_mean, self.comm)
-        loss_sum, count, stops = totals[:3].unbind()
-        on_cpu = self.comm.device.type == "cpu"
-        # Reading the count is free on the CPU; elsewhere it waits for the device, so a loss that counts samples here is
-        # assumed to count them on all workers. `StepResult.check` detects a wrong assumption.
-        all_collated = batch.collated is None
-        samples = batch.global_size if self.loss.counts_samples and all_collated and not on_cpu else None
-        result = StepResult(
-            self.steps_done, loss_sum / count, stops, lr, count, samples, marks=totals[3:], replicas=self._replicas
-        )
-        if on_cpu:
-            if not torch.isfinite(result.loss):
-                raise_problem(not_a_mean, self.comm)  # rather than the loss, which is that of all workers
-            result.check()
-        grad_norm = self._update(self._correction(batch.global_size, count, samples is not None))
+        problem = self._loss.check(self.precision.autocast)
+        if is_compared or (problem is not None and self.comm.size == 1):
+            raise_problem(problem, self.comm)
+        if self._on_host:
+            result = self._checked_result(lr, totals, problem)
+        else:
+            result = self._unchecked_result(lr, totals, batch)
+        _, count, _ = result.on_hand
+        norm = self._update(self._correction(batch.global_size, count, result.samples is not None))
         self.precision.end_step(count, batch.global_size)
         self.steps_done += 1
         if self.scheduler is not None:
             self._last_rates = _rates(self.optimizer)
             self.scheduler.end_step()
         note_samples(batch.size)
-        return result if grad_norm is None else replace(result, grad_norm=grad_norm)
+        return result if norm is None else result.replaced(grad_norm=norm)
+
+    def _checked_result(self, lr: Number, totals: Totals, problem: Any) -> StepResult:
+        """Return the result of a step on the CPU, where its numbers can be checked before the update."""
+        loss_sum, count, stops, *marks = totals.tolist() if isinstance(totals, torch.Tensor) else totals
+        loss = loss_sum / count if count else math.nan
+        result = StepResult(self.steps_done, loss, stops, lr, count)
+        if not math.isfinite(loss):
+            raise_problem(problem, self.comm)  # rather than the loss, which is that of all workers
+        if marks:
+            self._replicas.settle(self.steps_done, marks)
+        result.check()
+        return result
+
+    def _unchecked_result(self, lr: Number, totals: Totals, batch: Batch) -> StepResult:
+        """Return the result of a step on a device, which nothing waits for; it is checked later."""
+        assert isinstance(totals, torch.Tensor)
+        loss_sum, count, stops = totals[:3].unbind()
+        # Reading the count would wait for the device, so a loss that counts samples here is assumed to count them on
+        # all workers. `StepResult.check` detects a wrong assumption.
+        samples = batch.global_size if self.loss.counts_samples and batch.collated is None else None
+        return StepResult(
+            self.steps_done, loss_sum / count, stops, lr, count, samples, marks=totals[3:], replicas=self._replicas
+        )
 
     def _first_passes(self, batch: Batch) -> tuple[FirstPasses, FirstCall] | None:
         """Return what watches the passes of the first step, if they divide a global batch; virtual workers do not."""
@@ -661,12 +851,12 @@ class TrainStep:
         if said and self.comm.rank == 0:
             _log.warning("%s", said)
 
-    def _correction(self, samples: int, count: torch.Tensor, counts_samples: bool) -> torch.Tensor | None:
+    def _correction(self, samples: int, count: Number, counts_samples: bool) -> Number | None:
         """Return the factor that makes the reduced gradients those of the mean; None if they are."""
         if counts_samples and self.precision.name != "fp16":
             return None
         correction = self.precision.correction(samples, count, self._passes.averaged_over)
-        return None if count.device.type == "cpu" and correction == 1 else correction
+        return None if isinstance(correction, float) and correction == 1 else correction
 
     @property
     def learning_rates(self) -> list[float]:
@@ -732,13 +922,14 @@ class TrainStep:
         """
         self.finite_weights.check(self.steps_done)
 
-    def _begin(self) -> float | torch.Tensor:
+    def _begin(self, key: int) -> Number:
+        """Prepare a step, of which the random draws follow from `key`; returns the learning rate."""
         self._refresh_param_groups()
         self.finite_weights.note()
         if (trained := [p.requires_grad for p in self._changes.parameters]) != self._trained:
             # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
             self._module, self._trained = self.strategy.wrap(self._loss), trained
-        seed_torch(mix((self._seed, _RANDOM, self.steps_done, self.comm.rank)) & 0xFFFFFFFF, self.comm.device)
+        seed_torch(mix((self.comm.rank,), key) & 0xFFFFFFFF, self.comm.device)
         clear_gradients(self.optimizer, self._parameters)
         if self.schedule is not None:
             factor = learning_rate_factor(self.schedule, self.steps_done)
@@ -749,7 +940,7 @@ class TrainStep:
         on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
         return lr.detach().clone() if on_device else float(lr)
 
-    def _update(self, correction: torch.Tensor | None) -> torch.Tensor | None:
+    def _update(self, correction: Number | None) -> torch.Tensor | None:
         """Update the parameters with the gradients times `correction`; returns their norm if it is limited."""
         _fill_missing_gradients(self._parameters)
         if cast := self.precision.cast:

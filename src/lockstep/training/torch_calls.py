@@ -20,8 +20,6 @@ __all__ = ["FirstGradients", "clear_gradients", "run_backward", "take_step"]
 
 _zero_grad, _backward = Optimizer.zero_grad, torch.autograd.backward
 _profiler_runs: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
-_HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def _code_of_the_wrapper() -> CodeType | None:
@@ -49,8 +47,10 @@ def take_step(optimizer: Optimizer) -> None:
         and getattr(update, "__code__", None) is _WRAPPER
         and "step" not in optimizer.__dict__  # where schedulers of torch, and programs, put another one
         and not _profiler_runs()
-        and not any(getattr(optimizer, name, True) for name in _HOOKS)
-        and not any(getattr(optimizer_module, name, True) for name in _HOOKS_OF_ALL)
+        and not getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        and not getattr(optimizer, "_optimizer_step_post_hooks", True)
+        and not getattr(optimizer_module, "_global_optimizer_pre_hooks", True)
+        and not getattr(optimizer_module, "_global_optimizer_post_hooks", True)
     ):
         update.__wrapped__(optimizer)
     else:

@@ -6,7 +6,6 @@ import gc
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,13 +60,13 @@ def test_after_a_regroup_only_the_losses_of_earlier_steps_count() -> None:
     compared: list[int] = []
     steps_in_flight = StepsInFlight(OTHER, 3, lambda result, loss: told.append((result.step, loss)))
     replicas: Any = SimpleNamespace(settle=lambda step, sums: compared.append(step))
-    requested = replace(result_of(0, 0.5), stop=torch.tensor(1.0), replicas=replicas, marks=torch.ones(4))
+    requested = result_of(0, 0.5).replaced(stop=torch.tensor(1.0), replicas=replicas, marks=torch.ones(4))
     steps_in_flight.add(requested)
     steps_in_flight.regroup()
     steps_in_flight.check()
     assert (told, compared) == ([(0, 0.5)], [])
     for step in (1, 2, 3):
-        steps_in_flight.add(replace(requested, step=step))
+        steps_in_flight.add(requested.replaced(step=step))
         assert steps_in_flight.settle() == (step == 3)  # that of step 1, in place of which step 0 has no say
     assert compared == [1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -272,5 +273,23 @@ def test_a_learning_rate_on_a_device_is_not_read_by_the_step() -> None:
     step = make(nn.Linear(3, 4))
     # reading a value of the device meta is an error
     step.optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
-    assert isinstance(step._begin(), torch.Tensor)
+    assert isinstance(step._begin(0), torch.Tensor)
     assert StepResult(0, torch.ones(()), torch.zeros(()), torch.tensor(0.5), torch.ones(())).lr == 0.5
+
+
+def test_a_result_has_its_numbers_on_the_host_and_makes_tensors_when_they_are_read() -> None:
+    result = StepResult(3, 1.5, 0.0, 0.1, 6.0)
+    assert result.on_hand == (1.5, 6.0, 0.0)
+    assert (result.loss.dtype, result.loss.shape, float(result.loss)) == (torch.float64, (), 1.5)
+    assert (float(result.count), float(result.stop)) == (6.0, 0.0)
+    with pytest.raises(AttributeError, match="step"):
+        result.step = 4
+    other = pickle.loads(pickle.dumps(result.replaced(grad_norm=torch.tensor(2.0))))
+    assert (other.step, other.on_hand, other.lr, float(other.grad_norm)) == (3, result.on_hand, 0.1, 2.0)
+    assert "loss=1.5" in repr(other)
+
+
+def test_a_step_on_the_cpu_has_a_result_of_numbers() -> None:
+    result = make(nn.Linear(3, 4)).run(batch())
+    assert all(isinstance(number, float) for number in result.on_hand)
+    assert result.marks is None and result.replicas is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,17 +131,26 @@ def test_what_a_program_puts_around_the_step_is_called(monkeypatch: pytest.Monke
     assert called == [optimizer] and value(optimizer) == 0
 
 
-@pytest.fixture(params=["_WRAPPER", "_profiler_runs", "_HOOKS", "_HOOKS_OF_ALL"])
-def without_a_name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let a private name be missing, as in another version of torch."""
-    missing = {"_WRAPPER": None, "_profiler_runs": lambda: True, "_HOOKS": ("_x",), "_HOOKS_OF_ALL": ("_x",)}
-    monkeypatch.setattr(torch_calls, request.param, missing[request.param])
-    yield
+def without_the_wrapper(_: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_calls, "_WRAPPER", None)
 
 
-@pytest.mark.usefixtures("without_a_name")
-def test_the_public_step_is_called_where_torch_has_other_parts(wrapper_calls: list[str]) -> None:
+def without_the_profiler(_: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_calls, "_profiler_runs", lambda: True)
+
+
+def without_hooks_of_all(_: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_calls, "optimizer_module", object())
+
+
+@pytest.mark.parametrize("leave_out", [without_the_wrapper, without_the_profiler, without_hooks_of_all])
+def test_the_public_step_is_called_where_torch_has_other_parts(
+    leave_out: Callable[[Optimizer, pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    wrapper_calls: list[str],
+) -> None:
     optimizer = sgd()
+    leave_out(optimizer, monkeypatch)
     take_step(optimizer)
     assert value(optimizer) == 0
     assert wrapper_calls == ["Optimizer.step#SGD.step"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,7 @@ def as_off_the_cpu(trainer: Trainer, poisoned: int) -> None:
 
     def step(*args: Any, **kwargs: Any) -> StepResult:
         result = run(*args, **kwargs)
-        return replace(result, loss=result.loss * float("nan")) if result.step == poisoned else result
+        return result.replaced(loss=result.loss * float("nan")) if result.step == poisoned else result
 
     trainer.step.run = step  # type: ignore[method-assign]
 
