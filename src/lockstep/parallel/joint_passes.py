@@ -11,6 +11,7 @@ import torch
 from ..communicator import Communicator
 from ..errors import ConfigError
 from .randomness import generator_states, set_generator_states
+from .sync_batchnorm import SyncBatchNorm
 from .tree_sum import total
 
 __all__ = ["JointPasses", "run_joint_passes"]
@@ -137,13 +138,14 @@ class JointPasses:
 
 
 def run_joint_passes(
-    joint_passes: JointPasses, layers: Sequence[Any], bodies: Sequence[Callable[[], T]], threads: Any
+    joint_passes: JointPasses, layers: Sequence[SyncBatchNorm], bodies: Sequence[Callable[[], T]], threads: Any
 ) -> list[T]:
-    """Run `bodies` with `joint_passes` as the barrier of `layers`; returns their results."""
+    """Run `bodies` with `joint_passes` as the exchange of `layers`; returns their results."""
+    over_workers = [layer.exchange for layer in layers]
     for layer in layers:
-        layer.joint_passes = joint_passes
+        layer.exchange = joint_passes
     try:
         return joint_passes.run(bodies, threads)
     finally:
-        for layer in layers:
-            layer.joint_passes = None
+        for layer, exchange in zip(layers, over_workers, strict=True):
+            layer.exchange = exchange

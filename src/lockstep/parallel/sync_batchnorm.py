@@ -16,13 +16,12 @@ from ..communicator import Communicator
 from ..communicator.elastic_communicator import ElasticCommunicator
 from ..errors import ConfigError
 from . import tree_sum
-from .joint_passes import JointPasses
 from .nested import map_tensors
 
-__all__ = ["SyncBatchNorm", "convert", "convert_marked", "placeholder_batch"]
+__all__ = ["Exchange", "SyncBatchNorm", "WorkerExchange", "convert", "convert_marked", "placeholder_batch"]
 
 
-class _Exchange(Protocol):
+class Exchange(Protocol):
     """Collectives over the parts of a batch that are normalised together."""
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
@@ -31,21 +30,49 @@ class _Exchange(Protocol):
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of the `values` of all parts."""
 
+    def is_first(self) -> bool:
+        """Return whether the part that is normalised now is the first of this worker's, which updates the layer."""
 
-class _WorkerExchange:
-    """Collectives over the workers, each of which has one part."""
 
-    def __init__(self, comm: Communicator) -> None:
+class SumOverWorkers(Protocol):
+    """What `WorkerExchange` needs of a communicator."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker."""
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+
+    def allreduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the workers, in place or not, and return the sum."""
+
+
+class WorkerExchange:
+    """Collectives over workers, each of which has one part.
+
+    Args:
+        comm: sums over the workers.
+    """
+
+    def __init__(self, comm: SumOverWorkers) -> None:
         self._comm = comm
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """See `Exchange`."""
         # An all-reduce in which each row is one worker's and zero on the others is an exact all-gather.
         table = row.new_zeros(self._comm.size, row.numel())
         table[self._comm.rank] = row
         return self._comm.allreduce(table)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """See `Exchange`."""
         return self._comm.allreduce(values)
+
+    def is_first(self) -> bool:
+        """See `Exchange`."""
+        return True
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -57,17 +84,16 @@ class SyncBatchNorm(_BatchNorm):
     computing sample variances", 1979.
 
     Attributes:
-        comm: communicator over the workers, which copies of the layer share.
+        exchange: collectives over the workers, which copies of the layer share; while the joint passes of a step's
+            shards run, over these.
         absent: whether this worker has no samples; its input is a placeholder that gives later layers their shapes.
-        joint_passes: the joint passes of a step's shards while they run; they replace `comm`.
     """
 
-    comm: Communicator
+    exchange: Exchange
     absent = False
-    joint_passes: JointPasses | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        memo[id(self.comm)] = self.comm  # a process group cannot be copied
+        memo[id(self.exchange)] = self.exchange  # a process group cannot be copied
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -95,9 +121,8 @@ class SyncBatchNorm(_BatchNorm):
             )
         present = input[:0] if self.absent else input
         output: torch.Tensor
-        exchange = self.joint_passes or _WorkerExchange(self.comm)
-        output, mean, variance, count = _normalise(present, self.weight, self.bias, self.eps, exchange)
-        if self.joint_passes is None or self.joint_passes.is_first():
+        output, mean, variance, count = _normalise(present, self.weight, self.bias, self.eps, self.exchange)
+        if self.exchange.is_first():
             self._update_statistics(mean, variance, count)
         if self.absent:
             # A placeholder output for later layers; its graph contains the empty output only.
@@ -120,7 +145,7 @@ class SyncBatchNorm(_BatchNorm):
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, exchange: _Exchange) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, exchange: Exchange) -> Any:
         axes = [0, *range(2, x.dim())]
         count = x.numel() // x.shape[1] if x.shape[1] else 0
         wide = _wide(x)
@@ -163,7 +188,7 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-def _normalise(x: torch.Tensor, weight: Any, bias: Any, eps: float, exchange: _Exchange) -> Any:
+def _normalise(x: torch.Tensor, weight: Any, bias: Any, eps: float, exchange: Exchange) -> Any:
     return _Normalise.apply(x, weight, bias, eps, exchange)  # type: ignore[no-untyped-call]
 
 
@@ -178,7 +203,7 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_statistics(
-    count: int, mean: torch.Tensor, squares: torch.Tensor, exchange: _Exchange
+    count: int, mean: torch.Tensor, squares: torch.Tensor, exchange: Exchange
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the counts, means and sums of squared deviations of all parts, one row for each part."""
     channels = mean.numel()
@@ -255,5 +280,5 @@ def _replace(layer: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
     )
     # The same Parameter objects, because the optimizer refers to them.
     new._parameters, new._buffers = layer._parameters, layer._buffers
-    new.comm = comm
+    new.exchange = WorkerExchange(comm)
     return new

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.communicator import Communicator
 from lockstep.errors import ConfigError
-from lockstep.parallel.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm, WorkerExchange, convert
 from lockstep.topology import World
 from lockstep.training.formats import COMPILE_MODES
 from lockstep.training.prepare import prepare_model
@@ -123,7 +123,7 @@ def test_alone_its_mathematics_are_those_of_torch(layer: nn.Module) -> None:
     torch.manual_seed(0)
     shape = {"BatchNorm1d": (6, 4), "BatchNorm2d": (6, 4, 3, 3), "BatchNorm3d": (6, 4, 2, 2, 2)}[type(layer).__name__]
     ours = convert(type(layer)(4, affine=layer.affine, momentum=layer.momentum), ONE_OF_TWO)  # type: ignore[operator]
-    ours.comm = ALONE  # type: ignore[assignment]
+    ours.exchange = WorkerExchange(ALONE)  # type: ignore[assignment]
     for _ in range(2):
         x = torch.randn(shape, requires_grad=True)
         y = x.detach().clone().requires_grad_()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from lockstep import Communicator
 from lockstep.parallel import sync_batchnorm
 
 from ..common.process_sets import ProcessSet, global_process_set
@@ -17,7 +16,7 @@ __all__ = ["SyncBatchNorm"]
 
 
 class _EngineCommunicator:
-    """The methods of a communicator that the layer calls, by way of the engine, which orders them among the others."""
+    """Sums over the ranks, by way of the engine, which orders them among the others."""
 
     def __init__(self, process_set: ProcessSet) -> None:
         self._process_set = process_set
@@ -50,4 +49,4 @@ class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
         self, num_features: int, *args: Any, process_set: ProcessSet = global_process_set, **kwargs: Any
     ) -> None:
         super().__init__(num_features, *args, **kwargs)
-        self.comm = cast("Communicator", _EngineCommunicator(process_set))
+        self.exchange = sync_batchnorm.WorkerExchange(_EngineCommunicator(process_set))
