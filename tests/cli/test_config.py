@@ -45,7 +45,7 @@ def resolved(*arguments: str) -> TrainOptions:
         (
             "a.yaml",
             "optimizer: adamm",
-            "a.yaml: optimizer: expected one of adam, adamw, lamb, lars, sgd, got 'adamm'. Did you",
+            "a.yaml: optimizer: expected sgd, adam, adamw, lars or lamb, got 'adamm'. Did you",
         ),
         ("a.yaml", "momentum: .nan", "a.yaml: momentum: expected a finite number"),
         ("a.yaml", "warmup-epochs: 2", "a.yaml: warmup_epochs: expected less than the 1 epoch of the run"),

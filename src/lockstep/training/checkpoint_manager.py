@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 
-from .. import environment
+from .. import arguments, environment
 from ..checkpoint.folder import FINITE, Checkpoint, CheckpointStore, check_finite, open_stored, suggest_other
-from ..errors import CheckpointError, ConfigError, DivergedError
+from ..errors import CheckpointError, DivergedError
 from .errors_on_all import call_on_all
 from .run_directory import numbered, of_this_job
 from .run_state import RunState
@@ -41,12 +41,9 @@ class CheckpointManager:
     """
 
     def __init__(self, state: RunState, run_dir: Path | None, keep_checkpoints: int, background: bool = False) -> None:
-        if isinstance(keep_checkpoints, bool) or not isinstance(keep_checkpoints, int) or keep_checkpoints < 1:
-            raise ConfigError("keep_checkpoints", "a whole number of at least 1", keep_checkpoints)
-        if not isinstance(background, bool):
-            raise ConfigError("async_save", "True or False", background)
         self._state, self._comm, self.run_dir = state, state.step.comm, run_dir
-        self._keep_checkpoints, self._background = keep_checkpoints, background
+        self._keep_checkpoints = arguments.whole("keep_checkpoints", keep_checkpoints, least=1)
+        self._background = arguments.flag("async_save", background)
         self.last: tuple[int, Path] | None = None
         self._pending: _PendingSave | None = None
         self._aborting = False  # the run has ended with an error; other workers may have exited

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -199,33 +198,16 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
     Raises:
         ConfigError: naming the first invalid metric.
     """
-    if not isinstance(metrics, Mapping):
-        raise ConfigError(
-            "metrics", "a mapping of names to functions (output, target) -> value", found=type(metrics).__name__
-        )
+    expected = "a mapping of names to functions (output, target) -> value"
+    arguments.instance("metrics", metrics, Mapping, expected)
     if "loss" in metrics:
         raise ConfigError("metrics", "names other than that of the loss itself", found="'loss'")
     for name, metric in metrics.items():
-        _check_metric(name, metric)
-
-
-def _check_metric(name: str, metric: Any) -> None:
-    expected = f"a function (output, target) -> value as {name!r}"
-    if isinstance(metric, type):
-        found, hint = f"the class {metric.__name__}", f"Make an instance: {metric.__name__}()."
-        raise ConfigError("metrics", expected, found=found, hint=hint)
-    if _is_stateful(metric):
-        metric = metric.fn if isinstance(metric, WholeSet) else metric.update
-    if not callable(metric):
-        raise ConfigError("metrics", expected, metric)
-    try:
-        signature = inspect.signature(metric)
-    except (TypeError, ValueError):  # written in C
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise ConfigError("metrics", expected, found=f"one of {signature}") from None
+        called: Any = metric
+        if _is_stateful(metric) and not isinstance(metric, type):
+            called = metric.fn if isinstance(metric, WholeSet) else called.update
+        expected = f"a function (output, target) -> value as {name!r}"
+        arguments.function("metrics", called, expected, takes=2, of_class=False)
 
 
 def predict(

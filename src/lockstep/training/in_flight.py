@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import arguments
 from ..communicator.requests import register_pending
-from ..errors import ConfigError
 from .formats import IN_FLIGHT
 from .step import StepResult
 
@@ -25,10 +25,8 @@ def check_in_flight(steps: int) -> int:
     Raises:
         ConfigError: if it is not a whole number of at least 1.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        hint = "1 waits for each step; it cannot be unbounded, because the batches of queued steps need memory."
-        raise ConfigError("max_steps_in_flight", "a whole number of at least 1", steps, hint)
-    return steps
+    hint = "1 waits for each step; it cannot be unbounded, because the batches of queued steps need memory."
+    return arguments.whole("max_steps_in_flight", steps, least=1, hint=hint)
 
 
 class HostCopy:

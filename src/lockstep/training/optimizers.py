@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import arguments
 from ..errors import ConfigError
 
 __all__ = ["LAMB", "LARS"]
@@ -65,9 +66,11 @@ class LARS(_LayerwiseOptimizer):
         trust: float = 0.001,
         adapt_vectors: bool = False,
     ) -> None:
-        _check_above_0(lr=lr, trust=trust)
-        _check_fraction(momentum=momentum)
-        _check_at_least_0(weight_decay=weight_decay)
+        if not isinstance(lr, Tensor):
+            arguments.number("lr", lr, above=0, finite=True)
+        arguments.number("momentum", momentum, least=0, below=1)
+        arguments.number("weight_decay", weight_decay, least=0, finite=True)
+        arguments.number("trust", trust, above=0, finite=True)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
         super().__init__(params, {**defaults, "adapt_vectors": adapt_vectors})
 
@@ -124,9 +127,12 @@ class LAMB(_LayerwiseOptimizer):
         limits: tuple[float, float] = (0.0, float("inf")),
         adapt_vectors: bool = False,
     ) -> None:
-        _check_above_0(lr=lr, eps=eps)
-        _check_fraction(beta1=betas[0], beta2=betas[1])
-        _check_at_least_0(weight_decay=weight_decay)
+        if not isinstance(lr, Tensor):
+            arguments.number("lr", lr, above=0, finite=True)
+        arguments.number("beta1", betas[0], least=0, below=1)
+        arguments.number("beta2", betas[1], least=0, below=1)
+        arguments.number("eps", eps, above=0, finite=True)
+        arguments.number("weight_decay", weight_decay, least=0, finite=True)
         if not 0 <= limits[0] <= limits[1] or limits[1] == 0:
             raise ConfigError("limits", "the least and the greatest norm, 0 <= least <= greatest", limits)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "limits": limits}
@@ -191,21 +197,3 @@ def _ratios(above: Iterable[Tensor], below: Iterable[Tensor], other: Iterable[Te
         torch.where((a > 0) & (b > 0) & (c > 0), a / b, torch.ones_like(a))
         for a, b, c in zip(above, below, other, strict=True)
     ]
-
-
-def _check_above_0(**values: float) -> None:
-    for name, value in values.items():
-        if not (isinstance(value, Tensor) or 0 < value < float("inf")):
-            raise ConfigError(name, "a finite number above 0", value)
-
-
-def _check_at_least_0(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < float("inf"):
-            raise ConfigError(name, "a finite number of at least 0", value)
-
-
-def _check_fraction(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ConfigError(name, "a number from 0 to below 1", value)

@@ -7,6 +7,7 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import PurePath
 from typing import Any
 
+from .. import arguments
 from ..data import DATA
 from ..errors import ConfigError, counted, unknown_name
 from ..models import MODELS
@@ -207,7 +208,7 @@ class TrainOptions:
         MODELS.check(self.model)
         DATA.check(self.data)
         if self.workers != "auto":
-            _whole("workers", self.workers, 1)
+            arguments.parse_whole("workers", self.workers, least=1, expected="a whole number of at least 1 or auto")
         for name in (
             "global_batch_size",
             "gradient_accumulation_steps",
@@ -215,24 +216,24 @@ class TrainOptions:
             "keep_checkpoints",
             "max_steps_in_flight",
         ):
-            _whole(name, getattr(self, name), 1)
+            arguments.whole(name, getattr(self, name), least=1)
         for name in ("loader_workers", "replica_check"):
-            _whole(name, getattr(self, name), 0)
-        _whole("seed", self.seed, 0, 2**63 - 1)  # torch takes 64 bits
+            arguments.whole(name, getattr(self, name), least=0)
+        arguments.whole("seed", self.seed, least=0, most=2**63 - 1)  # torch takes 64 bits
         for name in ("base_batch_size", "virtual_workers", "threads", "context", "layers", "heads", "width"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 1)
-        for name, above in (("lr", True), ("momentum", False), ("weight_decay", False), ("warmup_epochs", False)):
-            _number(name, getattr(self, name), above)
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(name, "a number from 0 to below 1", getattr(self, name))
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise ConfigError("dropout", "a probability from 0 to below 1", self.dropout)
+                arguments.whole(name, getattr(self, name), least=1)
+        arguments.number("lr", self.lr, above=0, finite=True)
+        for name in ("momentum", "weight_decay", "warmup_epochs"):
+            arguments.number(name, getattr(self, name), least=0, finite=True)
+        arguments.number("beta1", self.beta1, least=0, below=1)
+        arguments.number("beta2", self.beta2, least=0, below=1)
+        if self.dropout is not None:
+            arguments.number("dropout", self.dropout, least=0, below=1, expected="a probability from 0 to below 1")
         self._check_text()
         parse_param_groups(self.param_groups or "")
         if self.max_grad_norm is not None:
-            _number("max_grad_norm", self.max_grad_norm, above=True)
+            arguments.number("max_grad_norm", self.max_grad_norm, above=0, finite=True)
         if self.gradient_accumulation_steps > self.global_batch_size:
             raise ConfigError(
                 "gradient_accumulation_steps",
@@ -245,7 +246,9 @@ class TrainOptions:
             )
         check_together(self)
         self._check_names()
-        self._check_interval()
+        from .callbacks.checkpoints import parse_interval
+
+        parse_interval(self.checkpoint_every)
 
     def _check_text(self) -> None:
         if self.text_file is None:
@@ -258,16 +261,10 @@ class TrainOptions:
     def _check_names(self) -> None:
         for option in fields(self):
             choices = option.metadata["choices"]
-            if choices and getattr(self, option.name) not in choices:
-                raise unknown_name(option.name, getattr(self, option.name), choices)
+            if choices:
+                arguments.choice(option.name, getattr(self, option.name), choices)
         for name in self.logs():
-            if name not in LOGS:
-                raise unknown_name("log", name, LOGS)
-
-    def _check_interval(self) -> None:
-        from .callbacks.checkpoints import parse_interval
-
-        parse_interval(self.checkpoint_every)
+            arguments.choice("log", name, LOGS)
 
     @property
     def text_file(self) -> str | None:
@@ -365,21 +362,6 @@ def _check_with_replicas(options: TrainOptions) -> None:
     if options.compile:
         hint = "Compiled programs do not support threads with separate random numbers."
         raise ConfigError("compile", "false with the strategy replicas", True, hint)
-
-
-def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    try:
-        number = int(str(value))
-    except ValueError:
-        number = least - 1
-    if isinstance(value, bool) or number < least or (most is not None and number > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ConfigError(name, f"a whole number {limits}{' or auto' if name == 'workers' else ''}", value)
-
-
-def _number(name: str, value: Any, above: bool) -> None:
-    if not isinstance(value, (int, float)) or not 0 <= value < float("inf") or (above and value == 0):
-        raise ConfigError(name, "a finite number above 0" if above else "a finite number of at least 0", value)
 
 
 def from_mapping(values: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -52,8 +52,7 @@ def prepare_model(
     flags = {"sync_batchnorm": sync_batchnorm, "channels_last": channels_last, "compile_model": compile_model}
     for name, value in flags.items():
         arguments.flag(name, value)
-    if compile_mode not in COMPILE_MODES:
-        raise ConfigError("compile_mode", f"one of {', '.join(COMPILE_MODES)}", compile_mode)
+    arguments.choice("compile_mode", compile_mode, COMPILE_MODES)
     if compile_mode != "default" and not compile_model:
         hint = "Pass compile_model=True as well."
         raise ConfigError("compile_mode", '"default" without compile_model', compile_mode, hint)

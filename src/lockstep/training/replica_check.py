@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import arguments
 from ..communicator import Communicator
-from ..errors import ConfigError, MismatchError
+from ..errors import MismatchError
 from ..flight_recorder import named
 from ..parallel.fingerprints import INTEGERS, checksum_of, mix_bits
 from ..parallel.shards import mix
@@ -32,12 +33,6 @@ _ON_DEVICE, _MISSING = "on the device", "missing"
 _TOLERANCE = 1e-4
 # Relative difference of weights that the rounding of a long training may cause.
 _MOST_ROUNDING = 0.01
-
-
-def _check_interval(steps: int) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise ConfigError("replica_check", "a whole number of at least 0", steps, "0 compares nothing.")
-    return steps
 
 
 class ReplicaCheck:
@@ -76,8 +71,9 @@ class ReplicaCheck:
         exact: bool = False,
     ) -> None:
         self._comm, self._model, self._optimizer = comm, model, optimizer
-        self._on = _check_interval(every) > 0 and comm.size > 1
-        self.every, self._weights, self._exact = every, weights, exact
+        self.every = arguments.whole("replica_check", every, least=0, hint="0 compares nothing.")
+        self._on = self.every > 0 and comm.size > 1
+        self._weights, self._exact = weights, exact
         self._dtype = accumulation_dtype(comm.device)
         self._bits = 9 if self._dtype is torch.float32 else 20  # sums of squares are exact up to 4096 workers
         self._names: list[list[str]] = []

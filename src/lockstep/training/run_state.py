@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .. import clock
+from .. import arguments, clock
 from ..checkpoint.folder import read_tensors
 from ..checkpoint.names import match_names
 from ..checkpoint.serialization import StoredTensor
@@ -150,16 +150,14 @@ def check_epochs(epochs: Any, position: Position, again: bool) -> None:
         ConfigError: if `epochs` is not a whole number, or too small.
     """
     least = max(1, position.epoch + int(position.step > 0 or again))
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < least:
-        done = f", as {position.epoch} are done already" if position.epoch else ""
-        hint = ""
-        if position.epoch:
-            more = least + 1 - position.epoch
-            hint = (
-                f"They are counted from the beginning of the run: epochs={least + 1} trains {more} more. A new "
-                "Trainer, and a new model, begin anew."
-            )
-        raise ConfigError("epochs", f"a whole number of at least {least}{done}", epochs, hint)
+    expected = hint = ""
+    if position.epoch:
+        expected = f"a whole number of at least {least}, as {position.epoch} are done already"
+        hint = (
+            f"They are counted from the beginning of the run: epochs={least + 1} trains "
+            f"{least + 1 - position.epoch} more. A new Trainer, and a new model, begin anew."
+        )
+    arguments.whole("epochs", epochs, least=least, expected=expected, hint=hint)
 
 
 def check_max_steps(max_steps: Any, steps_done: int, again: bool) -> None:
@@ -168,11 +166,14 @@ def check_max_steps(max_steps: Any, steps_done: int, again: bool) -> None:
     Raises:
         ConfigError: if `max_steps` is not None and not a whole number, or too small.
     """
+    if max_steps is None:
+        return
     least = max(1, steps_done + again)
-    if max_steps is not None and (isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < least):
-        done = f", as {steps_done} are done already" if steps_done else ""
-        hint = "Steps are counted from the beginning of the run." if steps_done else ""
-        raise ConfigError("max_steps", f"a whole number of at least {least}{done}", max_steps, hint)
+    expected = hint = ""
+    if steps_done:
+        expected = f"a whole number of at least {least}, as {steps_done} are done already"
+        hint = "Steps are counted from the beginning of the run."
+    arguments.whole("max_steps", max_steps, least=least, expected=expected, hint=hint)
 
 
 def check_validate_every(validate_every: Any, has_data: bool) -> None:
@@ -183,8 +184,7 @@ def check_validate_every(validate_every: Any, has_data: bool) -> None:
     """
     if validate_every is None:
         return
-    if isinstance(validate_every, bool) or not isinstance(validate_every, int) or validate_every < 1:
-        raise ConfigError("validate_every", "a whole number of steps of at least 1", validate_every)
+    arguments.whole("validate_every", validate_every, least=1, expected="a whole number of steps of at least 1")
     if not has_data:
         raise ConfigError("validate_every", "validate= with it, the data to evaluate on", found="none")
 

@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -134,8 +133,8 @@ def check_max_grad_norm(max_grad_norm: Any) -> None:
     Raises:
         ConfigError: if it is neither None nor a number above 0.
     """
-    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
-        raise ConfigError("max_grad_norm", "a number above 0", max_grad_norm)
+    if max_grad_norm is not None:
+        arguments.number("max_grad_norm", max_grad_norm, above=0)
 
 
 def check_threads(threads: int | None, virtual_workers: int | None) -> None:
@@ -194,10 +193,6 @@ def resolve_strategy(
         hint = "Each shard has its own pass; more virtual workers need less memory."
         raise ConfigError("gradient_accumulation_steps", "1 with virtual workers", gradient_accumulation_steps, hint)
     return chosen
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _make_scheduler(
@@ -666,7 +661,7 @@ class TrainStep:
             )
         check_step(model, optimizer, gradient_accumulation_steps, max_grad_norm, schedule)
         check_functions(loss_fn, forward)
-        arguments.instance("seed", seed, int, "a whole number")
+        seed = arguments.whole("seed", seed)
         arguments.flag("sync_batchnorm", sync_batchnorm, none="False")
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.scheduler = _make_scheduler(scheduler, optimizer, schedule, scheduler_interval, scheduler_metric)

@@ -10,8 +10,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from .. import arguments
 from ..checkpoint.serialization import pack
-from ..errors import ConfigError, unknown_name
+from ..errors import ConfigError
 
 __all__ = ["SchedulerOfTorch"]
 
@@ -31,17 +32,15 @@ class SchedulerOfTorch:
     """
 
     def __init__(self, scheduler: Any, optimizer: Optimizer, interval: str | None = None, metric: str | None = None):
-        if not isinstance(scheduler, LRScheduler):
-            hint = "A function from the step to a factor of the learning rate is given as schedule=."
-            raise ConfigError("scheduler", "a scheduler of torch.optim.lr_scheduler", scheduler, hint)
+        hint = "A function from the step to a factor of the learning rate is given as schedule=."
+        arguments.instance("scheduler", scheduler, LRScheduler, "a scheduler of torch.optim.lr_scheduler", hint)
         if scheduler.optimizer is not optimizer:
             theirs = type(scheduler.optimizer).__name__
             expected = "a scheduler of the optimizer that is given"
             raise ConfigError("scheduler", expected, found=f"{_name(scheduler)} of another one ({theirs})")
         self._by_metric = isinstance(scheduler, ReduceLROnPlateau)
         interval = interval or ("epoch" if self._by_metric else "step")
-        if interval not in ("step", "epoch"):
-            raise unknown_name("scheduler_interval", interval, ("step", "epoch"))
+        arguments.choice("scheduler_interval", interval, ("step", "epoch"))
         if self._by_metric and interval == "step":
             expected = '"epoch" with ReduceLROnPlateau, as a row of the history has its metric'
             raise ConfigError("scheduler_interval", expected, interval)
@@ -69,7 +68,7 @@ class SchedulerOfTorch:
         """Adapt the learning rate after an epoch with this row of the history."""
         if self._by_metric:
             metric = self._metric or ("val_loss" if "val_loss" in row else "train_loss")
-            self._scheduler.step(row[metric])  # type: ignore[arg-type]
+            self._scheduler.step(row[metric])
         elif self.interval == "epoch":
             self._scheduler.step()
 

@@ -129,9 +129,9 @@ class Trainer:
         self.comm = init()
         if global_batch_size is None:
             raise ConfigError("global_batch_size", "the number of samples in one step, over all workers", found="none")
-        arguments.whole("global_batch_size", global_batch_size, least=1)
-        arguments.whole("seed", seed, least=0)
-        arguments.whole("num_workers", num_workers, least=0)
+        global_batch_size = arguments.whole("global_batch_size", global_batch_size, least=1)
+        seed = arguments.whole("seed", seed, least=0)
+        num_workers = arguments.whole("num_workers", num_workers, least=0)
         check_in_flight(max_steps_in_flight)
         arguments.flag("allow_different_hardware", allow_different_hardware, none="False")
         arguments.flag("save_frozen", save_frozen, none="True, unless the model is one of PEFT")

@@ -143,13 +143,13 @@ def of_outputs_only(output: Any) -> float:
 
 @pytest.mark.parametrize("metric", [of_outputs_only, lockstep.whole_set(of_outputs_only)])  # type: ignore[arg-type]
 def test_a_metric_that_takes_no_target_is_refused_when_it_is_given(metric: Any) -> None:
-    expected = r"metrics: expected a function \(output, target\) -> value as 'f1', got one of \(output"
+    expected = r"metrics: expected a function \(output, target\) -> value as 'f1', got of_outputs_only\(output"
     with pytest.raises(ConfigError, match=expected):
         make(metrics={"f1": metric})
 
 
 def test_the_class_of_a_metric_is_not_its_instance() -> None:
-    with pytest.raises(ConfigError, match=r"got the class Several. Make an instance: Several\(\)"):
+    with pytest.raises(ConfigError, match=r"got the class Several. Create an instance: Several\("):
         make(metrics={"both": Several})
 
 

@@ -142,7 +142,7 @@ class Private(lr_scheduler.LambdaLR):
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
-        (lambda optimizer: 1.0, {}, "scheduler: expected a scheduler of torch.optim.lr_scheduler, got 1.0"),
+        (lambda optimizer: 1.0, {}, "scheduler: expected a scheduler of torch.optim.lr_scheduler, got float"),
         (lambda optimizer: math.sqrt, {}, "given as schedule="),
         (
             lambda _: lr_scheduler.ConstantLR(Adam([torch.ones(1)])),

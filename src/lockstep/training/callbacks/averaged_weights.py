@@ -54,12 +54,13 @@ class AveragedWeights(Callback):
         if decay is not None:
             expected = "a number from 0 to below 1, or None for the mean"
             arguments.number("decay", decay, least=0, below=1, expected=expected)
-        arguments.whole("start", start, least=1)
-        arguments.whole("every", every, least=1)
-        arguments.texts("results", results, 'a list of names of results, such as ("loss", "accuracy")')
+        self._start = arguments.whole("start", start, least=1)
+        self._every = arguments.whole("every", every, least=1)
+        expected = 'a list of names of results, such as ("loss", "accuracy")'
+        self._results = tuple(arguments.texts("results", results, expected))
         self._average = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self._start, self._every, self._data, self._results = start, every, validate, tuple(results)
-        self.adds_columns = () if validate is None else tuple(f"val_averaged_{name}" for name in results)
+        self._data = validate
+        self.adds_columns = () if validate is None else tuple(f"val_averaged_{name}" for name in self._results)
         self._averaged: AveragedModel | None = None
         self._loaded: dict[str, Any] = {}
 

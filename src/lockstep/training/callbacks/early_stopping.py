@@ -37,12 +37,12 @@ class EarlyStopping(Callback):
         higher_is_better: bool | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        arguments.text("metric", metric, 'the name of a column of the history, such as "val_loss"')
-        arguments.whole("patience", patience, least=1)
+        self.metric = arguments.text("metric", metric, 'the name of a column of the history, such as "val_loss"')
+        self.patience = arguments.whole("patience", patience, least=1)
         arguments.flag("higher_is_better", higher_is_better, none="what the name of the column says")
-        arguments.number("min_delta", min_delta, least=0)
-        self.metric, self.patience, self.needs_columns = metric, patience, (metric,)
-        self._sign, self._min_delta = (1.0 if is_higher_better(metric, higher_is_better) else -1.0), min_delta
+        self._min_delta = arguments.number("min_delta", min_delta, least=0)
+        self.needs_columns = (metric,)
+        self._sign = 1.0 if is_higher_better(metric, higher_is_better) else -1.0
 
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Stop again if the run resumes from a row at which it was stopped; with more patience it continues."""

@@ -51,8 +51,7 @@ class GradientNoise(Callback):
     adds_columns = ("noise_scale",)
 
     def __init__(self, every: int = 10) -> None:
-        arguments.whole("every", every, least=1)
-        self._every = every
+        self._every = arguments.whole("every", every, least=1)
         self._hooks: list[RemovableHandle] = []
         self._squares = torch.zeros(0)  # of the gradient of each virtual worker, in the step that is measured
         self._total = torch.zeros(())  # of the whole gradient

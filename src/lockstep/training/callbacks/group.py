@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
-from ... import flight_recorder
+from ... import arguments, flight_recorder
 from ...checkpoint.serialization import pack
 from ...errors import CheckpointError, ConfigError, unknown_name
 from ..rank0_changes import Rank0Changes
@@ -238,12 +238,6 @@ def check_callbacks(callbacks: Any) -> None:
 
 
 def _checked(callback: Any) -> Callback:
-    if isinstance(callback, Callback):
-        _check_hooks(type(callback))
-        return callback
-    if isinstance(callback, type):
-        name = callback.__name__
-        raise ConfigError(
-            "callbacks", "instances of Callback", found=f"the class {name}", hint=f"Create an instance: {name}(...)."
-        )
-    raise ConfigError("callbacks", "instances of Callback", found=f"one of type {type(callback).__name__}")
+    checked: Callback = arguments.instance("callbacks", callback, Callback, "instances of Callback")
+    _check_hooks(type(checked))
+    return checked

@@ -39,8 +39,7 @@ class TokenColumns(Callback):
     adds_columns = ("val_perplexity", "tokens_per_second")
 
     def __init__(self, tokens: int) -> None:
-        arguments.number("tokens", tokens, above=0)
-        self._tokens = tokens
+        self._tokens = arguments.number("tokens", tokens, above=0)
 
     def on_validation_end(self, trainer: TrainingContext, results: dict[str, float]) -> None:
         """Add the perplexity to the results of a validation."""
@@ -88,17 +87,14 @@ class TextSamples(Callback):
         seed: int = 0,
         show: bool = True,
     ) -> None:
-        arguments.function("decode", decode, "a function from tokens to their text", takes=1)
-        arguments.whole("context", context, least=1)
-        arguments.whole("length", length, least=0)
-        arguments.number("temperature", temperature, least=0)
-        if top_k is not None:
-            arguments.whole("top_k", top_k, least=1)
-        arguments.instance("seed", seed, int, "a whole number")
-        arguments.flag("show", show)
-        self._prompts, self._decode, self._context = _as_tokens(prompts), decode, context
-        self._length, self._temperature, self._top_k = length, temperature, top_k
-        self._seed, self._show = seed, show
+        self._decode = arguments.function("decode", decode, "a function from tokens to their text", takes=1)
+        self._context = arguments.whole("context", context, least=1)
+        self._length = arguments.whole("length", length, least=0)
+        self._temperature = arguments.number("temperature", temperature, least=0)
+        self._top_k = None if top_k is None else arguments.whole("top_k", top_k, least=1)
+        self._seed = arguments.whole("seed", seed)
+        self._show = arguments.flag("show", show)
+        self._prompts = _as_tokens(prompts)
         self._write_guard = WriteGuard()
         self._size = 0  # of what is in the file, so that a resumed run writes no text twice
 

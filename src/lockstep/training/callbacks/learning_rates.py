@@ -27,11 +27,10 @@ class LearningRates(Callback):
     every_rank = True
 
     def __init__(self, names: Sequence[str], momentum: bool = False) -> None:
-        arguments.texts("names", names, "a list of names, one for each group of parameters")
-        arguments.flag("momentum", momentum)
-        self._names, self._momentum = list(names), momentum
+        self._names = arguments.texts("names", names, "a list of names, one for each group of parameters")
+        self._momentum = arguments.flag("momentum", momentum)
         kinds = ["lr", *(["momentum"] if momentum else [])]
-        self.adds_columns = tuple(f"{kind}_{name}" for kind in kinds for name in names)
+        self.adds_columns = tuple(f"{kind}_{name}" for kind in kinds for name in self._names)
 
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Check that there is a name for each group."""

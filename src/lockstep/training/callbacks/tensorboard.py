@@ -38,8 +38,7 @@ class TensorBoard(Callback):
 
     def __init__(self, every_steps: int = 10) -> None:
         arguments.require_package("tensorboard", "TensorBoard()", "tensorboard")
-        arguments.whole("every_steps", every_steps, least=1)
-        self._every = every_steps
+        self._every = arguments.whole("every_steps", every_steps, least=1)
         self._write_guard = WriteGuard()
         self._writer: Any = None
 

@@ -36,10 +36,10 @@ class _Tracker(Callback):
 
     def __init__(self, every_steps: int, config: Mapping[str, Any] | None) -> None:
         arguments.require_package(self.package, f"{type(self).__name__}()", extra=self.package)
-        arguments.whole("every_steps", every_steps, least=1)
+        self._every = arguments.whole("every_steps", every_steps, least=1)
         if config is not None:
             arguments.instance("config", config, Mapping, "a dict of values to store with the run")
-        self._every, self._config = every_steps, dict(config or {})
+        self._config = dict(config or {})
         self._run_id, self._has_failed, self._is_open = "", False, False
 
     @property
@@ -145,8 +145,8 @@ class WandB(_Tracker):
         **options: Any,
     ) -> None:
         super().__init__(every_steps, config)
-        if mode not in (None, "online", "offline", "disabled"):
-            raise ConfigError("mode", '"online", "offline" or "disabled"', mode)
+        if mode is not None:
+            arguments.choice("mode", mode, ("online", "offline", "disabled"))
         self._options = {"project": project, "name": name, "mode": mode, **options}
         self._run: Any = None
 
