@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from lockstep.training import torch_calls
 from lockstep.training.torch_calls import FirstGradients, clear_gradients, run_backward, take_step
 
+pytestmark = pytest.mark.usefixtures("as_in_a_new_process")
+
 
 def sgd(kind: type[SGD] = SGD) -> SGD:
     """Return an optimizer of one parameter of 1.0 with a gradient of 1.0: a step makes it 0.0."""
@@ -28,14 +29,6 @@ def sgd(kind: type[SGD] = SGD) -> SGD:
 
 def value(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["params"][0].detach())
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops that other tests have prepared leave a hook of all optimizers, and another backward()."""
-    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
-        monkeypatch.setattr(optimizer_module, name, OrderedDict())
-    monkeypatch.setattr(torch.autograd, "backward", torch_calls._backward)
 
 
 @pytest.fixture
