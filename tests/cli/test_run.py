@@ -320,7 +320,7 @@ make()
     ended = here("run", "-np", workers, "--quiet", program)
     assert ended.returncode == 2
     assert ended.stderr.splitlines() == [
-        f"lockstep run: error: {program}:6 in make: precision: expected one of bf16, fp16, fp32, got 'bfloat16'. "
+        f"lockstep run: error: {program}:6 in make: precision: expected fp32, bf16 or fp16, got 'bfloat16'. "
         "Did you mean bf16?"
     ]
 

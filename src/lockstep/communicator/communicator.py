@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from .. import flight_recorder
-from ..errors import ConfigError
+from .. import arguments, flight_recorder
 from ..topology import World
 from . import collectives, point_to_point
 from .call_arguments import Arguments, TensorSpec, copy_back, dense, dense_buffer, wire_view
@@ -98,8 +97,8 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise ConfigError("group", "a process group that this process is in", group)
+        if group is not None:
+            arguments.instance("group", group, dist.ProcessGroup, "a process group that this process is in")
         self._set_up(world_of(group), device_of(group) if device is None else torch.device(device), group)
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import environment
+from .. import arguments, environment
 from ..communicator import Communicator
 from ..errors import ConfigError
 
@@ -79,8 +79,8 @@ class DeterminismSettings:
     """
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-            raise ConfigError("threads", "a whole number of at least 1", threads)
+        if threads is not None:
+            threads = arguments.whole("threads", threads, least=1)
         self.device = device
         self.threads = 1 if threads is None and device.type == "cpu" else threads
 

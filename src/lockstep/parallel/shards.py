@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .. import arguments
 from ..errors import ConfigError, counted
 
 __all__ = [
@@ -88,14 +89,13 @@ def mix(values: Iterable[int], state: int = _STATE) -> int:
 DEFAULT_VIRTUAL_WORKERS = 8
 
 
-def check_virtual_workers(virtual_workers: object, workers: int) -> int:
+def check_virtual_workers(virtual_workers: int, workers: int) -> int:
     """Check the number of virtual workers, each of which computes one shard of a global batch, and return it.
 
     Raises:
         ConfigError: if it is not a whole number of at least 1, or is less than `workers`.
     """
-    if isinstance(virtual_workers, bool) or not isinstance(virtual_workers, int) or virtual_workers < 1:
-        raise ConfigError("virtual_workers", "a whole number of at least 1", virtual_workers)
+    virtual_workers = arguments.whole("virtual_workers", virtual_workers, least=1)
     if virtual_workers < workers:
         hint = "Use fewer workers, or more virtual workers, which give other bits."
         raise ConfigError(

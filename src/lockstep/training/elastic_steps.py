@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .. import interruption
+from .. import arguments, interruption
 from ..communicator import init
 from ..communicator.elastic_communicator import ElasticCommunicator, failure_reason
 from ..data.loader import Batch, Loader
@@ -79,21 +79,18 @@ def steps(loader: Loader, step: TrainStep, epochs: int = 1, *, state: Mapping[st
 
 
 def _check(loader: Any, step: Any, epochs: Any, state: Any) -> None:
-    if not isinstance(loader, Loader):
-        hint = "A loop with prepare() restarts from a checkpoint after a loss; TrainStep and Loader go on."
-        raise ConfigError("loader", "a lockstep.Loader", found=type(loader).__name__, hint=hint)
+    hint = "A loop with prepare() restarts from a checkpoint after a loss; TrainStep and Loader go on."
+    arguments.instance("loader", loader, Loader, "a lockstep.Loader", hint)
     if loader.is_iterable:
         hint = "Trainer.fit reads an iterable data set in an elastic job as well."
         raise ConfigError("loader", "one whose samples have indices", found="one of an iterable data set", hint=hint)
-    if not isinstance(step, TrainStep):
-        raise ConfigError("step", "a lockstep.TrainStep", found=type(step).__name__)
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise ConfigError("epochs", "a whole number of at least 1", epochs)
+    arguments.instance("step", step, TrainStep, "a lockstep.TrainStep")
+    arguments.whole("epochs", epochs, least=1)
     if loader.virtual_workers != (own := step.strategy.virtual_workers):
         hint = f"Make it with Loader(..., virtual_workers={own})."
         raise ConfigError("virtual_workers", f"{own}, the step's, in the Loader as well", loader.virtual_workers, hint)
-    if state is not None and not isinstance(state, Mapping):
-        raise ConfigError("state", "a dict of objects by name", found=type(state).__name__)
+    if state is not None:
+        arguments.instance("state", state, Mapping, "a dict of objects by name")
     for name, value in (state or {}).items():
         if not isinstance(value, dict) and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             expected = "an object with state_dict() and load_state_dict(), or a dict"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import arguments
 from ..errors import ConfigError
 from ..parallel.nested import map_tensors
 from ..parallel.sync_batchnorm import SyncBatchNorm, placeholder_batch
@@ -81,12 +82,8 @@ class Loss:
     ) -> None:
         if loss_fn is None:
             loss_fn = OwnLoss(forward)
-        if isinstance(loss_fn, type):
-            name = loss_fn.__name__
-            found, hint = f"the class {name}", f"Make an instance: {name}()."
-            raise ConfigError("loss_fn", "a function (output, target) -> loss, or a module", found=found, hint=hint)
-        if not callable(loss_fn):
-            raise ConfigError("loss_fn", "a function (output, target) -> loss, or a module", loss_fn)
+        expected = "a function (output, target) -> loss, or a module"
+        arguments.function("loss_fn", loss_fn, expected, of_class=False)
         refuse_bare_sum(loss_fn)
         self.modules = LossState(loss_fn, model, device)
         self._classification = classification_loss(loss_fn)

@@ -643,10 +643,9 @@ def _recorded_collectives() -> int | None:
 
 
 def _check_kinds(objects: tuple[Any, ...]) -> None:
+    expected = "modules, optimizers, DataLoaders or lockstep.Loaders, and learning-rate schedulers"
     for given in objects:
-        if not isinstance(given, (nn.Module, Optimizer, Loader, DataLoader, LRScheduler)):
-            expected = "modules, optimizers, DataLoaders or lockstep.Loaders, and learning-rate schedulers"
-            raise ConfigError("objects", expected, found=type(given).__name__)
+        arguments.instance("objects", given, (nn.Module, Optimizer, Loader, DataLoader, LRScheduler), expected)
     if not any(isinstance(given, nn.Module) and not isinstance(given, AveragedModel) for given in objects):
         raise ConfigError("objects", "at least one module, whose parameters are trained", found="none")
 

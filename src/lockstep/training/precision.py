@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import other_names
-from ..errors import ConfigError, unknown_name
+from .. import arguments, other_names
+from ..errors import ConfigError
 from .formats import PRECISIONS
 from .torch_calls import FirstGradients, run_backward, take_step
 
@@ -57,8 +57,7 @@ class Precision:
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name not in PRECISIONS:
-            raise unknown_name("precision", name, PRECISIONS, elsewhere=other_names.PRECISIONS)
+        arguments.choice("precision", name, PRECISIONS, elsewhere=other_names.PRECISIONS)
         if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise ConfigError("precision", "fp32 or fp16 on this GPU, which has no bf16", name)
         self.name, self._device, self._dtype = name, device, _AUTOCAST.get(name)

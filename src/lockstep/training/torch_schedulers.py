@@ -56,8 +56,8 @@ class SchedulerOfTorch:
         Raises:
             ConfigError: if they will not.
         """
-        if self._metric is not None and self._metric not in columns:
-            raise ConfigError("scheduler_metric", f"one of {', '.join(columns)}", self._metric)
+        if self._metric is not None:
+            arguments.choice("scheduler_metric", self._metric, columns, expected=f"one of {', '.join(columns)}")
 
     def end_step(self) -> None:
         """Adapt the learning rate after a step."""

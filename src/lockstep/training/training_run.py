@@ -21,7 +21,7 @@ from ..activity import Activity
 from ..checkpoint.folder import save_weights
 from ..communicator import init
 from ..data import DATA, TextBlocks, text
-from ..errors import OUTPUT_FAILED, ConfigError, InterruptedRunError, LockstepError, unknown_name
+from ..errors import OUTPUT_FAILED, ConfigError, InterruptedRunError, LockstepError
 from ..models import MODELS, build, next_token_loss
 from ..parallel.replicas.scatter import as_devices
 from ..parallel.shards import steps_per_epoch
@@ -432,8 +432,7 @@ def _param_groups(model: nn.Module, options: TrainOptions) -> list[dict[str, Any
     groups: list[dict[str, Any]] = []
     for patterns, values in parse_param_groups(options.param_groups or ""):
         for name in values:
-            if name not in known:
-                raise unknown_name("param_groups", name, known)
+            arguments.choice("param_groups", name, known)
         matching = [name for name in rest if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if not matching:
             hint = f"The model has {', '.join(rest)}."

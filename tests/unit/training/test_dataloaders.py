@@ -185,5 +185,5 @@ def test_batches_of_shards_and_of_single_tensors_do_not_unpack() -> None:
 
 def test_the_class_of_a_loss_is_not_its_instance() -> None:
     model = nn.Linear(4, 3)
-    with pytest.raises(ConfigError, match=r"got the class CrossEntropyLoss. Make an instance: CrossEntropyLoss\(\)"):
+    with pytest.raises(ConfigError, match=r"got the class CrossEntropyLoss. Create an instance: CrossEntropyLoss\("):
         lockstep.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss, 8)  # type: ignore[arg-type]

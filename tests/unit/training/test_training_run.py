@@ -141,7 +141,7 @@ def test_parameters_without_a_group_come_first_with_the_betas_of_the_options(mad
     ("groups", "message"),
     [
         ("nothing*:lr=0.1", r"param_groups: expected patterns of names of parameters, got 'nothing\*'. The model has "),
-        ("*:momentun=0.1", "param_groups: expected one of lr, momentum, weight_decay, got 'momentun'. Did you mean"),
+        ("*:momentun=0.1", "param_groups: expected lr, weight_decay or momentum, got 'momentun'. Did you mean"),
     ],
 )
 def test_groups_that_fit_nothing_are_named(made: Any, groups: str, message: str) -> None:

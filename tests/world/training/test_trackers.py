@@ -177,7 +177,7 @@ def test_a_package_that_is_not_there_is_named(kind: Any, monkeypatch: pytest.Mon
 def test_arguments_that_are_refused(wandb: list[Any]) -> None:
     with pytest.raises(ConfigError, match="every_steps: expected a whole number of at least 1, got 0"):
         WandB(every_steps=0)
-    with pytest.raises(ConfigError, match='mode: expected "online", "offline" or "disabled", got \'no\''):
+    with pytest.raises(ConfigError, match="mode: expected online, offline or disabled, got 'no'"):
         WandB(mode="no")
 
 

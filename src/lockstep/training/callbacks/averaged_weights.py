@@ -109,8 +109,7 @@ class AveragedWeights(Callback):
         has_begun = trainer.step.steps_done >= self._start
         measured = trainer.evaluate(self._data, self.model if has_begun else None)
         for name in self._results:
-            if name not in measured:
-                raise ConfigError("results", f"names among {', '.join(measured)}", name)
+            arguments.choice("results", name, measured, expected=f"names among {', '.join(measured)}")
             results[f"averaged_{name}"] = measured[name]
 
     def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lockstep import environment
+from lockstep import arguments, environment
 from lockstep.errors import ConfigError
 
 from . import basics
@@ -59,8 +59,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
     """
     from torch.torch_version import TorchVersion
 
-    if not isinstance(ver, str):
-        raise ConfigError("ver", 'a version, such as "2.5.1"', ver)
+    arguments.text("ver", ver, 'a version, such as "2.5.1"')
     if not isinstance(target, str) or target.count(".") != 2:
         raise ConfigError("target", 'a version of the form "1.2.3"', target)
     return bool(TorchVersion(ver) >= target)
