@@ -26,7 +26,7 @@ from .divided_batches import FirstPasses, describe_division
 from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
 from .loss import Computation, Forward, Loss, LossFn
-from .mean_check import MeanCheck, Problem, raise_problem
+from .mean_check import MeanCheck, Problem, is_due, raise_problem
 from .mixed_samples import FirstCall
 from .modes import evaluating
 from .out_of_memory import explaining_out_of_memory
@@ -512,9 +512,10 @@ class Evaluation(Computation):
 
     def _expect(self, number: int, is_last: bool) -> None:
         """Begin a batch, whose loss and metrics may be due to be checked; those of the last one, often short, are."""
-        self._loss.expect(number, due=is_last)
+        due = is_last or is_due(number)
+        self._loss.expect(number, due)
         for metric in self._metrics.values():
-            metric.expect(number, due=is_last)
+            metric.expect(number, due)
 
     def _check(self, precision: Precision, strategy: Strategy) -> Problem | None:
         """Check loss and metrics with a batch; returns the first that is not a mean over samples."""

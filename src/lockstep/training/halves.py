@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,10 +24,10 @@ __all__ = [
     "LossLike",
     "Passes",
     "Samples",
-    "Unsteady",
     "compare_or_skip",
     "depends_on_unsliced",
     "device_of",
+    "rounding_of",
 ]
 
 _log = logging.getLogger(__name__)
@@ -193,14 +193,6 @@ class Difference:
     is_other_form: bool = False
 
 
-class Unsteady(Exception):  # noqa: N818
-    """A function gives another value when it is called again: it draws random numbers, or has a state."""
-
-
-class _AnotherFormError(Exception):
-    """A function has returned another number of values than one for each of fewer samples."""
-
-
 @dataclass(frozen=True)
 class _Result:
     """Attributes: sum, count, and the gradients of the sum."""
@@ -222,6 +214,10 @@ class Halves:
             formats of all tensors when None.
         sums_add_up: whether to compare the sums of (sum, count) as well. A loss may gather the outputs of all workers,
             and return the sum over this worker's samples, which is right and does not add up over halves.
+
+    Attributes:
+        is_unsteady: whether the function has given another value when it was called again: it draws random numbers, or
+            has a state, and cannot be compared.
     """
 
     def __init__(
@@ -240,23 +236,21 @@ class Halves:
         self._dtypes = set[torch.dtype]()
         self._is_pair = False
         self._is_by_sample = False
+        self.is_unsteady = False
 
     def difference(self, gradients: bool) -> Difference | None:
         """Return the difference between the samples and their halves; None if it is no more than rounding.
 
         Gradients are more sensitive than values: at the beginning of a training the losses of all tokens are nearly
         equal, and so is every weighted mean of them.
-
-        Raises:
-            Unsteady: if the function cannot be compared.
         """
         size = self._samples.size
         half = max(1, size // 2)
         ranges = [(0, half), (half, size)] if size > 1 else [(0, 1), (0, 1)]
-        try:
-            whole = self._evaluate(0, size, gradients)
-            parts = [self._evaluate(start, stop, gradients) for start, stop in ranges]
-        except _AnotherFormError:
+        whole = self._evaluate(0, size, gradients)
+        results = [self._evaluate(start, stop, gradients) for start, stop in ranges]
+        parts = [result for result in results if result is not None]
+        if whole is None or len(parts) < len(results):
             return Difference((math.nan, size), (math.nan, size), is_other_form=True)
         halves = self._add(parts)
         if self._counts_nothing(whole, parts):
@@ -268,9 +262,10 @@ class Halves:
         if size < 2 or not all(map(math.isfinite, values)) or not self._exceeding(found):
             return None
         again = self._evaluate(0, size, gradients)
-        repeated = self._distances(whole, again, [again])
+        repeated = (math.inf,) * 3 if again is None else self._distances(whole, again, [again])
         if self._exceeding(repeated):
-            raise Unsteady
+            self.is_unsteady = True
+            return None
         if not any(found[place] > 4 * repeated[place] for place in self._exceeding(found)):
             return None  # gradients that are summed in no fixed order
         distance = found[2] if 2 in self._exceeding(found) else 0.0
@@ -318,15 +313,13 @@ class Halves:
         formats = {*self._dtypes, *(tensor.dtype for tensor in _floats((self._samples.output, self._samples.target)))}
         if formats == {torch.float64}:
             return _FLOAT64
-        device = self._samples.device.type
-        if torch.is_autocast_enabled(device):
-            formats.add(torch.get_autocast_dtype(device))
-        rounding = max((4 * torch.finfo(dtype).eps for dtype in formats), default=0.0)
-        values, gradients = _FLOAT32 if device == "cpu" else _REDUCED
+        device = self._samples.device
+        rounding = rounding_of(formats, device)
+        values, gradients = _FLOAT32 if device.type == "cpu" else _REDUCED
         return max(values, rounding), max(gradients, rounding)
 
-    def _evaluate(self, start: int, stop: int, gradients: bool) -> _Result:
-        """Return the function's result for the samples [start, stop)."""
+    def _evaluate(self, start: int, stop: int, gradients: bool) -> _Result | None:
+        """Return the function's result for the samples [start, stop); None if it is not one value for each of them."""
         samples, part = self._samples, self._samples.rows_of(start, stop)
         leaves = list(self._parameters)
 
@@ -347,7 +340,7 @@ class Halves:
         try:
             total, count = as_sum(value, stop - start)
         except ConfigError:
-            raise _AnotherFormError from None
+            return None
         if isinstance(total, torch.Tensor) and total.is_floating_point():
             self._dtypes.add(total.dtype)
         if self._is_pair and not _value(count) and not math.isfinite(_value(total)):
@@ -391,15 +384,23 @@ def _norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=wide))
 
 
+def rounding_of(formats: Iterable[torch.dtype], device: torch.device) -> float:
+    """Return the relative difference that rounding to the least precise of `formats`, or to autocast's, may make."""
+    rounded = set(formats)
+    if torch.is_autocast_enabled(device.type):
+        rounded.add(torch.get_autocast_dtype(device.type))
+    return max((4 * torch.finfo(dtype).eps for dtype in rounded), default=0.0)
+
+
 def compare_or_skip(compare: Callable[[], Difference | None], device: torch.device) -> Difference | None:
     """Return the result of `compare`; None if it fails, because the function cannot be called with half of its samples.
 
-    The random generators are restored. An error of the transport is raised, and so is `Unsteady`.
+    The random generators are restored. An error of the transport is raised.
     """
     try:
         with preserve_generators(device), torch.enable_grad():
             return compare()
-    except (TransportError, Unsteady):
+    except TransportError:
         raise
     except Exception as error:
         _log.debug("the halves of a batch are not compared: %s: %s", type(error).__name__, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from .mean_check import MeanCheck, Problem, is_due
 from .model_check import compare_model
 from .own_loss import Counting, OwnLoss, returning_pair
 from .torch_losses import (
-    ElementwiseMean,
     LabelSum,
     check_fit,
     classification_loss,
     is_elementwise,
     refuse_bare_sum,
+    sum_of_elementwise,
 )
 
 __all__ = ["Computation", "Forward", "Loss", "LossFn", "LossModule", "default_forward"]
@@ -60,8 +61,8 @@ def default_forward(model: nn.Module, data: Any) -> tuple[Any, Any]:
 class Loss:
     """A loss as (output, target, size) → (sum, count), whatever `LossFn` is given.
 
-    What kind of loss it is is found once: one of torch's, whose mean is known (`LabelSum`, `ElementwiseMean`), that of
-    the model (`OwnLoss`), or any other function, which is compared by halves again and again (`MeanCheck`).
+    Its kind is found once: a loss of torch, whose mean is known (`LabelSum`, `sum_of_elementwise`), that of the model
+    (`OwnLoss`), or any other function, which is compared by halves again and again (`MeanCheck`).
 
     Args:
         loss_fn: see `LossFn`. The modules that it is, or calls, are moved to `device`.
@@ -71,6 +72,7 @@ class Loss:
 
     Attributes:
         modules: the modules that the loss is, or calls: their buffers are treated as the model's.
+        counts_samples: whether the last count is known to be the number of samples, without reading it.
         found: what the comparisons of this worker have found.
 
     Raises:
@@ -93,17 +95,17 @@ class Loss:
         self._own = fn if isinstance(fn, OwnLoss) else None
         self._check: MeanCheck | None = None
         self._forward: Forward = default_forward if forward is None else returning_pair(forward)
-        self._kind: LabelSum | ElementwiseMean | OwnLoss | MeanCheck
         self._sum: Callable[[Any, Any, int], tuple[Any, Any]]
         if self._own is not None:
-            self._kind, self._sum = self._own, self._own.sum
+            self._sum = self._own.sum
             self._forward = self._own.forward
         elif (labels := LabelSum.of(self._classification)) is not None:
-            self._kind = self._sum = labels
+            self._sum = labels
         elif is_elementwise(fn):
-            self._kind = self._sum = ElementwiseMean(fn)
+            self._sum = partial(sum_of_elementwise, fn)
         else:
-            self._kind = self._sum = self._check = MeanCheck("loss_fn", fn)
+            self._sum = self._check = MeanCheck("loss_fn", fn)
+        self.counts_samples = False
         self._fits = self._classification is None  # whether output and labels are known to fit
         self._number = 0
         self._is_due = self.is_compared
@@ -115,11 +117,6 @@ class Loss:
         """Whether the loss is compared by halves: not if it is known what it is a mean over."""
         return self._own is not None or self._check is not None
 
-    @property
-    def counts_samples(self) -> bool:
-        """Whether the last loss is known to be a sum over samples, without reading its count."""
-        return self._kind.counts_samples
-
     def forward(self, model: nn.Module, data: Any, size: int = 0) -> tuple[Any, Any]:
         """Return the output of `model` and the target for `data`, of `size` samples; 0 if they are not to be compared.
 
@@ -130,7 +127,7 @@ class Loss:
             self._first = model, data, size
         return self._forward(model, data)
 
-    def __call__(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
+    def __call__(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Return (sum, count) of `size` samples.
 
         Raises:
@@ -140,27 +137,33 @@ class Loss:
             check_fit(self._classification, output, target)
             self._fits = True
         try:
-            return self._sum(output, target, size)
+            total, count = self._sum(output, target, size)
         except (IndexError, RuntimeError):
             # Checking the labels of every batch in advance would cost time and stall a device. After an error on a
             # device, its tensors cannot be read.
             if self._classification is not None and isinstance(output, torch.Tensor) and output.device.type == "cpu":
                 check_fit(self._classification, output, target)
             raise
+        self.counts_samples = type(count) is int  # see `as_sum`
+        return total, count
 
     # --- the comparison by halves -------------------------------------------------------------------------------------
 
-    def expect(self, number: int, due: bool = False) -> bool:
-        """Begin a step, or a batch of an evaluation, with this number; `due` if it is to be compared in any case.
+    def expect(self, number: int, due: bool | None = None) -> bool:
+        """Begin a step, or a batch of an evaluation.
+
+        Args:
+            number: its number.
+            due: whether comparisons are due; see `is_due` when None.
 
         Returns:
             Whether the loss is due to be compared, by `check`: the same on every worker.
         """
         self._number = number
         self._first = None
-        self._is_due = self.is_compared and (due or is_due(number))
+        self._is_due = self.is_compared and (is_due(number) if due is None else due)
         if self._check is not None:
-            self._check.expect(number, due)
+            self._check.expect(number, self._is_due)
         return self._is_due
 
     def check(self, passes: Passes, compares_model: bool = True) -> Problem | None:
@@ -178,7 +181,7 @@ class Loss:
         if self.found is not None:
             return self.found
         if self._own is not None:
-            self.found = self._own.problem
+            self.found = self._own if self._own.problem is not None else None
         elif self._check is not None:
             self.found = self._check.check(passes)
         if self.found is None and first is not None and compares_model:
@@ -255,7 +258,7 @@ class LossModule(Computation):
             isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in model.modules()
         )
 
-    def on(self, model: nn.Module, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
+    def on(self, model: nn.Module, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Return (sum of the loss, count) of `size` samples; without samples, a zero connected to every parameter."""
         try:
             if size == 0:
@@ -290,7 +293,9 @@ class LossModule(Computation):
 
 def _is_zero(count: Any) -> bool:
     """Return whether a count is known to be 0, without waiting for a device."""
-    return not (isinstance(count, torch.Tensor) and count.device.type != "cpu") and not count
+    if isinstance(count, torch.Tensor):
+        return count.is_cpu and not count.item()
+    return not count
 
 
 def _is_finite(total: Any) -> bool:

@@ -25,7 +25,6 @@ from .halves import (
     LossLike,
     Passes,
     Samples,
-    Unsteady,
     compare_or_skip,
     depends_on_unsliced,
 )
@@ -194,13 +193,11 @@ class MeanCheck:
         compares: False for a function that is known to be right.
 
     Attributes:
-        counts_samples: whether the last call returned a mean over samples, or one value for each.
         opaque: whether the check has found that the function uses numbers that cannot be split by samples.
     """
 
     def __init__(self, argument: str, fn: LossLike, name: str = "", compares: bool = True) -> None:
         self.fn = fn
-        self.counts_samples = False
         self.opaque = False
         self._argument = argument
         self.name = name or describe_function(fn)
@@ -217,10 +214,11 @@ class MeanCheck:
         """The names of lists, numbers and tensors outside of the function that its calls change, as far as seen."""
         return self._outer.changed
 
-    def expect(self, number: int, due: bool = False) -> None:
-        """Begin a step, or a batch of an evaluation, with this number; `due` if it is to be checked in any case."""
+    def expect(self, number: int, due: bool | None = None) -> None:
+        """Begin a step, or a batch of an evaluation, with this number; `due`: whether it is to be checked, else see
+        `is_due`."""
         self._number = number
-        self._due = due or is_due(number)
+        self._due = is_due(number) if due is None else due
         self._kept = None
 
     def __call__(self, output: Any, target: Any, size: int) -> tuple[Any, Any]:
@@ -242,7 +240,6 @@ class MeanCheck:
             wanted = wanted and is_known_nan(value)
         if wanted:
             self._kept = Samples.few_of(output, target, size, block_at(self._number), _MAX_SAMPLES, sample)
-        self.counts_samples = not isinstance(value, (tuple, list))
         return as_sum(value, size, self._argument)
 
     def _unlike_sample(self, output: Any, target: Any, size: int) -> int | None:
@@ -272,12 +269,8 @@ class MeanCheck:
         self._seen.add(samples.output, samples.target)
         gradients = gradients and self._number in WITH_GRADIENTS
         samples = samples.by_target()
-        try:
-            with self._outer.restored():
-                found = compare_or_skip(partial(self._compare, samples, passes, gradients), samples.device)
-        except Unsteady:
-            self._compares = False  # it gives another value each time
-            return None
+        with self._outer.restored():
+            found = compare_or_skip(partial(self._compare, samples, passes, gradients), samples.device)
         if found is None:
             return None
         output, target = samples.output, samples.target
@@ -290,12 +283,19 @@ class MeanCheck:
         if self.opaque or samples.rows is None:
             return None
         if samples.values() <= MAX_FLOAT64_VALUES and samples.device.type != "mps":
+            halves = Halves(fn, samples.in_float64())
             try:
-                return Halves(fn, samples.in_float64()).difference(gradients)
+                return self._difference(halves, gradients)
             except (RuntimeError, TypeError):  # the function contains tensors of another dtype
                 pass
         with passes():
-            return Halves(fn, samples).difference(gradients)
+            return self._difference(Halves(fn, samples), gradients)
+
+    def _difference(self, halves: Halves, gradients: bool) -> Difference | None:
+        found = halves.difference(gradients)
+        if halves.is_unsteady:
+            self._compares = False
+        return found
 
 
 def without_traces(fn: LossLike) -> LossLike:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .divided_batches import FirstPasses
-from .halves import Difference, Halves, LossLike, Passes, Samples, Unsteady, compare_or_skip, device_of
+from .halves import Difference, Halves, LossLike, Passes, Samples, compare_or_skip, device_of, rounding_of
 from .mean_check import WITH_GRADIENTS, NotAMean, block_at, without_traces
 from .modes import evaluating, preserving_buffers
 
@@ -89,7 +89,7 @@ def compare_model(
             wide.eval()
             try:
                 found = halves.difference(number == 0)
-                if found is None and number in WITH_GRADIENTS and training:
+                if found is None and not halves.is_unsteady and number in WITH_GRADIENTS and training:
                     found = _in_training(wide, training, halves, number == 0)
                 return found
             except (RuntimeError, TypeError, ValueError):
@@ -100,11 +100,8 @@ def compare_model(
                 _loss_of(model, loss, forward), samples, _small_parameters(model), tolerance, sums_add_up=True
             ).difference(True)
 
-    try:
-        with torch.compiler.set_stance("force_eager"):  # a compiled model would be compiled for these few samples
-            found = compare_or_skip(compare, device_of(data))
-    except Unsteady:
-        return None
+    with torch.compiler.set_stance("force_eager"):  # a compiled model would be compiled for these few samples
+        found = compare_or_skip(compare, device_of(data))
     if found is None:
         return None
     return NotAMean("loss_fn", name, samples.size, found, is_model=True)
@@ -171,11 +168,9 @@ def _small_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def _tolerance(model: nn.Module, formats: set[torch.dtype]) -> tuple[float, float]:
     """Return the tolerated differences of a model that is called as it is."""
-    device = device_of(list(model.parameters())).type
-    formats = formats | {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if torch.is_autocast_enabled(device):
-        formats.add(torch.get_autocast_dtype(device))
-    rounding = max((4 * torch.finfo(dtype).eps for dtype in formats), default=0.0)
-    reduces = device != "cpu" and (torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32)
-    values, gradients = _REDUCED if reduces else _FLOAT32
+    device = device_of(list(model.parameters()))
+    of_parameters = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    rounding = rounding_of(formats | of_parameters, device)
+    is_reduced = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
+    values, gradients = _REDUCED if is_reduced and device.type != "cpu" else _FLOAT32
     return max(values, rounding), max(gradients, rounding)

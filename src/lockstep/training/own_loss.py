@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from inspect import signature
@@ -20,7 +19,7 @@ from ..parallel.randomness import preserve_generators
 from .modes import evaluating, preserving_buffers
 from .sum_and_count import as_sum
 
-__all__ = ["IGNORED", "Counting", "NotCounted", "OwnLoss", "loss_in", "returning_pair"]
+__all__ = ["IGNORED", "Counting", "OwnLoss", "loss_in", "returning_pair"]
 
 _Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 
@@ -37,22 +36,6 @@ class Counting(Enum):
     NEXT_LABELS = "labels after the first one of each sample"  # of causal language models, which predict the next token
     LABELS = "labels"
     SAMPLES = "samples"
-
-
-@dataclass(frozen=True)
-class NotCounted:
-    """A model whose loss is no mean over anything known. Attributes: model, its class; reason."""
-
-    model: str
-    reason: str
-
-    def error(self, rank: int = 0) -> ConfigError:
-        """Return the error to raise; `rank` is the one that has found it."""
-        hint = (
-            "Its value would depend on how a batch is split, and so on the number of workers. Give forward=, a "
-            "function (model, data) -> (output, target), and a loss_fn of both that returns (sum, count)."
-        )
-        return ConfigError("model", _EXPECTED, found=f"{self.model} on rank {rank}, {self.reason}", hint=hint)
 
 
 def loss_in(output: Any) -> torch.Tensor:
@@ -111,8 +94,7 @@ class OwnLoss:
 
     Attributes:
         counting: what the mean is over; None until the first batch.
-        problem: why that is not known, if it has been tried.
-        counts_samples: whether the last loss was a mean over samples.
+        problem: why that is not known, in words, if it has been tried.
     """
 
     __name__ = "the model's own loss"
@@ -120,8 +102,8 @@ class OwnLoss:
     def __init__(self, forward: _Forward | None = None) -> None:
         self._forward = None if forward is None else returning_pair(forward)
         self.counting: Counting | None = None
-        self.problem: NotCounted | None = None
-        self.counts_samples = False
+        self.problem: str | None = None
+        self._model = ""  # the class of the model that has the problem
         self._lock = threading.Lock()  # replicas run in threads
 
     def forward(self, model: nn.Module, data: Any) -> tuple[Any, Any]:
@@ -139,9 +121,7 @@ class OwnLoss:
 
     def sum(self, output: Any, labels: Any, size: int) -> tuple[Any, Any]:
         """Return (sum of the loss, count) of a part of a batch, of `size` samples."""
-        value = self(output, labels)
-        self.counts_samples = not isinstance(value, tuple)
-        return as_sum(value, size)
+        return as_sum(self(output, labels), size)
 
     def __call__(self, output: Any, labels: Any) -> Any:
         """Return (sum of the loss, count) of a part of a batch; the mean where it is one over samples."""
@@ -179,7 +159,18 @@ class OwnLoss:
         if isinstance(found, Counting):
             self.counting = found
         else:
-            self.counting, self.problem = Counting.SAMPLES, NotCounted(type(model).__name__, found)
+            self.counting = Counting.SAMPLES
+            self._model = type(model).__name__
+            self.problem = found
+
+    def error(self, rank: int = 0) -> ConfigError:
+        """Return the error to raise where it is not known what the loss counts; `rank` is the one that has found it."""
+        hint = (
+            "Its value would depend on how a batch is split, and so on the number of workers. Give forward=, a "
+            "function (model, data) -> (output, target), and a loss_fn of both that returns (sum, count)."
+        )
+        found = f"{self._model} on rank {rank}, {self.problem}"
+        return ConfigError("model", _EXPECTED, found=found, hint=hint)
 
     def _try(self, model: nn.Module, data: Any) -> Counting | str:
         """Return what the loss counts, or why that is not known."""

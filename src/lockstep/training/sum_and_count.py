@@ -25,13 +25,18 @@ def as_sum(value: Any, size: int, argument: str = "loss_fn") -> tuple[Any, Any]:
         size: the number of samples.
         argument: the argument that errors name.
 
+    Returns:
+        (sum, count). The count is `size` itself, an int, where the value is a mean over samples or one value for each;
+        else a tensor or a float.
+
     Raises:
         ConfigError: if it has none of these forms, or is a whole number, which is not a mean, or if its count requires
             a gradient.
     """
     if is_pair(value):
         _refuse_count_with_gradient(value[1], argument)
-        return _as_scalar(value[0]), _as_scalar(value[1])
+        total, count = map(_as_scalar, value)
+        return total, count if isinstance(count, torch.Tensor) else float(count)
     tensor = value if isinstance(value, torch.Tensor) or not isinstance(value, Real) else torch.tensor(value)
     if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
         if not tensor.is_floating_point():

@@ -14,7 +14,14 @@ from ..errors import ConfigError
 from .mean_check import describe_function, describe_shapes
 from .sum_and_count import as_sum
 
-__all__ = ["ElementwiseMean", "LabelSum", "check_fit", "classification_loss", "is_elementwise", "refuse_bare_sum"]
+__all__ = [
+    "LabelSum",
+    "check_fit",
+    "classification_loss",
+    "is_elementwise",
+    "refuse_bare_sum",
+    "sum_of_elementwise",
+]
 
 
 def refuse_bare_sum(loss_fn: Any) -> None:
@@ -58,8 +65,6 @@ class LabelSum:
         loss_fn: the loss, with torch's own forward pass.
     """
 
-    counts_samples = False
-
     def __init__(self, loss_fn: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
         self._summing = copy.copy(loss_fn)
         self._summing.reduction = "sum"
@@ -83,7 +88,7 @@ class LabelSum:
             return None
         return cls(loss_fn)
 
-    def __call__(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
+    def __call__(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Return (sum, count) of `size` samples."""
         if self._is_counted_by_kernel and _fits_kernel(output, target) and not _has_hooks(self._summing):
             return self._with_count_of_kernel(output, target)
@@ -100,9 +105,9 @@ class LabelSum:
         )
         return total, count
 
-    def _count(self, target: torch.Tensor) -> torch.Tensor | int:
+    def _count(self, target: torch.Tensor) -> torch.Tensor | float:
         if target.is_floating_point():
-            return target.numel() // target.shape[1]  # probabilities, one set for each label
+            return float(target.numel() // target.shape[1])  # probabilities, one set for each label
         kept = target != self._summing.ignore_index
         weight = self._summing.weight
         if weight is None:
@@ -216,26 +221,14 @@ def is_elementwise(loss_fn: Any) -> bool:
     return type(fn) in _ELEMENTWISE or (fn in _ELEMENTWISE.values() and not keywords.keys() & {"input", "target"})
 
 
-class ElementwiseMean:
-    """An element-wise loss of torch as (output, target, size) → (sum, samples); shapes alone tell whether it is one.
+def sum_of_elementwise(fn: Any, output: Any, target: Any, size: int) -> tuple[Any, Any]:
+    """Return (sum, samples) of an element-wise loss, of which shapes alone tell whether it is a mean over samples.
 
-    Args:
-        fn: the loss, for which `is_elementwise` is true.
+    Raises:
+        ConfigError: if output and target do not fit.
     """
-
-    counts_samples = True
-
-    def __init__(self, fn: Any) -> None:
-        self._fn = fn
-
-    def __call__(self, output: Any, target: Any, size: int) -> tuple[Any, Any]:
-        """Return (sum, count) of `size` samples.
-
-        Raises:
-            ConfigError: if output and target do not fit.
-        """
-        _check_elementwise(self._fn, output, target, size)
-        return as_sum(self._fn(output, target), size)
+    _check_elementwise(fn, output, target, size)
+    return as_sum(fn(output, target), size)
 
 
 def _check_elementwise(loss_fn: Any, output: Any, target: Any, size: int) -> None:
