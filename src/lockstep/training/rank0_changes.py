@@ -51,7 +51,7 @@ class Rank0Changes:
         self, model: nn.Module, optimizer: Optimizer, loss_modules: nn.Module, roots: Mapping[str, Any]
     ) -> None:
         self._model, self._optimizer, self._loss, self._roots = model, optimizer, loss_modules, roots
-        self._holders: list[Holder] = []
+        self._looked_at = _LookedAt([])
         self._modes: Holder | None = None
         self._known: dict[tuple[str, Any], Any] = {}  # the settings when all were last looked at
         self._moving: set[tuple[str, Any]] = set()  # those that also change without a callback
@@ -60,7 +60,7 @@ class Rank0Changes:
     def begin(self) -> None:
         """Note what there is before the first hook, to know later what changes without one."""
         self._find()
-        self._note([holder.read() for holder in self._holders])
+        self._note([holder.read() for holder in self._looked_at.holders])
 
     @contextmanager
     def refused(
@@ -84,19 +84,21 @@ class Rank0Changes:
         is_whole = hook not in _AT_EACH_STEP or is_due(trainer.step.steps_done)
         if is_whole:
             self._find()
-        holders = list(self._holders)
+        more: list[Holder] = []
         if is_whole:
-            holders.append(Holder("model", self._checksums, nn.Module, is_set_in_training=True))
+            more.append(Holder("model", self._checksums, nn.Module, is_set_in_training=True))
         if hook == "on_train_step_start":
-            holders.append(_of_batch(arguments[0]))
-        before = [holder.read() for holder in holders]
+            more.append(_of_batch(arguments[0]))
+        looked_at = self._looked_at
+        before = looked_at.read(more)
         if is_whole:
-            self._note(before)
+            self._note(looked_at.in_order(before))
         yield
-        after = [holder.read() for holder in holders]
-        if _may_differ(before, after):
+        if looked_at.may_differ(before, more):
+            after = looked_at.read(more)
+            holders, old_entries, new_entries = looked_at.holders + more, *map(looked_at.in_order, (before, after))
             changes: list[str] = []
-            for holder, old, new in zip(holders, before, after, strict=True):
+            for holder, old, new in zip(holders, old_entries, new_entries, strict=True):
                 if holder is self._modes and self._modes_are_restored(hook, trainer):
                     continue
                 is_kept_in = isinstance(old, list) and len(old) != len(new)  # something, such as losses
@@ -105,7 +107,7 @@ class Rank0Changes:
             if changes:
                 raise _refusal(type(callback).__name__, hook, changes)
         if is_whole:
-            self._note(after)
+            self._note(looked_at.in_order(looked_at.read(more)))
 
     # --- what is looked at --------------------------------------------------------------------------------------------
 
@@ -114,17 +116,18 @@ class Rank0Changes:
         groups = self._optimizer.param_groups
         of_loss = {**dict(self._loss.named_parameters()), **dict(self._loss.named_buffers())}
         self._modes = _flags("training", dict(self._model.named_modules()))
-        self._holders = [
+        holders = [
             self._modes,
             _flags("requires_grad", dict(self._model.named_parameters())),
             Holder("loss_fn", lambda: {name: setting_of(tensor) for name, tensor in of_loss.items()}, nn.Module),
             *holders_of("model", self._model, (Callback,)),
         ]
         for path, root in self._roots.items():
-            self._holders += holders_of(path, root, (Callback, type(self._model)))
+            holders += holders_of(path, root, (Callback, type(self._model)))
         for number, group in enumerate(groups):
             path = f"optimizer.param_groups[{number}]"
-            self._holders.append(Holder(path, group.copy, ignored=frozenset({"params"}), is_set_in_training=True))
+            holders.append(Holder(path, group.copy, ignored=frozenset({"params"}), is_set_in_training=True))
+        self._looked_at = _LookedAt(holders)
 
     def _checksums(self) -> dict[str, Identity]:
         """Return a checksum of each parameter, and of each buffer that belongs to the state, among plain tensors."""
@@ -152,7 +155,9 @@ class Rank0Changes:
         """Note all settings; those that are others than when they were last noted also change without a callback."""
         known = {
             (holder.path, key): value
-            for holder, of_holder in zip(self._holders, entries, strict=False)  # which may be followed by others
+            for holder, of_holder in zip(
+                self._looked_at.holders, entries, strict=False
+            )  # which may be followed by others
             for key, value in holder.settings(of_holder).items()
         }
         if self._known:
@@ -174,6 +179,40 @@ class Rank0Changes:
                 yield f"{holder.name_of(key)}: {described(was, now)}"
 
 
+class _LookedAt:
+    """All that has settings, for comparisons around each hook: most are dicts, which are copied and compared as one.
+
+    Args:
+        holders: what has settings, in the order of messages.
+
+    Attributes:
+        holders: see the argument.
+    """
+
+    def __init__(self, holders: list[Holder]) -> None:
+        self.holders = holders
+        entries = [holder.entries for holder in holders]
+        self._dicts = [each for each in entries if each is not None]
+        self._is_dict = [each is not None for each in entries]
+        self._others = [holder for holder in holders if holder.entries is None]
+
+    def read(self, more: Sequence[Holder]) -> tuple[list[Any], list[Any]]:
+        """Return the entries of all holders that are dicts, and those of the others and of `more`; see `in_order`."""
+        return list(map(dict.copy, self._dicts)), [holder.read() for holder in (*self._others, *more)]
+
+    def may_differ(self, before: tuple[list[Any], list[Any]], more: Sequence[Holder]) -> bool:
+        """Return whether entries may be others than `read` has returned before."""
+        of_dicts, of_others = before
+        if _may_differ(of_dicts, self._dicts):
+            return True
+        return _may_differ(of_others, [holder.read() for holder in (*self._others, *more)])
+
+    def in_order(self, entries: tuple[list[Any], list[Any]]) -> list[Any]:
+        """Return what `read` has returned in the order of the holders."""
+        of_dicts, of_others = map(iter, entries)
+        return [next(of_dicts if is_dict else of_others) for is_dict in self._is_dict] + list(of_others)
+
+
 def _of_batch(batch: Batch) -> Holder:
     """Return what holds the tensors of a batch, which training makes anew for each step."""
     return Holder("batch.data", lambda: list(map(setting_of, tensors_of(batch.data))), is_set_in_training=True)
@@ -182,8 +221,8 @@ def _of_batch(batch: Batch) -> Holder:
 def _flags(name: str, objects: Mapping[str, Any]) -> Holder:
     """Return what holds an attribute, True or False, of each of the model's layers or parameters."""
     read, values = operator.attrgetter(name), list(objects.values())
-    paths = [f"{path}.{name}".lstrip(".") for path in objects]
-    return Holder("model", lambda: dict(zip(paths, map(read, values), strict=True)), nn.Module, is_set_in_training=True)
+    names = tuple(f"{path}.{name}".lstrip(".") for path in objects)
+    return Holder("model", lambda: list(map(read, values)), nn.Module, is_set_in_training=True, names=names)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

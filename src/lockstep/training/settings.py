@@ -6,9 +6,9 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ class Holder:
         kind: the class of an object, whose attributes count where the object has none; None for others.
         ignored: names of entries that are no settings.
         is_set_in_training: whether training changes its entries itself, such as a learning rate by a schedule.
+        names: of the entries, where `read` returns a list of them that is to be known by name.
     """
 
     path: str
@@ -45,10 +46,21 @@ class Holder:
     kind: type | None = None
     ignored: frozenset[str] = frozenset()
     is_set_in_training: bool = False
+    names: tuple[str, ...] = ()
+
+    @property
+    def entries(self) -> dict[Any, Any] | None:
+        """The dict of which `read` returns a copy; None where it does something else."""
+        owner = getattr(self.read, "__self__", None)
+        return owner if isinstance(owner, dict) else None
 
     def settings(self, entries: Any) -> dict[Any, Any]:
         """Return the settings among the entries that `read` returned, by name or index."""
-        pairs = enumerate(entries) if isinstance(entries, list) else entries.items()
+        pairs: Iterable[tuple[Any, Any]]
+        if isinstance(entries, list):
+            pairs = zip(self.names, entries, strict=True) if self.names else enumerate(entries)
+        else:
+            pairs = entries.items()
         return {key: setting_of(value) for key, value in pairs if key not in self.ignored}
 
     def name_of(self, key: Any) -> str:
@@ -148,8 +160,7 @@ def _read_by(function: types.FunctionType) -> dict[str, Any]:
     return read
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """What tells an object, or its contents, from another one, without a reference to it.
 
     Attributes:

@@ -48,6 +48,7 @@ class CallbackGroup:
         self._members = [callback for callback in ordered if callback.every_rank or rank == 0]
         self._by_name, self._logs = _by_name(ordered), rank == 0
         self._by_hook: dict[str, list[Callback]] = {}
+        self._descriptions: dict[tuple[type[Callback], str], tuple[str, bool]] = {}  # for the watchdog
         self._changes: Rank0Changes | None = None
         self._started: list[Callback] = []  # whose `on_train_start` was called
         self.shows_progress = any(isinstance(member, Progress) for member in self._members)
@@ -132,12 +133,21 @@ class CallbackGroup:
     def _run(self, member: Callback, hook: str, trainer: TrainingContext, *arguments: Any) -> None:
         """Call a hook of a callback."""
         method = getattr(member, hook)
-        with _declared(member, hook):
+        with self._declared(member, hook):
             if self._changes is None or member.every_rank or _is_own(method):
                 method(trainer, *arguments)
                 return
             with self._changes.refused(member, hook, trainer, arguments):
                 method(trainer, *arguments)
+
+    def _declared(self, member: Callback, hook: str) -> flight_recorder.activity:
+        """Return a context that tells the watchdog which callback runs, and that others wait for it on rank 0 only."""
+        kind = type(member)
+        known = self._descriptions.get((kind, hook))
+        if known is None:
+            known = self._descriptions[kind, hook] = f"the callback {kind.__name__}.{hook}", _is_own(kind)
+        text, is_own = known
+        return flight_recorder.activity(text, is_own, is_solo=not member.every_rank)
 
     def _overriding(self, hook: str) -> list[Callback]:
         """Return the callbacks that override `hook`; most hooks of most callbacks do nothing at every step."""
@@ -174,13 +184,6 @@ class CallbackGroup:
         # An exception of `on_train_end` must not hide the one that ended the run.
         with nullcontext() if error is None else suppress(Exception):
             self._run(member, "on_train_end", trainer, error)
-
-
-def _declared(member: Callback, hook: str) -> flight_recorder.activity:
-    """Return a context that tells the watchdog which callback runs, and that others wait for it on rank 0 only."""
-    kind = type(member)
-    name = f"the callback {kind.__name__}.{hook}"
-    return flight_recorder.activity(name, _is_own(kind), is_solo=not member.every_rank)
 
 
 def _is_own(defined: Any) -> bool:
