@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import lockstep
 from lockstep.cli.main import _parser
@@ -79,6 +79,8 @@ def _lines(name: str, value: Any) -> Iterator[str]:
     mark = _MARK if _is_experimental(value) else ""
     if inspect.ismodule(value):
         yield f"{name}: module{mark}"
+    elif get_origin(value) is not None:
+        yield f"{name} = {value}{mark}"
     elif inspect.isclass(value):
         yield f"class {name}{_signature_of_class(value)}{mark}"
         bases = [each for each in value.__mro__ if _is_ours(each) and (each is value or not _is_public(each))]

@@ -52,6 +52,7 @@ def test_a_step_is_taken_without_the_wrapper(wrapper_calls: list[str]) -> None:
     assert not wrapper_calls
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.10
 def test_a_profiler_sees_the_step_and_the_clearing() -> None:
     optimizer = sgd()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -191,9 +192,12 @@ def test_a_backward_pass_begins_with_the_factor() -> None:
 
 def test_a_mode_sees_the_backward_pass() -> None:
     x = torch.ones((), requires_grad=True)
+    with Noting() as of_torch:
+        torch.autograd.backward(x * 2, torch.ones(()))
+    x.grad = None
     with Noting() as mode:
         run_backward(x * 2, torch.ones(()))
-    assert torch.autograd.backward in mode.called
+    assert mode.called == of_torch.called  # with torch.autograd.backward among them, but in torch 2.10
     assert x.grad == 2
 
 
