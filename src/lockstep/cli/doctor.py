@@ -77,7 +77,10 @@ def run_command(parsed: argparse.Namespace) -> int:
     port = None
     if parsed.ssh_port is not None:
         port = arguments.parse_whole("--ssh-port", parsed.ssh_port, least=1, most=65535)
-    results = examine(hosts, Ssh(port, _identity(parsed.identity)), limit)
+    identity = None if parsed.identity is None else Path(parsed.identity).expanduser()
+    if identity is not None and not identity.is_file():
+        raise ConfigError("--identity", "the file of a private key", got=str(identity))
+    results = examine(hosts, Ssh(port, identity), limit)
     if parsed.json:
         sections = list(results)
         print(json.dumps(as_json(sections), indent=2))
@@ -92,13 +95,6 @@ def _hosts(parsed: argparse.Namespace) -> list[Host]:
     if parsed.hosts is not None:
         return parse_hosts(parsed.hosts, "-H")
     return read_hostfile(Path(parsed.hostfile).expanduser()) if parsed.hostfile is not None else []
-
-
-def _identity(text: str | None) -> Path | None:
-    path = None if text is None else Path(text).expanduser()
-    if path is not None and not path.is_file():
-        raise ConfigError("--identity", "the file of a private key", got=str(path))
-    return path
 
 
 def _print_sections(sections: Iterator[Section]) -> Iterator[Section]:

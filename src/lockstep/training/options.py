@@ -230,7 +230,12 @@ class TrainOptions:
         arguments.number("beta2", self.beta2, least=0, below=1)
         if self.dropout is not None:
             arguments.number("dropout", self.dropout, least=0, below=1, expected="a probability from 0 to below 1")
-        self._check_text()
+        if self.text_file is None:
+            for name in ("context", "tokenizer"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(name, f"nothing, as the data {self.data} is no text", getattr(self, name))
+        elif not self.text_file:
+            raise ConfigError("data", "text:FILE, the path of a text file", self.data)
         parse_param_groups(self.param_groups or "")
         if self.max_grad_norm is not None:
             arguments.number("max_grad_norm", self.max_grad_norm, above=0, finite=True)
@@ -245,26 +250,15 @@ class TrainOptions:
                 "warmup_epochs", f"less than the {counted(self.epochs, 'epoch')} of the run", self.warmup_epochs
             )
         check_together(self)
-        self._check_names()
-        from .callbacks.checkpoints import parse_interval
-
-        parse_interval(self.checkpoint_every)
-
-    def _check_text(self) -> None:
-        if self.text_file is None:
-            for name in ("context", "tokenizer"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(name, f"nothing, as the data {self.data} is no text", getattr(self, name))
-        elif not self.text_file:
-            raise ConfigError("data", "text:FILE, the path of a text file", self.data)
-
-    def _check_names(self) -> None:
         for option in fields(self):
             choices = option.metadata["choices"]
             if choices:
                 arguments.choice(option.name, getattr(self, option.name), choices)
         for name in self.logs():
             arguments.choice("log", name, LOGS)
+        from .callbacks.checkpoints import parse_interval
+
+        parse_interval(self.checkpoint_every)
 
     @property
     def text_file(self) -> str | None:

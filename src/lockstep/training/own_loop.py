@@ -44,7 +44,7 @@ from .model_changes import ModelChanges
 from .precision import Precision, full_precision
 from .prepared_optimizer import PreparedOptimizer
 from .shard_gradients import ShardGradients
-from .step import check_max_grad_norm, check_threads
+from .step import check_threads
 from .whole_batch import gather_rows
 
 __all__ = ["PreparedLoader", "prepare"]
@@ -241,8 +241,13 @@ class _OwnLoop:
         threads: int | None,
     ) -> None:
         self.comm = init()
-        _check_kinds(objects)
-        check_max_grad_norm(max_grad_norm)
+        expected = "modules, optimizers, DataLoaders or lockstep.Loaders, and learning-rate schedulers"
+        for given in objects:
+            arguments.instance("objects", given, (nn.Module, Optimizer, Loader, DataLoader, LRScheduler), expected)
+        if not any(isinstance(given, nn.Module) and not isinstance(given, AveragedModel) for given in objects):
+            raise ConfigError("objects", "at least one module, whose parameters are trained", found="none")
+        if max_grad_norm is not None:
+            arguments.number("max_grad_norm", max_grad_norm, above=0)
         check_threads(threads, virtual_workers)
         if precision == "fp16":
             hint = "Its losses must be scaled before the backward pass: lockstep.TrainStep does that."
@@ -640,14 +645,6 @@ class _OwnLoop:
 def _recorded_collectives() -> int | None:
     """Return how many collectives this process has called; None if they are not recorded."""
     return None if current.recorder is None else current.recorder.count
-
-
-def _check_kinds(objects: tuple[Any, ...]) -> None:
-    expected = "modules, optimizers, DataLoaders or lockstep.Loaders, and learning-rate schedulers"
-    for given in objects:
-        arguments.instance("objects", given, (nn.Module, Optimizer, Loader, DataLoader, LRScheduler), expected)
-    if not any(isinstance(given, nn.Module) and not isinstance(given, AveragedModel) for given in objects):
-        raise ConfigError("objects", "at least one module, whose parameters are trained", found="none")
 
 
 def _is_compiled(model: nn.Module) -> bool:

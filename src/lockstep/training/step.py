@@ -56,7 +56,6 @@ __all__ = [
     "StepResult",
     "TrainStep",
     "check_functions",
-    "check_max_grad_norm",
     "check_step",
     "check_threads",
     "learning_rate_factor",
@@ -102,7 +101,8 @@ def check_step(model: Any, optimizer: Any, gradient_accumulation_steps: Any, max
     arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", hint)
     refuse_closure(optimizer)
     arguments.whole("gradient_accumulation_steps", gradient_accumulation_steps, least=1)
-    check_max_grad_norm(max_grad_norm)
+    if max_grad_norm is not None:
+        arguments.number("max_grad_norm", max_grad_norm, above=0)
     if schedule is not None:
         hint = "lockstep.make_schedule(name, total_steps) makes one from a name."
         if isinstance(schedule, LRScheduler):
@@ -125,16 +125,6 @@ def check_functions(loss_fn: Any, forward: Any) -> None:
         if isinstance(loss_fn, str):
             hint = "Losses are those of torch, such as loss_fn=torch.nn.CrossEntropyLoss()."
         arguments.function("loss_fn", loss_fn, expected, takes=2, hint=hint)
-
-
-def check_max_grad_norm(max_grad_norm: Any) -> None:
-    """Check a limit of the gradient's norm.
-
-    Raises:
-        ConfigError: if it is neither None nor a number above 0.
-    """
-    if max_grad_norm is not None:
-        arguments.number("max_grad_norm", max_grad_norm, above=0)
 
 
 def check_threads(threads: int | None, virtual_workers: int | None) -> None:

@@ -44,7 +44,11 @@ class CallbackGroup:
     """
 
     def __init__(self, callbacks: Iterable[Callback], rank: int) -> None:
-        ordered = sorted(map(_checked, callbacks), key=lambda callback: isinstance(callback, Checkpoints))
+        given = list(callbacks)
+        for each in given:
+            arguments.instance("callbacks", each, Callback, "instances of Callback")
+            _check_hooks(type(each))
+        ordered = sorted(given, key=lambda callback: isinstance(callback, Checkpoints))
         self._members = [callback for callback in ordered if callback.every_rank or rank == 0]
         self._by_name, self._logs = _by_name(ordered), rank == 0
         self._by_hook: dict[str, list[Callback]] = {}
@@ -238,9 +242,3 @@ def check_callbacks(callbacks: Any) -> None:
     if isinstance(callbacks, (str, bytes, type)) or not isinstance(callbacks, Iterable):
         hint = "None is for the default callbacks, and an empty list for none of them."
         raise ConfigError("callbacks", "a list of callbacks", callbacks, hint)
-
-
-def _checked(callback: Any) -> Callback:
-    checked: Callback = arguments.instance("callbacks", callback, Callback, "instances of Callback")
-    _check_hooks(type(checked))
-    return checked
