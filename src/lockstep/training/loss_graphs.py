@@ -227,9 +227,13 @@ def common_number(numbers: Sequence[torch.Tensor | None]) -> torch.Tensor | None
 
 def _terms(root: Node | None, multiples: bool = False) -> list[Node]:
     """Return the nodes of the single terms of a loss that no constant multiplies; `multiples`: of those as well."""
+    if root is None:
+        return []
+    if _kind(root) not in _TERMS and _kind(root) not in ("SumBackward", "MulBackward"):
+        return [root]  # as most losses are
     found: list[Node] = []
     seen = set[Node]()
-    waiting = [] if root is None else [root]
+    waiting = [root]
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         if node in seen:

@@ -100,9 +100,7 @@ class LabelSum:
         The sum has the same bits, as torch's loss ends in the same kernel.
         """
         scores = torch.log_softmax(output, 1) if isinstance(self._summing, nn.CrossEntropyLoss) else output
-        total, count = torch.ops.aten.nll_loss_forward.default(
-            scores, target, None, _SUM_REDUCTION, self._summing.ignore_index
-        )
+        total, count = _nll_loss(scores, target, None, _SUM_REDUCTION, self._summing.ignore_index)
         return total, count
 
     def _count(self, target: torch.Tensor) -> torch.Tensor | float:
@@ -116,6 +114,7 @@ class LabelSum:
         return (weight[target.where(kept, 0).long()] * kept).sum()
 
 
+_nll_loss = torch.ops.aten.nll_loss_forward.default
 _SUM_REDUCTION = 2  # the number of reduction="sum" in torch's kernels
 _MOST_COUNTED = 1 << 24  # the kernel counts in float32, which has every whole number up to this
 
