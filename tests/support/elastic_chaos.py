@@ -33,7 +33,7 @@ from lockstep.elastic import client as client_module
 from lockstep.elastic.membership import Coordinator
 from lockstep.elastic.roster import Roster
 from lockstep.environment import ElasticWorker
-from lockstep.parallel import ordered_reducer
+from lockstep.parallel import reducer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -279,15 +279,15 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
 
     next(net.children()).register_forward_hook(lambda *_: chaos.pass_by("forward" if net.training else "evaluation"))
     next(net.parameters()).register_hook(lambda _: chaos.pass_by("backward"))
-    chaos.around(ordered_reducer.BucketExchange, "start", "bucket")
-    chaos.around(ordered_reducer.BucketExchange, "add_up", "between")
-    end = ordered_reducer.OrderedReducer._end
+    chaos.around(reducer.BucketExchange, "start", "bucket")
+    chaos.around(reducer.BucketExchange, "add_up", "between")
+    finish = reducer.Reducer.finish
 
     def late(self: Any) -> None:
         chaos.soon("late")
-        end(self)
+        finish(self)
 
-    ordered_reducer.OrderedReducer._end = late
+    reducer.Reducer.finish = late
 
     def begin_update(*_: Any) -> None:
         chaos.pass_by("reduced")

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from .buffers import Buffers
 from .determinism import DeterminismSettings
 from .module_sync import sync_module
-from .ordered_reducer import OrderedReducer
+from .reducer import Reducer
 from .shards import check_virtual_workers
 from .strategy import Strategy
 from .sync_batchnorm import SyncBatchNorm, convert_marked
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 class Invariant(Strategy):
     """Trains one model on all workers, with a separate pass for each of `virtual_workers` shards of a step.
 
-    Gradients, losses and running statistics are added in one fixed tree, see `lockstep.parallel.ordered_reducer`.
+    Gradients, losses and running statistics are added in one fixed tree, see `lockstep.parallel.reducer`.
 
     Args:
         comm: communicator over the workers.
@@ -54,7 +54,8 @@ class Invariant(Strategy):
         self.virtual_workers = check_virtual_workers(virtual_workers, comm.size)
         self.determinism = DeterminismSettings(comm.device, threads)
         self._log_threads()
-        self._prepared: tuple[OrderedReducer, Buffers] | None = None
+        self._prepared: tuple[Reducer, Buffers] | None = None
+        self._parameters: list[nn.Parameter] = []
         self.joint_layers: list[SyncBatchNorm] = []
         self._unchanged: UnchangedParameters | None = None
 
@@ -93,7 +94,8 @@ class Invariant(Strategy):
 
     def _make_parts(self, model: nn.Module) -> None:
         """Make the reducer and the buffers for the present workers."""
-        reducer = OrderedReducer(model.parameters(), self.virtual_workers, self.comm, bare=True)
+        reducer = Reducer(self.comm, self.virtual_workers, one_pass=True)
+        self._parameters = list(model.parameters())
         saves = len(reducer.local_shards) > 1 or isinstance(self.comm, ElasticCommunicator)
         buffers = Buffers(self.with_loss(model), self.comm, saves=saves, at_once=True)
         self._prepared = reducer, buffers
@@ -112,7 +114,7 @@ class Invariant(Strategy):
         return self.determinism.threads
 
     @property
-    def reducer(self) -> OrderedReducer:
+    def reducer(self) -> Reducer:
         """The reducer of the prepared model."""
         return self._prepared_parts[0]
 
@@ -122,10 +124,14 @@ class Invariant(Strategy):
         return self._prepared_parts[1]
 
     @property
-    def _prepared_parts(self) -> tuple[OrderedReducer, Buffers]:
+    def _prepared_parts(self) -> tuple[Reducer, Buffers]:
         if self._prepared is None:
             raise ConfigError("strategy", "prepare(model) before anything else", found="no call of it")
         return self._prepared
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters of the prepared model that require a gradient now."""
+        return [p for p in self._parameters if p.requires_grad]
 
     def begin(self) -> None:
         """Save the buffers, and note the versions of parameters, at the beginning of a step."""

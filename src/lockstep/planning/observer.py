@@ -24,6 +24,7 @@ from ..errors import ConfigError
 from ..messages import encode
 from ..parallel.nested import narrow, sample_count
 from ..parallel.ordered_reducer import OrderedReducer
+from ..parallel.reducer import Reducer
 from ..parallel.shards import bounds
 from ..system import atomic_files
 from ..system.patching import Replaced
@@ -162,8 +163,8 @@ class StepObserver:
             Replaced(torch.autograd, "_engine_run_backward", self._backward),
             Replaced(_BaseDataLoaderIter, "__next__", self._next_of_torch),
             Replaced(Loader, "epoch", self._epoch),
-            Replaced(OrderedReducer, "_begin", self._begin_reducer),
-            Replaced(OrderedReducer, "_end", self._end_reducer),
+            Replaced(Reducer, "begin", self._begin_reducer),
+            Replaced(Reducer, "finish", self._finish_reducer),
             Replaced(OrderedReducer, "part", self._part),
             Replaced(DistributedDataParallel, "forward", self._forward_of_ddp),
             Replaced(DistributedDataParallel, "__init__", self._make_ddp),
@@ -334,20 +335,21 @@ class StepObserver:
         return run
 
     def _begin_reducer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(reducer: OrderedReducer) -> None:
-            self._virtual_workers = reducer.virtual_workers
-            original(reducer)
+        def begin(reducer: Reducer, trained: list[nn.Parameter]) -> None:
+            if reducer.one_pass:  # not that of `prepare`, whose loader says whether there are virtual workers
+                self._virtual_workers = reducer.virtual_workers
+            original(reducer, trained)
 
         return begin
 
-    def _end_reducer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def end(reducer: OrderedReducer) -> None:
+    def _finish_reducer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def finish(reducer: Reducer) -> None:
             began = self.now()
             original(reducer)
             if reducer.comm.size > 1:
                 self._step.reduce_wait_s += self.now() - began
 
-        return end
+        return finish
 
     def _watch_gradients(self) -> None:
         """Register hooks for the step that begins: on all parameters, or on the one whose gradient comes last."""

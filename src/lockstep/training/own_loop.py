@@ -30,8 +30,8 @@ from ..parallel.fingerprints import checksum_of
 from ..parallel.gradient_buckets import Gradients
 from ..parallel.module_sync import sync_module
 from ..parallel.nested import map_tensors, narrow, sample_count
-from ..parallel.ordered_reducer import SubtreeLayout, gather_sum
 from ..parallel.randomness import preserve_generators, seed_shard
+from ..parallel.reducer import SubtreeLayout, gather_sum
 from ..parallel.shards import bounds, check_virtual_workers, mix
 from ..parallel.unsupported_layers import check_supported
 from . import bodies

@@ -12,14 +12,7 @@ from torch.optim import Optimizer
 
 from ..communicator import Communicator
 from ..errors import ConfigError
-from ..parallel.gradient_buckets import Bucket
-from ..parallel.ordered_reducer import (
-    BucketExchange,
-    SubtreeLayout,
-    gather_sum,
-    make_exchanges,
-    set_sums,
-)
+from ..parallel.reducer import Reducer
 from ..parallel.strategy import accumulation_dtype
 from .bodies import Shard
 from .in_flight import LAG, HostCopy
@@ -83,18 +76,15 @@ class PreparedOptimizer:
         refuse_closure(optimizer)
         self._optimizer, self._job = optimizer, job
         self._original_step, self._original_zero_grad = optimizer.step, optimizer.zero_grad
-        self._layout = SubtreeLayout(job.comm, job.virtual_workers)
         self._replicas = ReplicaCheck(job.comm, job.model, optimizer, exact=job.exact)
         self._gradients = ShardGradients()
+        self._reducer = Reducer(job.comm, job.virtual_workers, one_pass=False)
         self._steps = 0
-        self._buckets: list[Bucket] = []
-        self._exchanges: list[BucketExchange] = []
         self._empty: list[int] = []
         self._stepped: list[int] = []
         self._counted = False
         self._accumulates = False  # whether a shard of this batch has gradients of an earlier one
         self._left_out_before = 0  # samples left out of batches whose gradients stay for a later one
-        self._numbers = self._layout.tree()
         self._settings: dict[tuple[int, str], Any] = {}  # of the first shard that has stepped
         self._counts: list[HostCopy] = []  # of steps whose sum has not been read yet
         self._refresh()
@@ -132,8 +122,7 @@ class PreparedOptimizer:
     def _refresh(self) -> None:
         """Find out which parameters are trained now."""
         trained = [p for p in parameters_of(self._job.model, self._optimizer) if p.requires_grad]
-        if self._gradients.train(trained):
-            self._buckets, self._exchanges = make_exchanges(trained[::-1], self._layout)
+        self._gradients.train(trained)
 
     # --- shards -------------------------------------------------------------------------------------------------------
 
@@ -145,15 +134,12 @@ class PreparedOptimizer:
 
     def _begin(self, empty: list[int]) -> None:
         self._empty, self._stepped, self._counted, self._accumulates = empty, [], False, False
-        self._numbers.clear()
-        for bucket in self._buckets:
-            bucket.tree.clear()
+        self._reducer.begin(self._gradients.trained)
 
     def begin_shard(self, shard: Shard, first: bool) -> None:
         """Put the gradients of `shard` into ``.grad``; those that an earlier step has left stay for the first one."""
         self._set_stepped(False)
-        for bucket in self._buckets:
-            bucket.release()
+        self._reducer.open(shard.number)
         self._gradients.open(shard, first)
 
     def end_shard(self, shard: Shard) -> None:
@@ -197,7 +183,9 @@ class PreparedOptimizer:
             self._gradients.release()
             self._job.record_deferred_step()
             return None
-        sums = self._reduce()
+        self._reducer.finish()
+        sums = self._reducer.sums
+        assert sums is not None
         if self._counted:
             self._divide_by_count(sums[1])
         elif shard.left_out is not None:
@@ -237,6 +225,7 @@ class PreparedOptimizer:
             raise ConfigError("step", expected, found="one outside", hint=hint)
         self._refresh()
         self._begin([])
+        self._reducer.open(job.comm.rank)
         return Shard(job.comm.rank, 1, 1 / job.comm.size, last=True, one_of_several=False)
 
     def _check_step(self, shard: Shard, count: Any) -> None:
@@ -289,7 +278,7 @@ class PreparedOptimizer:
         )
 
     def _collect(self, shard: Shard, loss: Any, count: Any) -> None:
-        """Move the weighted gradients and numbers of `shard` into the trees."""
+        """Add the weighted gradients and the numbers of `shard` to the sums; after the last, those of empty ones."""
         marks = self._replicas.marks(self._steps) if shard.last else None
         if shard.last:
             self._gradients.drop_in(self._empty)
@@ -313,22 +302,20 @@ class PreparedOptimizer:
         if shard.left_out is not None:
             numbers[6] = shard.left_out
             numbers[7] = self._left_out_before + shard.left_out if self._accumulates else 0
-        self._numbers.push((shard.number, 1), numbers)
+        self._reducer.add(numbers)
         self._counted = count is not None
         self._job.counts |= self._counted
         self._stepped.append(shard.number)
         self._weigh(shard, scale)
-        if self._job.virtual_workers > 1:
-            for bucket in self._buckets:
-                bucket.collect((shard.number, 1))
+        self._reducer.close()
         if shard.last:
             for number in self._empty:
-                self._numbers.push((number, 1), torch.zeros_like(numbers))
+                self._reducer.open(number)
+                self._reducer.add(torch.zeros_like(numbers))
                 earlier, before = self._gradients.take(number)
                 multiply(earlier, before)
                 self._gradients.put(earlier)
-                for bucket in self._buckets:
-                    bucket.collect((number, 1))
+                self._reducer.close()
 
     def _weigh(self, shard: Shard, weight: torch.Tensor) -> None:
         """Multiply the gradients of `shard` by its weight, if there are others to add them to."""
@@ -365,20 +352,6 @@ class PreparedOptimizer:
         if self._job.virtual_workers > 1:
             gradients = [p.grad for p in self._gradients.trained if p.grad is not None]
             scale_gradients(gradients, torch.where(total == 0, 0.0, 1 / total))
-
-    def _reduce(self) -> torch.Tensor:
-        """Sum the gradients over all shards, and put the sums into ``.grad``; returns the sums of the numbers."""
-        job = self._job
-        finish = self._numbers.total if job.comm.size == 1 else gather_sum(self._numbers.partial_sums, self._layout)
-        for bucket, exchange in zip(self._buckets, self._exchanges, strict=False):
-            exchange.start(bucket.tree.partial_sums)
-            bucket.retire()
-        if job.virtual_workers > 1:
-            set_sums(self._buckets, self._exchanges)
-        for p in self._gradients.trained:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        return finish()
 
     def _check_replicas(self, marks: torch.Tensor) -> None:
         if self._job.comm.size > 1 and (marks.device.type == "cpu" or self._steps & (self._steps - 1) <= 0):

@@ -81,10 +81,10 @@ class ShardGradients:
         self._first = 0  # the shard whose gradients they are
         self._problems: list[_Problem] = []
 
-    def train(self, trained: list[nn.Parameter]) -> bool:
-        """Set the trained parameters; returns whether they are others than before."""
+    def train(self, trained: list[nn.Parameter]) -> None:
+        """Set the trained parameters; if they are others than before, what is known of gradients is forgotten."""
         if len(trained) == len(self.trained) and all(map(_is, trained, self.trained)):
-            return False
+            return
         for hook in self._hooks:
             hook.remove()
         self.trained, self._own, self._shown, self._problems = trained, {}, [], []
@@ -96,7 +96,6 @@ class ShardGradients:
             for number, p in enumerate(trained)
         ]
         self.reopen()
-        return True
 
     def record(self, number: int, gradient: torch.Tensor) -> None:
         """Record a gradient as a backward pass has left it."""

@@ -83,7 +83,7 @@ class ShardPasses:
         strategy, device = self._strategy, self._strategy.comm.device
         reducer, buffers = strategy.reducer, strategy.buffers
         scale = step.precision.pass_scale(step.global_size)
-        for shard, part in zip(reducer, step.parts, strict=True):
+        for shard, part in zip(reducer.shards(strategy.trained()), step.parts, strict=True):
             if shard > reducer.local_shards.start:
                 buffers.restore()
             seed_shard(self._seed, step.number, shard, device)
@@ -103,7 +103,7 @@ class ShardPasses:
     def _run_jointly(self, step: _Step) -> None:
         """Run all shards with barriers at the layers that use all shards, and sum their results in order."""
         strategy, comm = self._strategy, self._strategy.comm
-        reducer, buffers, trained = strategy.reducer, strategy.buffers, strategy.reducer.trained()
+        reducer, buffers, trained = strategy.reducer, strategy.buffers, strategy.trained()
         self._check_joint(step.precision, step.global_size)
         shards = [shard for shard, (_, size) in zip(reducer.local_shards, step.parts, strict=True) if size]
 
@@ -129,7 +129,7 @@ class ShardPasses:
             raise ConfigError("model", expected, found="another one", hint=hint)
         by_shard = dict(zip(shards, results, strict=True))
         empty = torch.zeros_like(results[0][0]), [None] * len(trained)
-        for shard in reducer:
+        for shard in reducer.shards(trained):
             numbers, gradients = by_shard.get(shard, empty)
             if shard == reducer.local_shards[-1]:
                 _set_worker_totals(numbers, step)
@@ -161,14 +161,15 @@ class ShardPasses:
                 found=f"one in {batch.virtual_workers or 'none'}",
                 hint=hint,
             )
-        cuts = [reducer.part(batch.global_size, shard) for shard in reducer.local_shards]
+        samples = batch.global_size
+        if not batch.virtual_workers and batch.collated is not None:
+            samples = batch.collated[0]
+        cuts = [bounds(samples, reducer.virtual_workers, shard) for shard in reducer.local_shards]
+        sizes: Sequence[int] = [stop - start for start, stop in cuts]
         if batch.virtual_workers:
-            data, sizes = batch.data, batch.collated or [cut.stop - cut.start for cut in cuts]
+            data, sizes = batch.data, batch.collated or sizes
         else:
-            samples = batch.global_size if batch.collated is None else batch.collated[0]
-            cuts = [reducer.part(samples, shard) for shard in reducer.local_shards]
-            sizes = [cut.stop - cut.start for cut in cuts]
-            data = [narrow(batch.data, cut.start, cut.stop, samples) for cut in cuts]
+            data = [narrow(batch.data, *cut, samples) for cut in cuts]
         return [(map_tensors(_aligned, part), size) for part, size in zip(data, sizes, strict=True)]
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.messages import decode
+from lockstep.parallel.reducer import Reducer
 from lockstep.planning.observer import ObserverSettings, ProfileRecorded, StepObserver, profile_file
 from lockstep.planning.step_profile import Profile
 
@@ -189,7 +190,7 @@ def test_everything_is_as_before_afterwards(observe: Callable[..., Profile]) -> 
             loaders._BaseDataLoaderIter.__next__,
             lockstep.Loader.epoch,
             lockstep.Trainer.__init__,
-            lockstep.invariance.OrderedReducer._begin,
+            Reducer.begin,
             nn.parallel.DistributedDataParallel.__init__,
             len(_global_optimizer_pre_hooks),
             len(_global_optimizer_post_hooks),

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, MismatchError
-from lockstep.parallel import ordered_reducer
+from lockstep.parallel import reducer as reducers
 from support.hosts import pretending
 from support.pool import Pool
 
@@ -74,14 +74,14 @@ def sums(virtual_workers: int, steps: int = 3, freeze: int | None = None) -> lis
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_any_number_of_workers(pool: Pool, workers: int, backend: str) -> None:
     def all_of_them() -> list[Any]:
-        before, ordered_reducer._BUCKET = ordered_reducer._BUCKET, 64  # several buckets, also of this little
+        before, reducers._BUCKET = reducers._BUCKET, 64  # several buckets, also of this little
         try:
             return [
                 sums(virtual_workers, freeze=freeze)
                 for virtual_workers, freeze in ((4, None), (6, None), (7, 1), (8, None), (30, 0))
             ]
         finally:
-            ordered_reducer._BUCKET = before
+            reducers._BUCKET = before
 
     expected = pool.run(all_of_them, workers=1)
     assert pool.run(all_of_them, workers=workers, backend=backend) == expected * workers
@@ -137,25 +137,32 @@ def test_a_parameter_without_gradient_has_one_of_zeros(pool: Pool) -> None:
         assert pool.run(unused, workers=workers) == [(4.0, True)] * workers
 
 
+def first_parameters(reducer: lockstep.invariance.OrderedReducer, ps: list[nn.Parameter]) -> list[int]:
+    buckets = reducer._reducer._buckets
+    return [next(number for number, p in enumerate(ps) if p is bucket.parameters[0]) for bucket in buckets]
+
+
 def test_buckets_follow_the_order_of_rank_0s_backward_pass(pool: Pool) -> None:
     def orders() -> list[list[int]]:
         ps = [nn.Parameter(torch.ones(16)) for _ in range(4)]
-        before, ordered_reducer._BUCKET = ordered_reducer._BUCKET, 64
+        before, reducers._BUCKET = reducers._BUCKET, 64
         try:
             reducer = lockstep.invariance.OrderedReducer(ps, virtual_workers=2)
             found = []
             for _ in range(2):
-                found.append([next(n for n, p in enumerate(ps) if p is b.parameters[0]) for b in reducer._buckets])
+                found.append(
+                    [next(n for n, p in enumerate(ps) if p is b.parameters[0]) for b in reducer._reducer._buckets]
+                )
                 for _ in reducer:
                     x = torch.ones(16)
                     for number in (2, 0, 3, 1) if reducer.comm.rank == 0 else (0, 1, 2, 3):
                         x = x * ps[number]
                     x.sum().backward()
-            found.append([next(n for n, p in enumerate(ps) if p is b.parameters[0]) for b in reducer._buckets])
+            found.append(first_parameters(reducer, ps))
             assert all(torch.equal(p.grad, torch.full((16,), 2.0)) for p in ps)  # type: ignore[arg-type]
             return found
         finally:
-            ordered_reducer._BUCKET = before
+            reducers._BUCKET = before
 
     first, second = pool.run(orders, workers=2)
     assert first == second
@@ -263,7 +270,7 @@ def test_memory_that_is_kept_for_the_next_step_does_not_grow(pool: Pool) -> None
         for _ in range(4):
             for _ in reducer:
                 parameter.sum().backward()
-        return max(len(bucket._unused) for bucket in reducer._buckets)
+        return max(len(bucket._unused) for bucket in reducer._reducer._buckets)
 
     for workers in (1, 3):
         assert all(1 <= sets <= 6 for sets in pool.run(kept, workers=workers))  # log2(32) + 1

@@ -1,0 +1,385 @@
+"""Gradients, and a few numbers beside them, summed over the shards of a global batch in one order on any worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..communicator import Communicator
+from ..errors import ConfigError
+from ..flight_recorder import named
+from .gradient_buckets import Bucket, GradientHooks, Gradients, make_buckets
+from .shards import bounds, check_virtual_workers
+from .tree_sum import Node, TreeSum, is_left_fold, nodes
+
+__all__ = ["BucketExchange", "Reducer", "SubtreeLayout", "gather_sum"]
+
+
+# --- Tree sum over workers --------------------------------------------------------------------------------------------
+
+_GRADIENTS = "gradient all-reduce"  # what the watchdog calls these collectives
+# The first is the name since torch 2.13.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class SubtreeLayout:
+    """The subtrees whose sums each worker holds after its shards.
+
+    Args:
+        comm: communicator over the workers, at least two.
+        virtual_workers: number of leaves, at least as many as workers.
+
+    Attributes:
+        comm: the communicator.
+        virtual_workers: the number of leaves.
+        by_rank: the subtrees of each worker, in rank order.
+        local: the subtrees of this worker.
+    """
+
+    def __init__(self, comm: Communicator, virtual_workers: int) -> None:
+        self.comm, self.virtual_workers = comm, virtual_workers
+        self.by_rank = [nodes(*bounds(virtual_workers, comm.size, rank), virtual_workers) for rank in range(comm.size)]
+        self.local = self.by_rank[comm.rank]
+        self._is_left_fold = is_left_fold(self.by_rank, virtual_workers)
+
+    def is_plain_sum(self, tensor: torch.Tensor) -> bool:
+        """Return whether an all-reduce of tensors like `tensor` adds in the order of the tree.
+
+        For two workers it does if each holds one subtree. For more, only the process group knows its order of
+        summation: the name of the backend does not determine it. A group without `sums_in_rank_order` is assumed to
+        use another order.
+        """
+        if not self._is_left_fold or self.comm.size == 2:
+            return self._is_left_fold
+        in_rank_order: Callable[..., bool] | None = getattr(self.comm.group, "sums_in_rank_order", None)
+        return in_rank_order is not None and in_rank_order(tensor.device, tensor.dtype)
+
+    def tree(self) -> TreeSum[torch.Tensor]:
+        """Return an empty tree sum of tensors; additions are in place of the left operand."""
+        return TreeSum(self.virtual_workers, lambda left, right: left.add_(right))
+
+    def add_rows(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        """Return the tree sum of `rows`, one tensor for each subtree of all workers, in order."""
+        tree = self.tree()
+        for node, row in zip((node for subtrees in self.by_rank for node in subtrees), rows, strict=True):
+            tree.push(node, row)
+        return tree.total()
+
+
+class BucketExchange:
+    """Sums one bucket's gradients over the workers, in persistent buffers.
+
+    Each worker adds up one slice of the bucket: an all-to-all sends it that slice of every subtree, and an all-gather
+    distributes the sums. Where the all-reduce adds in the order of the tree, one all-reduce does both.
+
+    Args:
+        bucket: the bucket.
+        layout: the subtrees of each worker.
+    """
+
+    def __init__(self, bucket: Bucket, layout: SubtreeLayout) -> None:
+        first, rows, size = bucket.parameters[0], len(layout.local), layout.comm.size
+        self._layout, self._plain = layout, layout.is_plain_sum(first)
+        self._slice = -(-bucket.numel // size)
+        # Zeros, because the gaps between parameters are sent and added as well.
+        self._local = torch.zeros(rows, self._slice * size, dtype=first.dtype, device=first.device)
+        # Through .data each has a version of its own, by which a change of one gradient is told from that of another.
+        self._views = [[view.data for view in bucket.views(row)] for row in self._local]
+        self._sent = self._local if rows == 1 else self._local.new_empty(size, rows, self._slice)
+        rows_received = 0 if self._plain else sum(len(subtrees) for subtrees in layout.by_rank)
+        self._received = self._local.new_empty(rows_received, self._slice)
+        self._work: Any = None
+
+    def start(self, partial_sums: list[tuple[Node, Gradients]]) -> None:
+        """Start to send the sums over this worker's subtrees."""
+        with named(_GRADIENTS):
+            self._start(partial_sums)
+
+    def _start(self, partial_sums: list[tuple[Node, Gradients]]) -> None:
+        for views, (_, gradients) in zip(self._views, partial_sums, strict=True):
+            copy_gradients(gradients, views)
+        layout, group = self._layout, self._layout.comm.group
+        if self._plain:
+            self._work = dist.all_reduce(self._local, group=group, async_op=True)
+            return
+        if len(partial_sums) > 1:  # make the values for each rank contiguous
+            for number, row in enumerate(self._local):
+                self._sent[:, number].copy_(row.view(layout.comm.size, self._slice))
+        receive_sizes = [len(subtrees) * self._slice for subtrees in layout.by_rank]
+        send_sizes = [len(partial_sums) * self._slice] * layout.comm.size
+        received, sent = self._received.view(-1), self._sent.view(-1)
+        self._work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group, async_op=True)
+
+    def add_up(self) -> None:
+        """Add up this worker's slice, and start to gather all slices."""
+        if self._plain:
+            return
+        self._work.wait()
+        total = self._layout.add_rows(list(self._received.unbind()))
+        with named(_GRADIENTS):
+            self._work = _all_gather(self._local[0], total, group=self._layout.comm.group, async_op=True)
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for the sums, and return one for each parameter of the bucket."""
+        self._work.wait()
+        self._work = None
+        return self._views[0]
+
+
+def copy_gradients(gradients: Gradients, views: list[torch.Tensor]) -> None:
+    """Copy `gradients` into `views`; a missing gradient becomes -0.0, which changes no number it is added to."""
+    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+    if pairs:
+        torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is None:
+            view.fill_(-0.0)
+
+
+def gather_sum(partial_sums: list[tuple[Node, torch.Tensor]], layout: SubtreeLayout) -> Callable[[], torch.Tensor]:
+    """Start the tree sum of small tensors over the workers; returns a function that waits for it and returns it.
+
+    Args:
+        partial_sums: this worker's subtrees, with 1-d tensors of one size and dtype on all workers.
+        layout: the subtrees of each worker.
+    """
+    local, comm = [value for _, value in partial_sums], layout.comm
+    if layout.is_plain_sum(local[0]):
+        with named("loss and sample count"):
+            return comm.iallreduce(local[0]).wait
+    rows = max(len(subtrees) for subtrees in layout.by_rank)
+    padded = local[0].new_zeros(rows, local[0].numel())
+    torch._foreach_copy_(list(padded[: len(local)].unbind()), local)
+    gathered = local[0].new_empty(comm.size * rows, local[0].numel())
+    with named("loss and sample count"):
+        work: Any = _all_gather(gathered, padded, group=comm.group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        by_rank = zip(layout.by_rank, gathered.view(comm.size, rows, -1).unbind(), strict=True)
+        return layout.add_rows([row for subtrees, of_rank in by_rank for row in of_rank[: len(subtrees)]])
+
+    return finish
+
+
+# --- Reducer ----------------------------------------------------------------------------------------------------------
+
+
+# Bytes of a bucket: large enough to amortise the latency of a message, small enough that the first one is sent early.
+_BUCKET = 4 << 20
+
+
+class Reducer:
+    """Sums gradients, and a few numbers beside them, over the shards of a global batch.
+
+    A step's batch is cut into `virtual_workers` shards, each with its own passes. A worker computes a contiguous range
+    of them, and the gradients of all shards are added in the binary tree over their numbers
+    (`lockstep.parallel.tree_sum`), within a worker and across workers. A step is `begin`; for each of this worker's
+    shards, in order, `open`, its forward passes, `add`, its backward passes, and `close`; then `finish`, after which
+    ``.grad`` holds the sums. `shards` does all but `add` for a loop over it.
+
+    A parameter without a gradient in a shard adds nothing; one without a gradient in the whole step gets one of zeros.
+    Trained parameters may be others in each step, in the same way on all workers.
+
+    Args:
+        comm: communicator over the workers.
+        virtual_workers: number of shards of a global batch.
+        one_pass: whether each shard makes one backward pass at most, and its gradients begin as None. Then autograd
+            adds the second shard of a pair to the first, in place, and buckets are sent while the last shard's pass
+            runs. Otherwise a shard's gradients are whatever is in ``.grad`` when it is closed.
+
+    Attributes:
+        local_shards: the numbers of this worker's shards.
+        shard: the number of the shard whose passes run, or have run last.
+        sums: the sums of the numbers passed to `add`, after a step; None without any.
+
+    Raises:
+        ConfigError: for fewer virtual workers than workers.
+    """
+
+    def __init__(self, comm: Communicator, virtual_workers: int, *, one_pass: bool) -> None:
+        self.comm, self.one_pass = comm, one_pass
+        self.virtual_workers = check_virtual_workers(virtual_workers, comm.size)
+        self.local_shards = range(*bounds(self.virtual_workers, comm.size, comm.rank))
+        self.shard = -1
+        self.sums: torch.Tensor | None = None
+        self._layout = SubtreeLayout(comm, self.virtual_workers)
+        # The gradients of the only shard are the sums.
+        self._in_place = self.virtual_workers == 1 and not one_pass
+        self._trained: list[nn.Parameter] = []
+        self._buckets: list[Bucket] = []
+        self._exchanges: list[BucketExchange] = []  # of the buckets; none on a single worker
+        self._hooks = GradientHooks()
+        self._numbers: TreeSum[torch.Tensor] = self._layout.tree()
+        self._wait_for_sums: Callable[[], torch.Tensor] | None = None
+        self._sent = 0  # buckets of this step
+        self._known_order = False
+        self._step: object = None
+
+    def shards(self, trained: list[nn.Parameter]) -> Iterator[int]:
+        """Yield the numbers of this worker's shards, whose passes run in the body of the loop over them.
+
+        Args:
+            trained: the parameters, see `begin`.
+
+        Raises:
+            ConfigError: see `begin` and `close`.
+        """
+        step = self._step = object()
+        self.begin(trained)
+        try:
+            for shard in self.local_shards:
+                self.open(shard)
+                yield shard
+                if self._step is not step:
+                    raise ConfigError("reducer", "one loop over it at a time", found="another one, begun inside of it")
+                self.close()
+            self.finish()
+        finally:
+            # The generator of an abandoned loop may be finalized during a later loop.
+            if self._step is step:
+                self._hooks.remove()
+
+    def begin(self, trained: list[nn.Parameter]) -> None:
+        """Begin a step; what an unfinished one has summed is dropped.
+
+        Args:
+            trained: the parameters whose gradients are summed, in the same order on every worker.
+
+        Raises:
+            ConfigError: with `one_pass`, if a parameter has a hook of `register_post_accumulate_grad_hook`.
+        """
+        if len(trained) != len(self._trained) or any(p is not q for p, q in zip(trained, self._trained, strict=True)):
+            # Backward passes mostly reach the last parameters first; the real order is known after one step.
+            self._trained, self._known_order = list(trained), False
+            self._make_buckets(trained[::-1])
+        elif self._sent:  # communication of an unfinished step may still write to the old buffers
+            self._make_buckets([p for bucket in self._buckets for p in bucket.parameters])
+        self._numbers.clear()
+        self.sums, self._wait_for_sums, self._sent = None, None, 0
+        for bucket in self._buckets:
+            bucket.tree.clear()
+            bucket.pending = len(bucket.parameters)
+        if self.one_pass:
+            self._hooks.remove()
+            self._hooks.refuse_other_hooks(trained)
+            for p in trained:
+                p.grad = None
+
+    def _make_buckets(self, order: list[nn.Parameter]) -> None:
+        """Group parameters, in the order in which gradients arrive, into buckets, each with an exchange."""
+        distributed = self.comm.size > 1
+        make = partial(Bucket, virtual_workers=self.virtual_workers)
+        self._buckets = make_buckets(order, _BUCKET if distributed else None, make)
+        self._exchanges = [BucketExchange(bucket, self._layout) for bucket in self._buckets] if distributed else []
+
+    def open(self, shard: int) -> None:
+        """Begin the passes of `shard`, the next one of this worker's."""
+        self.shard = shard
+        second = self._is_second(shard)
+        if not second:
+            for bucket in self._buckets:
+                bucket.release()
+        if not self.one_pass:
+            return
+        self._hooks.record_versions(self._trained if second else [])
+        if shard == self.local_shards[-1] and self.comm.size > 1:
+            self._hooks.register(self._buckets, self._send_ready)
+
+    def _is_second(self, shard: int) -> bool:
+        """Return whether the gradients of `shard` are added to those of its sibling, which this worker has computed.
+
+        Autograd adds the second gradient of a pair to the first: that is the lowest level of the tree.
+        """
+        return self.one_pass and shard % 2 == 1 and shard - 1 in self.local_shards
+
+    def add(self, numbers: torch.Tensor) -> None:
+        """Add numbers of this shard, such as its loss, to a sum in the same tree; call it before the backward pass.
+
+        Args:
+            numbers: 1-d floating tensor, of the same size in every shard; overwritten with partial sums.
+
+        Raises:
+            ConfigError: if gradients of the last shard have been sent already.
+        """
+        if self._sent:
+            hint = "Call add() between the forward and the backward pass."
+            raise ConfigError(
+                "numbers", "numbers before the backward pass of their shard", found="some after it", hint=hint
+            )
+        self._numbers.push((self.shard, 1), numbers)
+        if self.shard == self.local_shards[-1] and self.comm.size > 1:
+            self._wait_for_sums = gather_sum(self._numbers.partial_sums, self._layout)
+
+    def close(self) -> None:
+        """Add the gradients of the open shard to the sums, and set them to None; the sums are sent after the last one.
+
+        Raises:
+            ConfigError: for a sparse gradient, and with `one_pass` for several backward passes.
+        """
+        if self.one_pass:
+            self._hooks.check_one_pass(self._trained)
+            if self.shard % 2 == 0 and self.shard + 1 in self.local_shards:
+                return
+        if self._in_place:
+            return
+        for number in range(self._sent, len(self._buckets)):
+            self._collect(number)
+
+    def _collect(self, number: int) -> None:
+        """Move a bucket's gradients into its tree, and send the partial sums after the last shard."""
+        bucket, shard = self._buckets[number], self.shard
+        bucket.collect((shard - 1, 2) if self._is_second(shard) else (shard, 1))
+        if self._exchanges and shard == self.local_shards[-1]:
+            self._exchanges[number].start(bucket.tree.partial_sums)
+            bucket.retire()
+            self._sent = number + 1
+
+    def _send_ready(self) -> None:
+        """Send the complete buckets, in the same order on all workers."""
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].pending:
+            self._collect(self._sent)
+
+    def finish(self) -> None:
+        """Set the gradient of each parameter to its sum over all shards of all workers, and `sums`."""
+        order = self._hooks.remove()
+        if self._in_place:
+            for p in self._trained:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+        else:
+            self._set_gradients()
+        if self._wait_for_sums is not None:
+            self.sums = self._wait_for_sums()
+        elif self._numbers.partial_sums:
+            self.sums = self._numbers.total()
+        self._sent = 0
+        if self.one_pass and not self._known_order:
+            self._known_order = True
+            if self._exchanges:
+                self._reorder_buckets(order)
+
+    def _set_gradients(self) -> None:
+        for exchange in self._exchanges:
+            exchange.add_up()
+        for number, bucket in enumerate(self._buckets):
+            sums = self._exchanges[number].wait() if self._exchanges else bucket.tree.total()
+            for p, gradient in zip(bucket.parameters, sums, strict=True):
+                # -0.0 as with several workers, see `copy_gradients`.
+                p.grad = torch.full_like(p, -0.0) if gradient is None else gradient
+            bucket.tree.clear()
+
+    def _reorder_buckets(self, arrived: list[nn.Parameter]) -> None:
+        """Rebuild the buckets in the order in which gradients have arrived on rank 0."""
+        position = {id(p): number for number, p in enumerate(self._trained)}
+        order = list(dict.fromkeys([*(position[id(p)] for p in arrived), *reversed(range(len(position)))]))
+        rank0_order = self.comm.broadcast(torch.tensor(order, dtype=torch.int64, device=self.comm.device))
+        gradients = [p.grad for p in self._trained]
+        self._make_buckets([self._trained[number] for number in rank0_order.tolist()])
+        for p, gradient in zip(self._trained, gradients, strict=True):
+            p.grad = gradient  # a view of the old buckets
