@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from ..parallel.nested import map_tensors, tensors_of
 from ..parallel.randomness import preserve_generators
 from .divided_batches import FirstPasses
-from .model_check import copy_in_float64
+from .model_check import DRAWING_LAYERS, copy_in_float64
 
 __all__ = ["FirstCall"]
 
@@ -27,8 +25,6 @@ _log = logging.getLogger(__name__)
 _FEWEST_SAMPLES, _MOST_SAMPLES = 4, 8
 # Relative difference of outputs in float64. Batch norm of 8 and of 4 samples differs by a tenth.
 _TOLERANCE = 1e-6
-# Layers that are named by themselves where they depend on how a batch is divided, or that draw.
-_NAMED = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
 
 
 class FirstCall:
@@ -86,7 +82,7 @@ class FirstCall:
         if copied is None:
             return False
         for layer in copied.modules():
-            if isinstance(layer, _NAMED):
+            if isinstance(layer, DRAWING_LAYERS):  # which are named by themselves, see `describe_division`
                 layer.eval()
         outputs = []
         device = tensors[0].device

@@ -19,7 +19,7 @@ from .halves import Difference, Halves, LossLike, Passes, Samples, compare_or_sk
 from .mean_check import WITH_GRADIENTS, NotAMean, block_at, without_traces
 from .modes import evaluating, preserving_buffers
 
-__all__ = ["compare_model", "copy_in_float64"]
+__all__ = ["DRAWING_LAYERS", "compare_model", "copy_in_float64"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ _MAX_COPIED = 1 << 25
 _COPY, _FLOAT32 = (2e-6, 2e-5), (1e-5, 1e-4)
 # Kernels of lower precision than the tensors have, such as TF32, differ by that much with the number of samples.
 _REDUCED = (1e-3, 1e-3)
-# Layers that draw, or have statistics, in training.
-_DRAWING = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
+DRAWING_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
+"""Layers that draw, or have statistics, in training."""
 # Up to so many elements a parameter's gradient is compared: among them those of gates, which choose experts.
 _SMALL = 1 << 16
 
@@ -85,7 +85,7 @@ def compare_model(
                 lambda _: _COPY,
                 sums_add_up=True,
             )
-            training = [layer for layer in wide.modules() if layer.training and not isinstance(layer, _DRAWING)]
+            training = [layer for layer in wide.modules() if layer.training and not isinstance(layer, DRAWING_LAYERS)]
             wide.eval()
             try:
                 found = halves.difference(number == 0)
