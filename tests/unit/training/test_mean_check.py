@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.nested import map_tensors
@@ -284,6 +285,31 @@ def test_new_values_in_each_batch_are_not_compared_each_time() -> None:
         assert loss.check() is None
     compared = (len(calls) - 640) // 3
     assert 20 < compared <= sum(map(is_due, range(640))) + 8 + 10
+
+
+def test_a_step_that_is_not_due_costs_the_sum_and_a_look_at_its_value() -> None:
+    """Labels of a few samples are looked up without an operation; nothing is kept, copied or called again."""
+    loss = MeanCheck("loss_fn", lambda output, target: F.cross_entropy(output, target))
+    for step in range(6):
+        loss.expect(step)
+        loss(SCORES, LABELS, 9)
+        assert loss.check() is None
+    assert not is_due(step)
+    names: list[str] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Operations():
+        F.cross_entropy(SCORES, LABELS)
+    own, names = names, []
+    loss.expect(7)
+    with Operations():
+        loss(SCORES, LABELS, 9)
+    assert names == [*own, "_local_scalar_dense", "mul"]
+    assert loss._kept is None
 
 
 def test_a_part_in_which_nothing_counts_is_found() -> None:
