@@ -363,7 +363,7 @@ def test_a_trainer_saves_after_ctrl_c_however_long_it_takes(tmp_path: Path) -> N
     program = write(
         tmp_path,
         """
-        from lockstep.training.stopping import StopSignals
+        from lockstep.training.stop_signals import StopSignals
         with StopSignals() as stop:
             Path(sys.argv[1], f"{rank}").touch()
             while stop.received is None:

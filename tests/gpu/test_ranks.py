@@ -228,7 +228,8 @@ def test_tensors_arrive_on_the_cpu() -> None:
 
 def test_a_stop_is_heard() -> None:
     def work() -> list[bool]:
-        from lockstep.training.stopping import StopRequests, StopSignals
+        from lockstep.training.stop_signals import StopSignals
+        from lockstep.training.stopping import StopRequests
 
         stop_requests = StopRequests(lockstep.init(DEVICE), StopSignals())
         return [stop_requests.poll() for _ in range(10)]

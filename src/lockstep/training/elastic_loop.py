@@ -24,8 +24,9 @@ from .callbacks.base import Callback, TrainingContext
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.group import CallbackGroup
 from .loop import Loop, Run
-from .step import REGROUP, StepResult
-from .stopping import StopSignals
+from .recovery import REGROUP, Recovery
+from .step import StepResult
+from .stop_signals import StopSignals
 
 __all__ = [
     "ElasticCallbacks",
@@ -333,6 +334,18 @@ class JobSignals(StopSignals):
         """Ignore what `StopSignals` sets."""
 
 
+class _Requests(Recovery):
+    """Lets a step request what a worker wants."""
+
+    def __init__(self, client: MembershipClient) -> None:
+        self._client = client
+
+    @property
+    def requests(self) -> float:
+        """See `Recovery.requests`."""
+        return REGROUP * self._client.wants_to_regroup
+
+
 class ElasticLoop(Loop):
     """The loop over epochs of an elastic job, see `lockstep.elastic.membership` for the protocol.
 
@@ -359,6 +372,7 @@ class ElasticLoop(Loop):
         super().__init__(trainer, callbacks, JobSignals(comm.client))
         self._run, self._events, self._signals = trainer, callbacks, signals
         self._comm, self._client, self._fit, self._most = comm, comm.client, fit, most
+        trainer.step.recovery = _Requests(comm.client)
         self._has_state = not comm.is_joining
         self._save_due: bool | None = None  # whether an interrupted checkpoint was the best one
 
@@ -431,8 +445,7 @@ class ElasticLoop(Loop):
         strategy.begin_step()
         try:
             self._client.check()  # a worker that is alone waits in no collective
-            stop, regroup = self.stop_requests.signalled, self._client.wants_to_regroup
-            return trainer.step.run(batch, stop=stop, regroup=regroup)
+            return trainer.step.run(batch, stop=self.stop_requests.signalled)
         except BaseException:
             strategy.abandon_step()
             raise

@@ -11,6 +11,7 @@ import torch
 from .. import arguments
 from ..communicator.requests import register_pending
 from .formats import IN_FLIGHT
+from .recovery import REGROUP
 from .step import StepResult
 
 __all__ = ["LAG", "HostCopy", "InFlightLimit", "StepsInFlight", "check_in_flight"]
@@ -116,15 +117,18 @@ class StepsInFlight:
             numbers = torch.cat([numbers, result.marks])
         self._queue.append(_Queued(result, HostCopy(numbers)))
 
-    def settle(self) -> float:
+    def settle(self, whole: bool = False) -> float:
         """Check the results of all but the latest steps; returns the sum of the workers' requests in them.
+
+        Args:
+            whole: whether to check those of the latest steps as well.
 
         Raises:
             DivergedError: for a loss that is not finite, naming the step; see `StepResult.check`.
             MismatchError: on every worker, if their hyperparameters or weights differ.
         """
         requests = 0.0
-        while len(self._queue) > self._lag:
+        while len(self._queue) > (0 if whole else self._lag):
             requests += self._inspect(self._queue.popleft())
         return requests
 
@@ -133,9 +137,9 @@ class StepsInFlight:
         self._queue.clear()
 
     def regroup(self) -> None:
-        """Keep the losses of the steps in flight, and nothing else: workers that have joined know nothing of them.
+        """Keep the losses of the steps in flight, and requests to stop: the group of these steps is gone.
 
-        Sums for the comparison of replicas are those of another number of workers. Requests are repeated.
+        Sums for the comparison of replicas are those of another number of workers. Requests to regroup are repeated.
         """
         for queued in self._queue:
             queued.of_earlier_group = True
@@ -171,4 +175,4 @@ class StepsInFlight:
             queued.reported = True
             if self._on_loss is not None:
                 self._on_loss(result, loss)
-        return 0.0 if queued.of_earlier_group else stop
+        return stop % REGROUP if queued.of_earlier_group else stop

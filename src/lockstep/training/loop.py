@@ -16,9 +16,11 @@ from .callbacks.group import CallbackGroup
 from .checkpoint_manager import CheckpointManager
 from .in_flight import StepsInFlight
 from .modes import TrainingModes
+from .recovery import REGROUP
 from .run_state import EpochTotals, Position, Row, RunState
-from .step import REGROUP, StepResult
-from .stopping import StoppableLoader, StopRequests, StopSignals
+from .step import StepResult
+from .stop_signals import StopSignals
+from .stopping import StoppableLoader, StopRequests
 
 __all__ = ["Loop", "Run"]
 

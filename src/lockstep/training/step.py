@@ -42,6 +42,7 @@ from .mixed_samples import FirstCall
 from .model_changes import ModelChanges, are_same
 from .out_of_memory import explained, is_out_of_memory
 from .precision import Number, Precision, clip, scale_gradients
+from .recovery import STOP, recovery_of
 from .replica_check import ReplicaCheck
 from .schedules import Schedule
 from .torch_calls import clear_gradients
@@ -49,8 +50,6 @@ from .torch_schedulers import SchedulerOfTorch
 from .virtual_worker_passes import ShardPasses
 
 __all__ = [
-    "REGROUP",
-    "STOP",
     "Passes",
     "StepOptions",
     "StepResult",
@@ -279,7 +278,7 @@ class Passes(Protocol):
             precision: the precision of the passes.
             batch: this worker's part of the global batch.
             step: the number of the step.
-            requests: what this worker requests, see `STOP` and `REGROUP`.
+            requests: what this worker requests, see `recovery.STOP` and `REGROUP`.
             marks: 1-d tensor that is summed over the workers with the totals, see `ReplicaCheck.marks`.
 
         Returns:
@@ -427,9 +426,6 @@ class _SumsOnDevice:
 
 # --- The training step ------------------------------------------------------------------------------------------------
 
-STOP, REGROUP = 1.0, 65536.0
-"""What a worker adds to the sum of a step's requests if it requests a stop, or to regroup; no job has more workers."""
-
 _RANDOM = 2  # the purpose of the seed's key, see `lockstep.parallel.randomness`
 
 
@@ -513,6 +509,11 @@ class StepResult:
         """Return a result with other values of these arguments."""
         return StepResult(**{**self._arguments(), **changes})
 
+    def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
+        """Return a result with `fn` of each tensor."""
+        changed = {name: fn(value) for name, value in self._arguments().items() if isinstance(value, torch.Tensor)}
+        return self.replaced(**changed)
+
     def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
         return StepResult, tuple(self._arguments().values())
 
@@ -526,7 +527,7 @@ class StepResult:
 
     @property
     def stop(self) -> torch.Tensor:
-        """0-dim tensor on the device, the sum of the workers' requests, see `STOP` and `REGROUP`.
+        """0-dim tensor on the device, the sum of the workers' requests, see `recovery.STOP` and `REGROUP`.
 
         It is above zero if some worker requested a stop.
         """
@@ -658,12 +659,12 @@ class TrainStep:
         self.strategy = resolve_strategy(strategy, virtual_workers, threads, gradient_accumulation_steps)
         self.comm = self.strategy.comm
         self._on_host = self.comm.device.type == "cpu"
+        self.recovery = recovery_of(self.comm, self.strategy.can_regroup)
         self.precision = Precision(precision, self.comm.device)
         self._max_grad_norm, self._seed = max_grad_norm, seed
         self._key = mix((seed, _RANDOM))
         self.steps_done = 0
         self._last_rates = _rates(optimizer)  # of the last step
-        self.replacement: Callable[[Batch], StepResult] | None = None  # of `run`, see `lockstep.elastic.steps`
         self.strategy.check(optimizer, precision)
         if sync_batchnorm:
             _synchronise_batch_norm(model, self.strategy)
@@ -699,13 +700,12 @@ class TrainStep:
         """Run one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
         return self.run(batch).loss
 
-    def run(self, batch: Batch, stop: bool = False, regroup: bool = False) -> StepResult:
+    def run(self, batch: Batch, stop: bool = False) -> StepResult:
         """Run one step; called by all workers.
 
         Args:
             batch: this worker's part of the global batch.
             stop: whether this worker requests a stop; `StepResult.stop` tells all workers.
-            regroup: whether this worker of an elastic job requests to regroup after this step.
 
         Raises:
             DivergedError: on the CPU, before the update, if the loss is not finite. On other devices the check would
@@ -717,14 +717,15 @@ class TrainStep:
                 `lockstep.training.mean_check`.
             OutOfMemoryError: the memory of this worker's device is full; says what to try.
         """
-        return self.run_once(batch, stop, regroup) if self.replacement is None else self.replacement(batch)
+        return self.recovery.run(self._attempt, batch, stop)
 
-    def run_once(self, batch: Batch, stop: bool = False, regroup: bool = False) -> StepResult:
+    def _attempt(self, batch: Batch, stop: bool) -> StepResult:
         """See `run`; in an elastic job, an attempt that the loss of a worker may end."""
+        batch = self.recovery.part_of(batch)
         step = self.steps_done
         try:
             with self.strategy.deterministic():
-                return self._run(batch, STOP * stop + REGROUP * regroup)
+                return self._run(batch, STOP * stop + self.recovery.requests)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

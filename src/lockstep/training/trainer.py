@@ -50,7 +50,7 @@ from .run_state import (
     check_validate_every,
 )
 from .step import StepOptions, TrainStep, check_functions, make_strategy
-from .stopping import StopSignals
+from .stop_signals import StopSignals
 
 __all__ = ["StepOptions", "Trainer"]
 

@@ -12,7 +12,7 @@ from lockstep.communicator.elastic_communicator import failure_reason
 from lockstep.errors import DesyncError, MembershipChangedError, RankLostError, StallError, TransportError
 from lockstep.training.callbacks import Callback
 from lockstep.training.elastic_loop import ElasticCallbacks, leave_later
-from lockstep.training.stopping import StopSignals
+from lockstep.training.stop_signals import StopSignals
 
 
 @pytest.mark.parametrize(

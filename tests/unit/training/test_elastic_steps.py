@@ -14,7 +14,7 @@ import lockstep
 from lockstep.data.loader import Loader
 from lockstep.elastic.membership import View
 from lockstep.errors import ConfigError, MembershipChangedError
-from lockstep.training import elastic_steps as steps_module
+from lockstep.training import recovery
 from lockstep.training.step import TrainStep
 
 
@@ -105,7 +105,7 @@ class Client:
     wants_to_regroup = leaving = False
     stop_signal = 0
 
-    def enter(self, fit: int, most: int) -> None:
+    def enter(self, fit: int, most: int, folder: str) -> None:
         """Do nothing."""
 
     def check(self) -> None:
@@ -116,17 +116,27 @@ class Client:
 
 
 class Group:
-    """A communicator whose next view consists of a worker that is ahead, rank 0, and another one."""
+    """A communicator whose next view consists of a worker that is ahead, rank 0, and another one.
 
-    def __init__(self, rank: int, sent: list[Any], joins: bool = False) -> None:
+    Args:
+        rank: which of them this is.
+        sent: what the first has sent.
+        behind: the commit of the other one, () if it joins.
+    """
+
+    def __init__(self, rank: int, sent: list[Any], behind: Any = ()) -> None:
         self.rank, self.size, self.device, self.client = rank, 1, torch.device("cpu"), Client()
-        self.is_joining, self.keeps_values, self.trainings, self.sent = joins, True, 0, sent
+        self.is_joining, self.keeps_values, self.trainings, self.sent = rank == 1 and not behind, True, 0, sent
         self.commits: list[Any] = []
+        self.behind = behind
 
     def earlier_result(self) -> None:
         """Return none."""
 
     def note_result(self, result: object) -> None:
+        """Do nothing."""
+
+    def barrier(self) -> None:
         """Do nothing."""
 
     def broadcast_object(self, value: Any, root: int) -> Any:
@@ -138,10 +148,10 @@ class Group:
         ahead = commit() if self.rank == 0 else self.commits[0]
         self.commits.append(ahead)
         self.is_joining = False
-        adapt(View(1, (0, 1), (0, 0), (ahead, BEHIND if self.rank == 0 else commit()), 0))
-
-
-BEHIND: Any = ()
+        self.client.wants_to_regroup = False
+        behind = commit() if self.rank == 1 else self.behind
+        assert behind == self.behind and at_boundary == (not self.behind and self.rank == 0)
+        adapt(View(1, (0, 1), (0, 0), (ahead, behind), 0))
 
 
 def share(comm: Any, source: int, state: Any, wanted: bool) -> Any:
@@ -151,38 +161,43 @@ def share(comm: Any, source: int, state: Any, wanted: bool) -> Any:
     return pickle.loads(comm.sent.pop(0))
 
 
-def train(comm: Any, fails: str, own_scheduler: bool = True) -> dict[str, Any]:
-    """Train, with an operation that fails once, such as "step 4" or "call 4"."""
+def train(comm: Any, fails: str, own_scheduler: bool = True, hook: Any = None) -> dict[str, Any]:
+    """Train, with an operation that fails once, such as "step 4" or "call 4", or others that join after "body 4"."""
     loader, step = make(own_scheduler=own_scheduler)
     optimizer: Any = step.optimizer
     seen: dict[str, Any] = {"losses": []}
     scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if own_scheduler else None
     failures = [fails]
-    run_once = step.run_once
+    run = step._run
 
-    def attempt(batch: Any, **requests: Any) -> Any:
+    def attempt(batch: Any, requests: float) -> Any:
         fail(f"step {batch.epoch * 3 + batch.step}")
-        return run_once(batch, **requests)
+        return run(batch, requests)
 
     def fail(place: str) -> None:
         if place in failures:
             failures.remove(place)
             raise MembershipChangedError(0)
 
-    step.run_once = attempt  # type: ignore[method-assign]
+    step._run = attempt  # type: ignore[method-assign]
+    step.recovery = recovery.ElasticRecovery(comm)
     state = {"scheduler": scheduler, "seen": seen} if own_scheduler else {"seen": seen}
-    training = steps_module._ElasticSteps(loader, step, 3, state, comm)
+    training = lockstep.elastic.steps(loader, step, 3, state=state)
     for batch in training:
         number = batch.epoch * 3 + batch.step
+        comm.client.wants_to_regroup = f"body {number}" in failures
         loss = float(step(batch))
+        if hook is not None:
+            hook(step)
         if own_scheduler:
             scheduler.step()
         seen["losses"].append(optimizer.param_groups[0]["lr"])
         optimizer.param_groups[0]["momentum"] *= 0.9
         seen["losses"].append((number, loss))
         training.call(lambda at=number: fail(f"call {at}"))
-        seen["losses"].append(training.call(lambda: 7 * number))  # noqa: B023 - called at once
+        seen["losses"].append(training.call(lambda at=number: fail(f"again {at}") or 7 * at))
         seen["losses"].append(optimizer.param_groups[0]["momentum"])
+        seen["losses"].append(float(torch.rand(())))
     return {"weight": step.model.weight, "lr": optimizer.param_groups[0]["lr"], "steps": step.steps_done, **seen}
 
 
@@ -190,22 +205,38 @@ def train(comm: Any, fails: str, own_scheduler: bool = True) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ahead", "behind", "commit"),
     [
-        ("step 4", "", ()),  # one joins in a step
-        ("call 4", "", ()),  # one joins after the step of a body
+        ("body 4", "", ()),  # one joins after a body
+        ("body 5", "", ()),  # the last one of an epoch
         ("call 4", "step 4", (0, 12)),  # one has not got the result of a step, after which the other has gone on
+        ("again 5", "call 5", (0, 16)),  # one has not got the result of a call
     ],
 )
 def test_who_is_behind_gets_what_it_has_not_done(
     ahead: str, behind: str, commit: Any, own_scheduler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps_module, "share", share)
-    monkeypatch.setitem(globals(), "BEHIND", commit)
+    monkeypatch.setattr(recovery, "share", share)
     undisturbed = train(Group(0, []), "", own_scheduler)
-    first = Group(0, [])
+    first = Group(0, [], commit)
     found = train(first, ahead, own_scheduler)
-    second = Group(1, list(first.sent), joins=not behind)
+    second = Group(1, list(first.sent), commit)
     second.commits = first.commits
     for each in (found, train(second, behind, own_scheduler)):
         assert torch.equal(each.pop("weight"), undisturbed["weight"])
         assert each == {name: value for name, value in undisturbed.items() if name != "weight"}
     assert second.sent == []
+
+
+def test_a_model_that_the_body_has_changed_is_not_given_to_who_would_change_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def clamp(step: Any) -> None:
+        with torch.no_grad():
+            step.model.weight.clamp_(-0.1, 0.1)
+
+    monkeypatch.setattr(recovery, "share", share)
+    first = Group(0, [], (0, 12))
+    train(first, "call 4", hook=clamp)
+    second = Group(1, list(first.sent), (0, 12))
+    second.commits = first.commits
+    with pytest.raises(ConfigError, match="got a change between two steps"):
+        train(second, "step 4", hook=clamp)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.training.stopping import StopSignals
+from lockstep.training.stop_signals import StopSignals
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_the_second_acts_as_before() -> None:
 
 
 def test_a_launched_worker_ignores_the_second(monkeypatch: pytest.MonkeyPatch, heard: list[int]) -> None:
-    monkeypatch.setattr("lockstep.training.stopping.under_launcher", lambda: True)
+    monkeypatch.setattr("lockstep.training.stop_signals.under_launcher", lambda: True)
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)

@@ -17,7 +17,8 @@ from lockstep.training.callbacks import Callback, Checkpoints
 from lockstep.training.evaluate import accuracy
 from lockstep.training.in_flight import LAG
 from lockstep.training.step import StepResult
-from lockstep.training.stopping import StopRequests, StopSignals
+from lockstep.training.stop_signals import StopSignals
+from lockstep.training.stopping import StopRequests
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import fit, images, make, timeless

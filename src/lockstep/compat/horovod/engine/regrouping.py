@@ -13,7 +13,7 @@ from lockstep import environment
 from lockstep.communicator.elastic_communicator import ElasticCommunicator
 from lockstep.elastic.membership import NO_STATE, Commit, View
 from lockstep.errors import InterruptedRunError, LockstepError
-from lockstep.training.stopping import StopSignals
+from lockstep.training.stop_signals import StopSignals
 
 from ..as_horovod import FOLDER
 from ..common.exceptions import HorovodInternalError

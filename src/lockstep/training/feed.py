@@ -1,0 +1,60 @@
+"""The batches of a training one after the other, and another part of the same batch after its workers have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..data.loader import Batch, Loader
+from .recovery import Recovery
+
+__all__ = ["Feed"]
+
+
+class Feed:
+    """This worker's parts of the global batches of a loader.
+
+    Args:
+        loader: of the batches.
+        seek: moves the loader to the position of the training, and returns whether it is before a batch of this epoch.
+        recovery: of the training; loading may communicate.
+    """
+
+    def __init__(self, loader: Loader, seek: Callable[[int], bool], recovery: Recovery) -> None:
+        self.loader = loader
+        self._seek, self._recovery = seek, recovery
+        self._epoch = 0
+        self._stream: Iterator[Batch] | None = None
+        self._batch: Batch | None = None
+        self._is_lost = False  # whether the loader may be at another position than the training
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch, from the position of the training on."""
+        self._epoch = epoch
+        try:
+            while (batch := self._recovery.read(self._next)) is not None:
+                yield batch
+        finally:
+            self._stream = self._batch = None
+
+    def current(self) -> Batch:
+        """Return this worker's part of the current batch."""
+        batch = self._batch
+        if batch is None:  # the workers have changed since
+            batch = self._next()
+        assert batch is not None
+        return batch
+
+    def regroup(self) -> None:
+        """Adapt to the workers that there are now; what is needed next is loaded again when it is needed."""
+        self._stream = self._batch = None
+        self._is_lost = True
+
+    def _next(self) -> Batch | None:
+        """Load the next batch; None at the end of the epoch."""
+        if self._stream is None:
+            if self._is_lost and not self._seek(self._epoch):
+                return None
+            self._is_lost = False
+            self._stream = iter(self.loader.epoch(self._epoch))
+        self._batch = next(self._stream, None)
+        return self._batch
