@@ -22,8 +22,9 @@ from torch import nn
 import lockstep
 from lockstep.communicator.elastic_communicator import ElasticCommunicator
 from lockstep.elastic.client import MembershipClient
-from lockstep.training import elastic_loop
 from lockstep.training.callbacks import TrainingContext
+from lockstep.training.loop import Loop
+from lockstep.training.recovery import ElasticRecovery
 
 if TYPE_CHECKING:
     from lockstep.training.step import StepResult
@@ -121,7 +122,7 @@ def note_around(owner: Any, name: str, before: Callable[..., None], after: Calla
 
 def note_regroups(notes: Notes) -> None:
     """Note the parts of a regroup."""
-    receive, regroup = MembershipClient._take, elastic_loop.ElasticLoop._run_step
+    receive, regroup = MembershipClient._take, Loop._run_step
     last_begun = [-1]
 
     def take(self: MembershipClient, message: Any) -> None:
@@ -129,27 +130,27 @@ def note_regroups(notes: Notes) -> None:
             notes.write("seen", message.generation)
         receive(self, message)
 
-    def run_step(self: Any, batch: Any) -> Any:
-        generation = self._client.generation
+    def run_step(self: Any) -> Any:
+        generation = self._trainer.comm.client.generation
         if last_begun[0] != generation:
             last_begun[0] = generation
             notes.write("begun", generation)
-        return regroup(self, batch)
+        return regroup(self)
 
     def nothing(*_: Any) -> None:
         pass
 
     MembershipClient._take = take  # type: ignore[method-assign]
-    elastic_loop.ElasticLoop._run_step = run_step  # type: ignore[method-assign]
+    Loop._run_step = run_step  # type: ignore[method-assign]
     note_around(
         ElasticCommunicator, "leave_group", nothing, lambda self: notes.write("left", self.client.generation + 1)
     )
     note_around(ElasticCommunicator, "_form", nothing, lambda self, view: notes.write("formed", view.generation))
     note_around(
-        elastic_loop.ElasticLoop,
+        ElasticRecovery,
         "_share",
-        lambda self, view, best: notes.write("share", view.generation, has=self._has_state),
-        lambda self, view, best: notes.write("shared", view.generation),
+        lambda self, state, view, best: notes.write("share", view.generation, has=self._has_state),
+        lambda self, state, view, best: notes.write("shared", view.generation),
     )
 
 

@@ -275,7 +275,7 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     from lockstep.checkpoint.folder import CheckpointStore
     from lockstep.communicator.elastic_communicator import ElasticCommunicator
     from lockstep.data.fetching import Fetcher
-    from lockstep.training import elastic_loop
+    from lockstep.training import recovery
 
     next(net.children()).register_forward_hook(lambda *_: chaos.pass_by("forward" if net.training else "evaluation"))
     next(net.parameters()).register_hook(lambda _: chaos.pass_by("backward"))
@@ -301,7 +301,7 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     chaos.around(ElasticCommunicator, "leave_group", "leave group")
     chaos.around(client_module.MembershipClient, "regroup", "arrive")
     chaos.around(ElasticCommunicator, "_make_group", "form")
-    chaos.around(elastic_loop, "share", "share", "shared")
+    chaos.around(recovery, "share", "share", "shared")
 
 
 class Losses(lockstep.callbacks.Callback):

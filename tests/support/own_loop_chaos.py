@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import ExponentialLR
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lockstep
-from lockstep.training import recovery
 from support import elastic_chaos
 from support.elastic_chaos import BATCH, EPOCHS, VIRTUAL_WORKERS, Chaos, Plan, arm, make_trainer
 
@@ -32,7 +31,6 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
     step = lockstep.TrainStep(net, optimizer, loss_fn, virtual_workers=VIRTUAL_WORKERS, seed=3)
     chaos = Chaos(number, plan.faults)
     if hasattr(trainer.comm, "client"):
-        chaos.around(recovery, "share", "share", "shared")
         arm(chaos, SimpleNamespace(optimizer=optimizer), net)
     training = lockstep.elastic.steps(loader, step, EPOCHS, state={"scheduler": scheduler, "seen": seen})
     for batch in training:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from signal import SIGTERM
-from typing import NoReturn, Protocol, cast
+from pathlib import Path
+from signal import SIGTERM, Signals
+from typing import Any, NoReturn, Protocol, cast
 
 from .. import interruption
 from ..data.loader import Batch, Loader
-from ..errors import ConfigError, DivergedError, InterruptedRunError
+from ..errors import ConfigError, DivergedError, InterruptedRunError, MembershipChangedError
 from .callbacks.base import TrainingContext
 from .callbacks.group import CallbackGroup
 from .checkpoint_manager import CheckpointManager
+from .feed import Feed
 from .in_flight import StepsInFlight
+from .model_state import ModelState
 from .modes import TrainingModes
 from .recovery import REGROUP
 from .run_state import EpochTotals, Position, Row, RunState
@@ -47,48 +50,78 @@ class Run(TrainingContext, Protocol):
     def check_losses(self) -> None:
         """Check that the losses of all steps so far are finite; waits for the device."""
 
+    def hold_run_directory(self) -> None:
+        """Lock the run directory on rank 0, which may be another worker than before."""
+
+    def leave_run_directory(self) -> None:
+        """Unlock it."""
+
 
 class Loop:
     """The loop over epochs: trains, evaluates and calls the callbacks.
+
+    All communication is within operations of the step's `Recovery`, and which one comes next follows from the state:
+    position, history, and whether the epoch has begun.
 
     Args:
         trainer: the trainer that runs the steps and evaluations, and owns the state.
         callbacks: the callbacks of the run.
         signals: the signals that this worker has received.
+        loader: of the training data.
+        held_out: of the validation data, if any.
+        validate_every: steps between validations within an epoch, if any.
+
+    Attributes:
+        stop_requests: the requests of any worker to end the run.
+        epoch_has_begun: whether steps of the epoch in progress may be done, and `on_train_epoch_start` was called.
+        feed: the batches.
     """
 
-    def __init__(self, trainer: Run, callbacks: CallbackGroup, signals: StopSignals) -> None:
-        self._trainer, self._callbacks = trainer, callbacks
-        self.stop_requests = StopRequests(trainer.comm, signals)
-        self._active_loader: Loader | None = None
-        self._held_out: Loader | None = None
-        self._validate_every: int | None = None
+    def __init__(
+        self,
+        trainer: Run,
+        callbacks: CallbackGroup,
+        signals: StopSignals,
+        loader: Loader,
+        held_out: Loader | None,
+        validate_every: int | None = None,
+    ) -> None:
+        self._trainer, self._callbacks, self._signals = trainer, callbacks, signals
+        self._loader, self._held_out, self._validate_every = loader, held_out, validate_every
+        self._recovery = trainer.step.recovery
+        self.stop_requests = StopRequests(trainer.comm, self._recovery.stop_signals(signals))
+        self.feed = Feed(loader, self._seek, self._recovery)
+        self.epoch_has_begun = False
+        self._trains = False  # whether batches of the loader are in use
 
-    def run(self, loader: Loader, held_out: Loader | None, validate_every: int | None = None) -> None:
+    def run(self) -> None:
         """Run the epochs from the current position up to `trainer.epochs` and `trainer.total_steps`.
-
-        Args:
-            loader: of the training data.
-            held_out: of the validation data, if any.
-            validate_every: steps between validations within an epoch, if any.
 
         Raises:
             DivergedError: if a loss is not finite, or the weights at the end, naming the last checkpoint.
             InterruptedRunError: after a signal, naming the checkpoint.
+            WorkerLeft: this worker has left the job, which goes on.
         """
-        trainer = self._trainer
-        state = trainer.state
-        state.epoch = state.position.last_epoch
-        self._held_out, self._validate_every = held_out, validate_every
-        with self._naming_checkpoint():
-            with self._callbacks.running(trainer):
-                while not self._agree_to_stop():
-                    state.epoch = state.position.epoch
-                    self._train_epoch(loader)
-                    self._end_epoch()
-                trainer.step.check_weights()
-            if self.stop_requests.agree()[0] is not None:  # all epochs are done, but the program must still stop
-                self._interrupt()
+        trainer, recovery = self._trainer, self._recovery
+        trainer.state.epoch = trainer.position.last_epoch
+        most = min(trainer.global_batch_size, trainer.step.strategy.virtual_workers or trainer.global_batch_size)
+        folder = "" if trainer.run_dir is None else str(trainer.run_dir.absolute())
+        shared = _StateOfRun(trainer, self, self._callbacks)
+        with recovery.training(shared, most, folder, self._signals) as takes_part:
+            if takes_part:
+                with recovery.until_all_have_ended(), self._naming_checkpoint():
+                    self._run()
+
+    def _run(self) -> None:
+        trainer, recovery = self._trainer, self._recovery
+        with self._callbacks.running(trainer):
+            while self.epoch_has_begun or not self._agree_to_stop():  # a worker that joins does so within an epoch
+                self._train_epoch()
+                self._end_epoch()
+            recovery.run(trainer.step.check_weights, meets=False)
+        if self._agree()[0] is not None:  # all epochs are done, but the program must still stop
+            self._interrupt()
+        recovery.run(trainer.checkpoint_manager.wait, meets=False)
 
     @contextmanager
     def _naming_checkpoint(self) -> Iterator[None]:
@@ -100,51 +133,73 @@ class Loop:
             manager.end()
             raise manager.with_advice(error) from None
 
-    def _train_epoch(self, loader: Loader) -> None:
+    def _begin_epoch(self) -> None:
         trainer = self._trainer
         trainer.modes.restore()
         state = trainer.state
+        state.epoch = state.position.epoch
         before, state.totals = state.totals, EpochTotals(trainer.comm.device)
         if state.position.step:
             state.totals.load_state_dict(before.state_dict())
-        self._active_loader = loader
         trainer.steps_before_epoch = trainer.step.steps_done - state.position.step
+        self.epoch_has_begun = True
         self._callbacks.call("on_train_epoch_start", trainer)
+
+    def _train_epoch(self) -> None:
+        trainer = self._trainer
+        self._trains = True
         try:
+            if not self.epoch_has_begun:
+                self._begin_epoch()
             if self._validation_is_due():  # of a run that was interrupted during it
                 self._validate_within_epoch()
-            for batch in () if self._no_more_steps() else loader.epoch(trainer.epoch):
-                self._step(loader, batch)
-                if self._validation_is_due():
-                    self._validate_within_epoch()
-                if self._no_more_steps():
-                    break
-            else:
-                state.position.end_steps()
-            trainer.steps_per_epoch = loader.steps
+            if not self._no_more_steps():
+                self._train_steps()
+            trainer.steps_per_epoch = self._loader.steps
         finally:
-            self._active_loader = None
+            self._trains = False
 
-    def _step(self, loader: Loader, batch: Batch) -> None:
+    def _train_steps(self) -> None:
+        for batch in self.feed.epoch(self._trainer.epoch):
+            self._step(batch)
+            if self._validation_is_due():
+                self._validate_within_epoch()
+            if self._no_more_steps():
+                return
+        self._trainer.position.end_steps()
+
+    def _seek(self, epoch: int) -> bool:
+        """Move the loader to the position of the run, if it is one before a batch of `epoch`."""
+        position = self._trainer.position
+        if position.epoch != epoch or position.ended:
+            return False
+        position.seek(self._loader)
+        return True
+
+    def _step(self, batch: Batch) -> None:
         trainer = self._trainer
         self._callbacks.call("on_train_step_start", trainer, batch)
-        result = self._run_step(batch)
+        result = self._recovery.run(self._run_step)
         # Before the callbacks: one of them may save, and the checkpoint must include this step and its loss.
         state = trainer.state
-        state.position.advance(loader)
+        state.position.advance(self._loader)
         loss, count, _ = result.on_hand
         state.totals.add(loss, count, batch.global_size)
         trainer.steps_in_flight.add(result)
         self._callbacks.call("on_train_step_end", trainer, result)
         self._settle()
 
-    def _run_step(self, batch: Batch) -> StepResult:
-        return self._trainer.step.run(batch, stop=self.stop_requests.signalled)
+    def _run_step(self) -> StepResult:
+        return self._trainer.step.run(self.feed.current(), stop=self.stop_requests.signalled)
 
     def _settle(self) -> None:
-        """Check the results that have arrived, and stop if a worker requested it."""
-        if self._trainer.steps_in_flight.settle() % REGROUP:
+        """Check the results that have arrived, and stop, or let workers join and leave, if a worker requested it."""
+        requests = self._trainer.steps_in_flight.settle()
+        if requests >= REGROUP:
+            requests += self._trainer.steps_in_flight.settle(whole=True)  # who joins knows nothing of these steps
+        if requests % REGROUP:
             self._interrupt()
+        self._recovery.boundary(requests)
 
     def _no_more_steps(self) -> bool:
         trainer = self._trainer
@@ -164,11 +219,12 @@ class Loop:
 
     def _validate_within_epoch(self) -> None:
         self._add_row()
-        _, self._trainer.stop_reason = self.stop_requests.agree()
+        _, self._trainer.stop_reason = self._agree()
 
     def _end_epoch(self) -> None:
         """End an epoch, or the run within one."""
         trainer, within = self._trainer, not self._trainer.position.ended
+        self.epoch_has_begun = False
         if within and trainer.history and trainer.history[-1]["step"] == trainer.step.steps_done:
             return  # stopped by a validation
         row = self._add_row(ends_epoch=not within)
@@ -188,7 +244,7 @@ class Loop:
         }
         trainer.check_losses()
         if self._held_out is None:  # else its evaluation does so, after the callbacks that come before it
-            trainer.step.check_replicas()
+            self._recovery.run(trainer.step.check_replicas, meets=False)
         row |= self._validate(row["lr"])
         if ends_epoch:
             trainer.position.end_epoch()
@@ -210,36 +266,153 @@ class Loop:
             raise DivergedError(f"{what} with learning rate {learning_rate:g}.")
         return {f"val_{name}": value for name, value in measured.items()}
 
-    def stoppable(self, loader: Loader) -> Loader:
-        """Wrap `loader` so that an evaluation over it ends early when a worker has received a signal.
+    def evaluate(self, measure: Callable[[Callable[[Loader], Loader]], dict[str, float]]) -> dict[str, float]:
+        """Return the results of an evaluation, which ends early when a worker has received a signal.
+
+        Args:
+            measure: evaluates, and passes its loader through the function that it is given.
 
         Raises:
             ConfigError: for the loader that training is iterating over, which would lose its position.
+            InterruptedRunError: after a signal, naming the checkpoint.
         """
-        if loader is self._active_loader:
+
+        def attempt() -> dict[str, float] | None:
+            self.stop_requests.forget_polls()
+            try:
+                return measure(self._stoppable)
+            except _StoppedError:
+                return None
+
+        measured = self._recovery.run(attempt, meets=False)
+        if measured is None:
+            self._interrupt()
+        return dict(measured)
+
+    def _stoppable(self, loader: Loader) -> Loader:
+        if self._trains and loader is self._loader:
             hint = "Pass its data set, or another Loader."
             raise ConfigError(
                 "dataset", "another Loader than that of the epoch that is being trained", found="it", hint=hint
             )
-        return cast(Loader, StoppableLoader(loader, self.stop_requests, self._interrupt))
+        return cast(Loader, StoppableLoader(loader, self.stop_requests, _stop))
+
+    def _agree(self) -> tuple[Signals | None, str]:
+        """Exchange the requests to stop; returns (a signal, a reason), equal on all workers."""
+        signal, self.stop_requests.reason = self._recovery.run(self.stop_requests.agree)
+        return signal, self.stop_requests.reason
 
     def _agree_to_stop(self) -> bool:
         """Return whether the run ends here, the same on all workers; interrupt an unfinished run after a signal."""
         trainer = self._trainer
-        number, trainer.stop_reason = self.stop_requests.agree()
+        number, trainer.stop_reason = self._agree()
         if number is not None and not trainer.done:
             self._interrupt()
         return trainer.done
 
     def _interrupt(self) -> NoReturn:
         trainer = self._trainer
-        number = self.stop_requests.agree()[0] or SIGTERM
+        number = self._agree()[0] or SIGTERM
         trainer.check_losses()
         of = "" if trainer.epochs is None else f" of {trainer.epochs}"
         where = f"after step {trainer.step.steps_done} (epoch {trainer.epoch + 1}{of})"
         path = None if trainer.run_dir is None else trainer.save()
-        trainer.checkpoint_manager.wait()
+        self._recovery.run(trainer.checkpoint_manager.wait, meets=False)
         saved = "nothing was saved, as the run has no run directory" if path is None else f"saved {path}"
         message = f"stopped by {number.name} {where}; {saved}"
         interruption.install()
         raise InterruptedRunError(message, number, None if path is None else str(path))
+
+
+class _StoppedError(Exception):
+    """A worker has received a signal, and all end the evaluation in progress."""
+
+
+def _stop() -> NoReturn:
+    raise _StoppedError
+
+
+class _StateOfRun(ModelState):
+    """What the workers of a run have alike, see `recovery.TrainingState`.
+
+    Args:
+        run: the run.
+        loop: its loop.
+        callbacks: its callbacks.
+    """
+
+    def __init__(self, run: Run, loop: Loop, callbacks: CallbackGroup) -> None:
+        super().__init__(run.step)
+        self._run, self._loop, self._callbacks = run, loop, callbacks
+
+    @property
+    def result(self) -> list[Row]:
+        """The history."""
+        return self._run.history
+
+    @result.setter
+    def result(self, rows: list[Row]) -> None:
+        self._run.state.history = rows
+
+    def note_seen(self, note: Callable[[bytes | None], None]) -> None:
+        """See `TrainingState`."""
+        if self.step.comm.rank != 0:
+            return
+        try:
+            note(self._callbacks.changed_states())
+        except MembershipChangedError:
+            self._callbacks.forget_states()  # not all hosts have them
+            raise
+
+    def commit(self, result: Any) -> None:
+        """See `TrainingState`."""
+        super().commit(result)
+        self._callbacks.note_commit()
+
+    def of_operations(self) -> dict[str, Any]:
+        """See `TrainingState`."""
+        last = self._run.checkpoint_manager.last
+        return {**super().of_operations(), "last_checkpoint": None if last is None else [last[0], str(last[1])]}
+
+    def load_operations(self, state: dict[str, Any]) -> None:
+        """See `TrainingState`."""
+        super().load_operations(state)
+        last = state["last_checkpoint"]
+        self._run.checkpoint_manager.last = None if last is None else (last[0], Path(last[1]))
+
+    def of_program(self) -> dict[str, Any]:
+        """See `TrainingState`."""
+        run, state = self._run, self._run.state
+        return {
+            **super().of_program(),
+            "position": state.position.state_dict(),
+            "totals": state.totals.state_dict(),
+            "history": state.history,
+            "epoch": [state.epoch, run.steps_before_epoch, self._loop.epoch_has_begun],
+            "callbacks": self._callbacks.shared_states(),
+        }
+
+    def load_program(self, state: dict[str, Any]) -> None:
+        """See `TrainingState`."""
+        super().load_program(state)
+        own = self._run.state
+        own.position = Position(state["position"])
+        own.totals.load_state_dict(state["totals"])
+        own.history = list(state["history"])
+        own.epoch, self._run.steps_before_epoch, self._loop.epoch_has_begun = state["epoch"]
+        self._callbacks.load_shared_states(state["callbacks"])
+
+    def leave(self) -> None:
+        """See `TrainingState`."""
+        self._run.checkpoint_manager.abandon()
+        self._run.leave_run_directory()
+        self._loop.stop_requests.forget_polls()
+
+    def regroup(self, states: bytes | None, all_seen: bool) -> None:
+        """See `TrainingState`."""
+        super().regroup(states, all_seen)
+        run, loop = self._run, self._loop
+        run.steps_in_flight.regroup()
+        loop.feed.regroup()
+        self._callbacks.take_rank(self.step.comm.rank, run, states, all_seen, loop.epoch_has_begun)
+        run.hold_run_directory()

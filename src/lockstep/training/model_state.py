@@ -41,10 +41,13 @@ class ModelState:
         """See `TrainingState`."""
         return batch
 
-    def begin(self, note_seen: Callable[[bytes | None], None]) -> None:
+    def begin(self) -> None:
         """See `TrainingState`."""
         self.step.strategy.begin_step()
         self._generators = self._generator_states()
+
+    def note_seen(self, note: Callable[[bytes | None], None]) -> None:
+        """See `TrainingState`."""
 
     def undo(self) -> None:
         """See `TrainingState`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -26,7 +26,7 @@ from ..communicator.elastic_communicator import ElasticCommunicator, failure_rea
 from ..data.loader import Batch
 from ..elastic.client import MembershipClient, WorkerLeft
 from ..elastic.membership import NO_STATE, Commit, View
-from ..errors import InterruptedRunError
+from ..errors import InterruptedRunError, MembershipChangedError
 from ..flight_recorder import named
 from ..parallel.nested import map_tensors
 from .stop_signals import StopSignals
@@ -51,11 +51,14 @@ class TrainingState(Protocol):
     def part_of(self, batch: Batch) -> Batch:
         """Return what of a global batch this worker has now, given what it had before its workers changed."""
 
-    def begin(self, note_seen: Callable[[bytes | None], None]) -> None:
-        """An operation begins, which may not be done.
+    def begin(self) -> None:
+        """An operation begins, which may not be done."""
+
+    def note_seen(self, note: Callable[[bytes | None], None]) -> None:
+        """All hooks of rank 0 were called.
 
         Args:
-            note_seen: called on rank 0 if it has callbacks of its own, with their states if these have changed.
+            note: called on rank 0 if it has callbacks of its own, with their states if these have changed.
         """
 
     def undo(self) -> None:
@@ -98,9 +101,11 @@ class Recovery:
     """The recovery of a job of fixed size: every operation is done once, and an error ends the training.
 
     Attributes:
-        is_missing: whether the workers of the job change, and this training cannot go on with others.
+        has_fixed_workers: whether the workers of a training are the same from its beginning to its end.
+        is_missing: whether this is so although the workers of the job change: this training cannot go on with others.
     """
 
+    has_fixed_workers = True
     is_missing = False
 
     @property
@@ -174,6 +179,8 @@ class ElasticRecovery(Recovery):
         comm: the communicator of the job's workers.
     """
 
+    has_fixed_workers = False
+
     def __init__(self, comm: ElasticCommunicator) -> None:
         self._comm, self._client = comm, comm.client
         self._state: TrainingState | None = None  # of the training that runs
@@ -241,7 +248,12 @@ class ElasticRecovery(Recovery):
         self._complete()
 
     def _complete(self) -> None:
-        while not self._client.complete():
+        assert self._state is not None
+        while True:
+            with suppress(MembershipChangedError):
+                self._state.note_seen(self._note_seen)
+                if self._client.complete():
+                    return
             self._regroup()
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -263,7 +275,8 @@ class ElasticRecovery(Recovery):
         self._is_within = True
         try:
             self._leave_if_signalled()
-            state.begin(self._note_seen)
+            state.begin()
+            state.note_seen(self._note_seen)
             self._client.check()  # a worker that is alone waits in no collective
             if not meets:
                 self._meet()

@@ -852,7 +852,7 @@ class TrainStep:
     def end_epoch(self, row: Mapping[str, float]) -> None:
         """Adapt the learning rate to the row of the history with which an epoch ends, if a scheduler does so."""
         if self.scheduler is not None:
-            self.scheduler.end_epoch(row)
+            self.recovery.run(self.scheduler.end_epoch, row, meets=False)
 
     def _refresh_param_groups(self) -> None:
         """Read the optimizer's parameter groups, again if the user has given it, or the model, other parameters."""

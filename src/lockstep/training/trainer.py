@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,7 +19,6 @@ from ..activity import Activity
 from ..checkpoint.folder import Checkpoint, read_tensors
 from ..checkpoint.numerics import NUMERICS, changes_since
 from ..communicator import init
-from ..communicator.elastic_communicator import ElasticCommunicator
 from ..data.loader import Loader, dataloader_settings
 from ..errors import CheckpointError, ConfigError, DivergedError, unexpected_argument
 from ..other_names import in_training
@@ -30,7 +29,6 @@ from .callbacks import defaults
 from .callbacks.base import Callback
 from .callbacks.group import CallbackGroup, check_callbacks
 from .checkpoint_manager import CheckpointManager
-from .elastic_loop import ElasticCallbacks, ElasticLoop
 from .errors_on_all import call_on_all
 from .evaluate import Evaluation, Metric, default_metrics, predict
 from .formats import IN_FLIGHT
@@ -151,13 +149,11 @@ class Trainer:
         self.state = RunState(self.step, global_batch_size, allow_different_hardware, save_frozen)
         if callbacks is None:
             callbacks = defaults(self.run_dir is not None, hasattr(model, "save_pretrained"))
-        elastic = isinstance(self.comm, ElasticCommunicator) and self.step.strategy.can_regroup
-        self._elastic = cast(ElasticCommunicator, self.comm) if elastic else None
-        if isinstance(self.comm, ElasticCommunicator) and not elastic and self.comm.rank == 0:
+        if self.step.recovery.is_missing and self.comm.rank == 0:
             where = "the beginning" if run_dir is None else "the newest checkpoint"
             what = "no worker can join or leave, and the loss of a worker starts all workers again"
             _log.warning("strategy %r in an elastic job: %s, from %s", strategy, what, where)
-        self._callbacks = (CallbackGroup if self._elastic is None else ElasticCallbacks)(callbacks, self.comm.rank)
+        self._callbacks = CallbackGroup(callbacks, self.comm.rank, self.step.recovery)
         if self.run_dir is not None:
             self._callbacks.warn_of_missing()
         self.max_steps_in_flight = max_steps_in_flight
@@ -245,27 +241,16 @@ class Trainer:
             with preparing, flight_recorder.in_method("Trainer.fit"):
                 self._begin(loader, epochs, max_steps, resume)
             opened.callback(self._release_run_directory)
-            if self._elastic is not None and (rows := self._elastic.earlier_result()) is not None:
-                self._elastic.trainings += 1
-                return cast("list[Row]", rows)
             with StopSignals() as signals, self.step.strategy.deterministic():
-                self._loop = self._make_loop(signals)
+                self._loop = Loop(self, self._callbacks, signals, loader, held_out, validate_every)
                 try:
                     self._callbacks.watch(self._changes_of_rank0(loader, held_out))
-                    self._loop.run(loader, held_out, validate_every)
-                    self.checkpoint_manager.wait()
+                    self._loop.run()
                 finally:
                     self._loop = None
                     self._callbacks.watch(None)
                     self.checkpoint_manager.end()
         return self.history
-
-    def _make_loop(self, signals: StopSignals) -> Loop:
-        if self._elastic is None or not isinstance(self._callbacks, ElasticCallbacks):
-            return Loop(self, self._callbacks, signals)
-        most = min(self.global_batch_size, self.step.strategy.virtual_workers or self.global_batch_size)
-        number, self._elastic.trainings = self._elastic.trainings, self._elastic.trainings + 1
-        return ElasticLoop(self, self._callbacks, signals, self._elastic, number, most)
 
     def _changes_of_rank0(self, loader: Loader, held_out: Loader | None) -> Rank0Changes | None:
         """Return what refuses changes by callbacks of rank 0 alone; None where the ranks are not compared."""
@@ -278,12 +263,12 @@ class Trainer:
         return Rank0Changes(self.model, self.optimizer, self.step.loss.modules, roots)
 
     def hold_run_directory(self) -> None:
-        """Lock the run directory on rank 0 of an elastic job, which may be another worker than before."""
+        """Lock the run directory on rank 0, which may be another worker than before."""
         if self.run_dir is not None and self.comm.rank == 0 and self._run_lock is None:
             self._run_lock = run_directory.RunLock(self.run_dir, _LOCK_PATIENCE_S)
 
     def leave_run_directory(self) -> None:
-        """Unlock the run directory: at the end, and before the workers of an elastic job regroup."""
+        """Unlock the run directory: at the end, and before there are other workers."""
         if self._run_lock is not None:
             self._run_lock.release()
             self._run_lock = None
@@ -450,8 +435,15 @@ class Trainer:
             InterruptedRunError: after a signal while `fit` runs, naming the checkpoint.
             MismatchError: on every worker, if the workers' hyperparameters or weights differ.
         """
+        if self._loop is None:
+            return self._evaluate(dataset, model, lambda loader: loader)
+        return self._loop.evaluate(partial(self._evaluate, dataset, model))
+
+    def _evaluate(
+        self, dataset: Any, model: nn.Module | None, stoppable: Callable[[Loader], Loader]
+    ) -> dict[str, float]:
         with self._evaluating("Trainer.evaluate", dataset, model) as opened:
-            loader = opened if self._loop is None else self._loop.stoppable(opened)
+            loader = stoppable(opened)
             if model is None:
                 return self._evaluation.run(loader, self.step.precision, self.step.strategy, self.max_steps_in_flight)
             other = Evaluation(model, self.loss_fn, self.metrics, self.comm.device, self._forward)
@@ -471,6 +463,9 @@ class Trainer:
 
         See `lockstep.predict`, also for `forward`.
         """
+        return self.step.recovery.run(self._predict, dataset, forward, meets=False)
+
+    def _predict(self, dataset: Any, forward: Callable[[nn.Module, Any], Any] | None) -> Any:
         with self._evaluating("Trainer.predict", dataset) as opened:
             return predict(self.model, opened, precision=self.step.precision, forward=forward)
 
@@ -539,22 +534,25 @@ class Trainer:
             return self._save(best)
         except DivergedError as error:
             raise error if self._loop is not None else self.checkpoint_manager.with_advice(error) from None
-        except RuntimeError:
-            if isinstance(self._loop, ElasticLoop):  # which repeats what the loss of a worker has interrupted
-                self._loop.note_interrupted_save(best)
-            raise
 
     def _save(self, best: bool) -> Path:
+        recovery = self.step.recovery
         self.check_losses()
+        recovery.run(self._prepare_to_save, meets=False)
+        self._callbacks.call("on_checkpoint_start", self)
+        path = recovery.run(self._write_checkpoint, best, meets=False)
+        self._callbacks.call("on_checkpoint_end", self, path)
+        return path
+
+    def _prepare_to_save(self) -> None:
         with flight_recorder.in_method("Trainer.save"):
             self.step.check_weights()
             self.step.check_replicas()
             self.step.strategy.sync_buffers()
-        self._callbacks.call("on_checkpoint_start", self)
+
+    def _write_checkpoint(self, best: bool) -> Path:
         state = self.state.state_dict(full=False)
-        path = self.checkpoint_manager.save(state, lambda: {"callbacks": self._callbacks.state_dict()}, best)
-        self._callbacks.call("on_checkpoint_end", self, path)
-        return path
+        return self.checkpoint_manager.save(state, lambda: {"callbacks": self._callbacks.state_dict()}, best)
 
     def resume(self, which: str | Path) -> None:
         """Load a checkpoint, written by any number of workers, for `fit` to continue from; see `fit`."""

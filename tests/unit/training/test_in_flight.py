@@ -24,6 +24,7 @@ from lockstep.training.callbacks import Callback, Checkpoints
 from lockstep.training.callbacks.base import Row
 from lockstep.training.evaluate import evaluate
 from lockstep.training.in_flight import InFlightLimit, StepsInFlight
+from lockstep.training.recovery import REGROUP
 from lockstep.training.step import StepResult
 from lockstep.training.trainer import Trainer
 
@@ -55,20 +56,23 @@ def test_losses_come_in_order_when_so_many_steps_are_queued(max_steps_in_flight:
     assert len(told) == (9 if max_steps_in_flight == 1 else 8)
 
 
-def test_after_a_regroup_only_the_losses_of_earlier_steps_count() -> None:
+def test_after_a_regroup_only_losses_and_requests_to_stop_of_earlier_steps_count() -> None:
     told: list[tuple[int, float]] = []
     compared: list[int] = []
     steps_in_flight = StepsInFlight(OTHER, 3, lambda result, loss: told.append((result.step, loss)))
     replicas: Any = SimpleNamespace(settle=lambda step, sums: compared.append(step))
-    requested = result_of(0, 0.5).replaced(stop=torch.tensor(1.0), replicas=replicas, marks=torch.ones(4))
+    requested = result_of(0, 0.5).replaced(stop=torch.tensor(REGROUP), replicas=replicas, marks=torch.ones(4))
     steps_in_flight.add(requested)
     steps_in_flight.regroup()
     steps_in_flight.check()
     assert (told, compared) == ([(0, 0.5)], [])
     for step in (1, 2, 3):
         steps_in_flight.add(requested.replaced(step=step))
-        assert steps_in_flight.settle() == (step == 3)  # that of step 1, in place of which step 0 has no say
+        assert steps_in_flight.settle() == REGROUP * (step == 3)  # that of step 1, as all know that of step 0
     assert compared == [1]
+    steps_in_flight.add(requested.replaced(stop=torch.tensor(3 + 2 * REGROUP)))
+    steps_in_flight.regroup()
+    assert steps_in_flight.settle(whole=True) == 3
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 3])

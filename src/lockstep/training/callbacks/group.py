@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from ... import arguments, flight_recorder
-from ...checkpoint.serialization import pack
+from ...checkpoint.serialization import pack, unpack
+from ...elastic.client import WorkerLeft
 from ...errors import CheckpointError, ConfigError, unknown_name
 from ..rank0_changes import Rank0Changes
+from ..recovery import Recovery
 from .base import Callback, TrainingContext
 from .checkpoints import Checkpoints
 from .columns import RowColumns
@@ -35,15 +38,18 @@ class CallbackGroup:
         callbacks: the callbacks in the order of calls, except `Checkpoints`, which is called last, because the others
             may change the state that it saves.
         rank: the rank; ranks other than 0 run only callbacks with `every_rank`.
+        recovery: of the training; None for a job of fixed size. In any other one the callbacks of rank 0 go on on
+            another worker when it goes, with their states, and with the hooks that it may not have called.
 
     Attributes:
         shows_progress: whether one of them shows the progress of the run on this rank.
 
     Raises:
-        ConfigError: for an object that is not a callback, for example a callback class.
+        ConfigError: for an object that is not a callback, for example a callback class; for one of rank 0 that could
+            not go on on another worker.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], rank: int) -> None:
+    def __init__(self, callbacks: Iterable[Callback], rank: int, recovery: Recovery | None = None) -> None:
         given = list(callbacks)
         for each in given:
             arguments.instance("callbacks", each, Callback, "instances of Callback")
@@ -53,6 +59,13 @@ class CallbackGroup:
         self._by_name, self._logs = _by_name(ordered), rank == 0
         self._by_hook: dict[str, list[Callback]] = {}
         self._descriptions: dict[tuple[type[Callback], str], tuple[str, bool]] = {}  # for the watchdog
+        self._recovery, self._all, self._rank = recovery or Recovery(), ordered, rank
+        self._skipped: list[tuple[Callback, str, tuple[Any, ...]]] = []  # hooks of rank 0 since the last operation
+        self._has_ended = False
+        self._last_states = b""
+        if not self._recovery.has_fixed_workers:
+            for name, member in self._by_name.items():
+                _check_movable(name, member)
         self._changes: Rank0Changes | None = None
         self._started: list[Callback] = []  # whose `on_train_start` was called
         self.shows_progress = any(isinstance(member, Progress) for member in self._members)
@@ -123,7 +136,10 @@ class CallbackGroup:
     def call(self, hook: str, trainer: TrainingContext, *arguments: Any) -> None:
         """Call the hook named `hook` of each callback that overrides it."""
         for member in self._overriding(hook):
-            self._run(member, hook, trainer, *arguments)
+            if self._rank == 0 or member.every_rank:  # it may take over rank 0 meanwhile
+                self._run(member, hook, trainer, *arguments)
+            else:
+                self._skipped.append((member, hook, arguments))
 
     def watch(self, changes: Rank0Changes | None) -> None:
         """Let what callbacks of rank 0 alone change be refused from here on; with None, no longer.
@@ -138,7 +154,10 @@ class CallbackGroup:
         """Call a hook of a callback."""
         method = getattr(member, hook)
         with self._declared(member, hook):
-            if self._changes is None or member.every_rank or _is_own(method):
+            if member.every_rank:
+                self._recovery.once(method, trainer, *arguments)
+                return
+            if self._changes is None or _is_own(method):
                 method(trainer, *arguments)
                 return
             with self._changes.refused(member, hook, trainer, arguments):
@@ -156,10 +175,8 @@ class CallbackGroup:
     def _overriding(self, hook: str) -> list[Callback]:
         """Return the callbacks that override `hook`; most hooks of most callbacks do nothing at every step."""
         if hook not in self._by_hook:
-            default = getattr(Callback, hook)
-            self._by_hook[hook] = [
-                member for member in self._members if getattr(getattr(member, hook), "__func__", None) is not default
-            ]
+            members = self._members if self._recovery.has_fixed_workers else self._all
+            self._by_hook[hook] = [member for member in members if _overrides(member, hook)]
         return self._by_hook[hook]
 
     @contextmanager
@@ -167,6 +184,7 @@ class CallbackGroup:
         """Call `on_train_start` of each callback at the beginning of a `with` block, and `on_train_end` at its end."""
         error: BaseException | None = None
         self._started.clear()
+        self._has_ended = False
         try:
             for member in self._members:
                 self._start(member, trainer)
@@ -175,9 +193,18 @@ class CallbackGroup:
             error = raised
             raise
         finally:
-            with ExitStack() as stack:
-                for member in self._started:
-                    stack.callback(self._end, member, trainer, error)
+            self._end_all(trainer, error)
+            self._has_ended = True
+            self._skipped += [(each, "on_train_end", (error,)) for each in self._all if each not in self._members]
+
+    def _end_all(self, trainer: TrainingContext, error: BaseException | None) -> None:
+        """Call `on_train_end` of all that have started, the last one first, whatever one of them raises."""
+        if self._started:
+            member = self._started.pop()
+            try:
+                self._end(member, trainer, error)
+            finally:
+                self._end_all(trainer, error)
 
     def _start(self, member: Callback, trainer: TrainingContext) -> None:
         """Call `on_train_start`; `running` then calls `on_train_end`."""
@@ -185,9 +212,98 @@ class CallbackGroup:
         self._started.append(member)
 
     def _end(self, member: Callback, trainer: TrainingContext, error: BaseException | None) -> None:
+        if isinstance(error, WorkerLeft) or not _overrides(member, "on_train_end"):  # the run goes on elsewhere
+            return
+        if error is None and member.every_rank and not isinstance(member, Checkpoints):  # whose saves are operations
+            self._recovery.run(self._run, member, "on_train_end", trainer, error, meets=False)
+            return
         # An exception of `on_train_end` must not hide the one that ended the run.
         with nullcontext() if error is None else suppress(Exception):
             self._run(member, "on_train_end", trainer, error)
+
+    # --- where the workers change -------------------------------------------------------------------------------------
+
+    def note_commit(self) -> None:
+        """Note that an operation was done: rank 0 has called all hooks before it."""
+        self._skipped.clear()
+
+    def changed_states(self) -> bytes | None:
+        """Return the states of the callbacks that run on rank 0 only, if they have changed since the last call."""
+        states = {
+            name: state
+            for name, member in self._by_name.items()
+            if not member.every_rank and (state := member.state_dict())
+        }
+        if not states:
+            return None
+        data = pickle.dumps(pack(states))
+        if data == self._last_states:
+            return None
+        self._last_states = data
+        return data
+
+    def forget_states(self) -> None:
+        """Let `changed_states` return the states again."""
+        self._last_states = b""
+
+    def shared_states(self) -> dict[str, Any]:
+        """Return the states of the callbacks that run on every rank."""
+        return {name: member.state_dict() for name, member in self._by_name.items() if member.every_rank}
+
+    def load_shared_states(self, states: Mapping[str, Any]) -> None:
+        """Load what `shared_states` returned on another worker."""
+        for name, state in states.items():
+            if state:
+                self._by_name[name].load_state_dict(state)
+
+    def take_rank(
+        self, rank: int, trainer: TrainingContext, states: bytes | None, all_seen: bool, epoch_has_begun: bool
+    ) -> None:
+        """Adapt to this worker's new rank; the first one runs the callbacks of rank 0 from here on.
+
+        Args:
+            rank: the new rank.
+            trainer: the run.
+            states: the states of rank 0's callbacks, as its predecessor sent them last.
+            all_seen: whether the predecessor has called all hooks before and after the last operation.
+            epoch_has_begun: whether their `on_train_epoch_start` was called in the epoch in progress.
+        """
+        before, self._rank = self._rank, rank
+        if rank != 0 or before == 0:
+            return
+        self._logs = True
+        missed, self._skipped = [] if all_seen else self._skipped, []
+        new = [member for member in self._all if not member.every_rank]
+        self._members = self._all
+        if states is not None:
+            loaded = unpack(*pickle.loads(states))
+            for name, member in self._by_name.items():
+                if name in loaded and member in new:
+                    member.load_state_dict(loaded[name])
+        if self._has_ended and not missed:
+            return
+        for member in new:
+            self._start(member, trainer)
+            if epoch_has_begun and (member, "on_train_epoch_start", ()) not in missed:
+                self._run(member, "on_train_epoch_start", trainer)
+        for member, hook, given in missed:
+            self._run(member, hook, trainer, *given)
+
+
+def _overrides(member: Callback, hook: str) -> bool:
+    return getattr(getattr(member, hook), "__func__", None) is not getattr(Callback, hook)
+
+
+def _check_movable(name: str, member: Callback) -> None:
+    kind = type(member)
+    if member.every_rank or _is_own(kind) or kind.state_dict is not Callback.state_dict:
+        return
+    hint = (
+        "Give it state_dict() and load_state_dict(), which may return {} and do nothing if it keeps nothing, or set "
+        "every_rank = True."
+    )
+    expected = "a callback with state_dict(): in an elastic job rank 0's callbacks go on on another worker when it goes"
+    raise ConfigError(f"callbacks.{name}", expected, found="one without", hint=hint)
 
 
 def _is_own(defined: Any) -> bool:
