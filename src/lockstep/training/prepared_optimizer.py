@@ -80,7 +80,8 @@ class PreparedOptimizer:
         self._gradients = ShardGradients()
         self._reducer = Reducer(job.comm, job.virtual_workers, one_pass=False)
         self._steps = 0
-        self._empty: list[int] = []
+        self._empty: list[int] = []  # shards of the batch for which no body runs
+        self._waiting: list[int] = []  # those of them that are not in the sums yet
         self._stepped: list[int] = []
         self._counted = False
         self._accumulates = False  # whether a shard of this batch has gradients of an earlier one
@@ -134,6 +135,7 @@ class PreparedOptimizer:
 
     def _begin(self, empty: list[int]) -> None:
         self._empty, self._stepped, self._counted, self._accumulates = empty, [], False, False
+        self._waiting = list(empty)
         self._reducer.begin(self._gradients.trained)
 
     def begin_shard(self, shard: Shard, first: bool) -> None:
@@ -278,9 +280,9 @@ class PreparedOptimizer:
         )
 
     def _collect(self, shard: Shard, loss: Any, count: Any) -> None:
-        """Add the weighted gradients and the numbers of `shard` to the sums; after the last, those of empty ones."""
+        """Add the weighted gradients and the numbers of `shard` to the sums, in order with those of empty shards."""
         marks = self._replicas.marks(self._steps) if shard.last else None
-        if shard.last:
+        if self._waiting:
             self._gradients.drop_in(self._empty)
         device = self._job.comm.device
         weight = torch.tensor(0.0, dtype=accumulation_dtype(device), device=device)
@@ -302,6 +304,11 @@ class PreparedOptimizer:
         if shard.left_out is not None:
             numbers[6] = shard.left_out
             numbers[7] = self._left_out_before + shard.left_out if self._accumulates else 0
+        if self._waiting and self._waiting[0] < shard.number:
+            present = self._gradients.current()
+            self._add_empty(numbers, before=shard.number)
+            self._gradients.put(present)
+            self._reducer.open(shard.number)
         self._reducer.add(numbers)
         self._counted = count is not None
         self._job.counts |= self._counted
@@ -309,13 +316,18 @@ class PreparedOptimizer:
         self._weigh(shard, scale)
         self._reducer.close()
         if shard.last:
-            for number in self._empty:
-                self._reducer.open(number)
-                self._reducer.add(torch.zeros_like(numbers))
-                earlier, before = self._gradients.take(number)
-                multiply(earlier, before)
-                self._gradients.put(earlier)
-                self._reducer.close()
+            self._add_empty(numbers, before=self._job.virtual_workers)
+
+    def _add_empty(self, numbers: torch.Tensor, before: int) -> None:
+        """Add what the shards without samples keep of earlier batches to the sums: those before shard `before`."""
+        while self._waiting and self._waiting[0] < before:
+            number = self._waiting.pop(0)
+            self._reducer.open(number)
+            self._reducer.add(torch.zeros_like(numbers))
+            gradients, weight = self._gradients.take(number)
+            multiply(gradients, weight)
+            self._gradients.put(gradients)
+            self._reducer.close()
 
     def _weigh(self, shard: Shard, weight: torch.Tensor) -> None:
         """Multiply the gradients of `shard` by its weight, if there are others to add them to."""

@@ -240,3 +240,46 @@ def test_a_loop_of_ones_own_counts_what_was_collated(pool: Pool) -> None:
     for size in (1, 2):
         with pytest.raises(RanksFailedError, match="a collate function that keeps all samples of batches whose grad"):
             pool.run(own_loop, accumulates=True, workers=size)
+
+
+def own_loop_with_an_empty_shard(second_batch: bool) -> list[float]:
+    """Of the first or the second batch of 16 in four shards, the second shard loses all of its samples."""
+    comm = lockstep.init("cpu")
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def collate(found: list[int]) -> torch.Tensor:
+        return X[[number for number in found if number not in range(4 + 16 * second_batch, 8 + 16 * second_batch)]]
+
+    loader = lockstep.Loader(
+        list(range(32)),  # type: ignore[arg-type]
+        16,
+        virtual_workers=4,
+        shuffle=False,
+        collate_fn=collate,
+        comm=comm,
+    )
+    model, optimizer, data = lockstep.prepare(model, optimizer, loader, virtual_workers=4)
+    means: list[float] = []
+    for inputs in data:
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        mean = optimizer.step(loss=loss)
+        if mean is not None:
+            means.append(float(mean))
+        if optimizer.stepped:
+            optimizer.zero_grad()
+    return [*means, *(value for p in model.parameters() for value in p.flatten().tolist())]
+
+
+@pytest.mark.parametrize("second_batch", [False, True])
+def test_a_shard_between_others_that_loses_all_of_its_samples(pool: Pool, second_batch: bool) -> None:
+    wanted = pool.run(own_loop_with_an_empty_shard, second_batch, workers=1)[0]
+    assert len(wanted) == 2 + 4
+    torch.manual_seed(0)
+    kept = X[:16] if second_batch else torch.cat([X[:4], X[8:16]])
+    first = (nn.Linear(3, 1)(kept) - kept.sum(1, keepdim=True)).square().mean()
+    assert wanted[0] == pytest.approx(first.item())
+    for size in (2, 3):
+        assert pool.run(own_loop_with_an_empty_shard, second_batch, workers=size) == [wanted] * size
