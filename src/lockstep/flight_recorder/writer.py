@@ -434,15 +434,25 @@ class activity:  # noqa: N801 - used like the functions here; a class, as it is 
             words[_AT_ACTIVITY], words[_AT_IS_OWN], words[_AT_SOLO] = self._before
 
 
-@contextmanager
-def named(name: str) -> Iterator[None]:
-    """A context in which the collectives of this thread have a name; different names on other ranks are an error."""
-    thread = current.thread
-    before, thread.name = thread.name, f"{thread.method}: {name}" if thread.method else name
-    try:
-        yield
-    finally:
-        thread.name = before
+class named:  # noqa: N801 - used like the functions here; a class, as it is entered several times a step
+    """A context in which the collectives of this thread have a name; different names on other ranks are an error.
+
+    Args:
+        name: as reports show it.
+    """
+
+    __slots__ = ("_before", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        thread = current.thread
+        self._before = thread.name
+        thread.name = f"{thread.method}: {self._name}" if thread.method else self._name
+
+    def __exit__(self, *_: object) -> None:
+        current.thread.name = self._before
 
 
 @contextmanager

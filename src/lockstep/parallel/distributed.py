@@ -8,11 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..communicator import Communicator
 from ..communicator.elastic_communicator import ElasticCommunicator
+from ..flight_recorder import named
 from .buffers import Buffers
 from .invariant import Invariant
 from .module_sync import sync_module
@@ -48,6 +50,7 @@ class Distributed(Strategy):
         self._ddp: DistributedDataParallel | None = None
         self._buffers: Buffers | None = None
         self._in_step = False  # whether the buffers of the running step are noted
+        self._sums_late = _is_in_shared_memory(comm)
 
     def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
         """Return the strategy that gives the same bits at any number of workers."""
@@ -97,10 +100,10 @@ class Distributed(Strategy):
         """
         buffers = self._buffers
         if not buffers or self.comm.size == 1:
-            return self.comm.iallreduce(totals).wait
+            return self._start_sum(totals)
         own = buffers.of_shard(weight, first=self.comm.world.is_first, last=True)
         size = len(totals)
-        wait = self.comm.iallreduce(torch.cat([totals, totals.new_full((1,), weight), own])).wait
+        wait = self._start_sum(torch.cat([totals, totals.new_full((1,), weight), own]))
 
         def finish() -> torch.Tensor:
             summed = wait()
@@ -111,6 +114,21 @@ class Distributed(Strategy):
             return summed[:size]
 
         return finish
+
+    def _start_sum(self, vector: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to sum a small vector over the workers; returns a function that waits for the sum.
+
+        In shared memory it starts when it is waited for: an all-reduce in the background wakes a thread, which then
+        takes turns with the backward pass for the interpreter, and that takes ten times as long as the all-reduce.
+        """
+        if not self._sums_late:
+            return self.comm.iallreduce(vector).wait
+
+        def start_and_wait() -> torch.Tensor:
+            with named(self.totals_name):
+                return self.comm.allreduce(vector)
+
+        return start_and_wait
 
     def begin_step(self) -> None:
         """Save the buffers that the forward pass may change."""
@@ -136,3 +154,10 @@ class Distributed(Strategy):
         """Broadcast rank 0's buffers, including those changed outside of steps."""
         if self._buffers is not None:
             self._buffers.broadcast()
+
+
+def _is_in_shared_memory(comm: Communicator) -> bool:
+    """Return whether the collectives of the workers run in the memory of one host, in a job of fixed size."""
+    if type(comm) is not Communicator or comm.group is None or comm.device.type != "cpu" or comm.world.nodes > 1:
+        return False
+    return bool(dist.get_backend(comm.group) == "shm")

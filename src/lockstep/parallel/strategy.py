@@ -100,6 +100,9 @@ class Strategy:
     backward_name = "gradient all-reduce"
     """What the watchdog calls the collectives of a backward pass."""
 
+    totals_name = "loss and sample count"
+    """What the watchdog calls those of `reduce_totals`."""
+
     def gradient_sync(self, now: bool) -> AbstractContextManager[object]:
         """Return a context manager for one pass of a step.
 
@@ -111,7 +114,7 @@ class Strategy:
     def reduce_totals(self, totals: torch.Tensor, weight: float, add_up: bool = True) -> Callable[[], torch.Tensor]:
         """Start to sum a step's `totals` over the workers; returns a function that waits for the sums.
 
-        Called between the last forward pass and its backward pass, so that the reduction overlaps with the latter.
+        Called between the last forward pass and its backward pass, so that the reduction may overlap with the latter.
 
         Args:
             totals: 1-d floating tensor.

@@ -382,7 +382,7 @@ class AccumulatedPasses:
                 total, count = precision.run_forward(loss, data, size)
                 sums.add(total, count)
                 if last:
-                    with named("loss and sample count"):
+                    with named(strategy.totals_name):
                         weight = sum(size for _, size in parts) / batch.global_size
                         finish = strategy.reduce_totals(sums.tensor(), weight, add_up=batch.collated is None)
                 with named(strategy.backward_name):

@@ -150,6 +150,36 @@ def test_accumulation_is_only_a_matter_of_memory(pool: Pool) -> None:
     assert cut == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_totals_are_summed_after_the_backward_pass_where_memory_is_shared(pool: Pool, backend: str) -> None:
+    """In shared memory an operation in the background takes turns with the backward pass for the interpreter."""
+
+    def run() -> list[str]:
+        comm, called = lockstep.init("cpu"), []
+        model = small()
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.05), nn.CrossEntropyLoss())
+        next(model.parameters()).register_hook(lambda _: called.append("backward"))
+        for name in ("allreduce", "iallreduce"):
+            original = getattr(comm, name)
+
+            def noted(vector: torch.Tensor, name: str = name, original: Any = original) -> Any:
+                called.append(name)
+                return original(vector)
+
+            setattr(step.comm, name, noted)
+        step(next(iter(Loader(images(16), 16, comm=comm).epoch(0))))
+        return called[:2]
+
+    expected = ["backward", "allreduce"] if backend == "shm" else ["iallreduce", "backward"]
+    assert pool.run(run, workers=2, backend=backend) == [expected, expected]
+
+
+def test_it_is_the_same_over_shared_memory(pool: Pool) -> None:
+    over_gloo, over_shm = (pool.run(train, workers=2, n=65, backend=backend)[0] for backend in ("gloo", "shm"))
+    assert over_shm[0] == over_gloo[0]
+    assert all(value.equal(over_gloo[1][name]) for name, value in over_shm[1].items())
+
+
 def count_tokens(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     kept = target > 0  # like padding: every part has another share of it
     return nn.functional.cross_entropy(output[kept], target[kept], reduction="sum"), kept.sum()
