@@ -132,10 +132,6 @@ class StepsInFlight:
             requests += self._inspect(self._queue.popleft())
         return requests
 
-    def clear(self) -> None:
-        """Forget the steps in flight: the run has been given another state."""
-        self._queue.clear()
-
     def regroup(self) -> None:
         """Keep the losses of the steps in flight, and requests to stop: the group of these steps is gone.
 

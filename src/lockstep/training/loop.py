@@ -404,6 +404,7 @@ class _StateOfRun(ModelState):
 
     def leave(self) -> None:
         """See `TrainingState`."""
+        super().leave()
         self._run.checkpoint_manager.abandon()
         self._run.leave_run_directory()
         self._loop.stop_requests.forget_polls()

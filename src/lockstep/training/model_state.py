@@ -34,7 +34,8 @@ class ModelState:
     def __init__(self, step: TrainStep) -> None:
         self.step = step
         self._left: list[dict[str, Any]] = []  # the hyperparameters, as the last operation has left them
-        self._versions: list[int] = []  # of parameters and buffers then
+        self._versions: list[int] = []  # of parameters and buffers, when they were last looked at
+        self._has_changed = False  # whether the program has changed them since the last operation
         self._generators: list[Any] = []  # the states of the global generators then, or before an operation
 
     def part_of(self, batch: Batch) -> Batch:
@@ -43,6 +44,7 @@ class ModelState:
 
     def begin(self) -> None:
         """See `TrainingState`."""
+        self._look_for_changes()
         self.step.strategy.begin_step()
         self._generators = self._generator_states()
 
@@ -52,11 +54,13 @@ class ModelState:
     def undo(self) -> None:
         """See `TrainingState`."""
         self.step.strategy.abandon_step()
+        self._versions = self._current_versions()  # what has been restored has another one
         self._set_generator_states(self._generators)
 
     def commit(self, result: Any) -> None:
         """See `TrainingState`."""
         self._left, self._versions = self._hyperparameters(), self._current_versions()
+        self._has_changed = False
         self._generators = self._generator_states()
 
     def for_others(self, result: Any) -> Any:
@@ -83,7 +87,7 @@ class ModelState:
             "hyperparameters": as_bytes(self._left),
             "generators": as_bytes(self._generators),
             "step": self.step.state_dict(),
-            "changed": self._current_versions() != self._versions,
+            "changed": self._has_changed,
         }
 
     def load_operations(self, state: dict[str, Any]) -> None:
@@ -124,10 +128,12 @@ class ModelState:
 
     def leave(self) -> None:
         """See `TrainingState`."""
+        self._look_for_changes()
 
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
         """See `TrainingState`."""
         self.step.regroup()
+        self._versions = self._current_versions()
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
         """Return a copy of the hyperparameters of the optimizer's parameter groups."""
@@ -148,6 +154,10 @@ class ModelState:
     def _set_generator_states(self, states: list[Any]) -> None:
         generator = generator_states(self.step.comm.device)[3]  # of this worker's device
         set_generator_states((*states[:3], generator, states[3]))
+
+    def _look_for_changes(self) -> None:
+        before, self._versions = self._versions, self._current_versions()
+        self._has_changed = self._has_changed or before != self._versions
 
     def _current_versions(self) -> list[int]:
         model = self.step.model

@@ -15,6 +15,7 @@ from lockstep.data.loader import Loader
 from lockstep.elastic.membership import View
 from lockstep.errors import ConfigError, MembershipChangedError
 from lockstep.training import recovery
+from lockstep.training.model_state import ModelState
 from lockstep.training.step import TrainStep
 
 
@@ -240,3 +241,28 @@ def test_a_model_that_the_body_has_changed_is_not_given_to_who_would_change_it_a
     second.commits = first.commits
     with pytest.raises(ConfigError, match="got a change between two steps"):
         train(second, "step 4", hook=clamp)
+
+
+def test_what_an_operation_has_changed_that_was_not_done_is_no_change_of_the_program() -> None:
+    _, step = make()
+    state = ModelState(step)
+
+    def touch() -> None:
+        with torch.no_grad():
+            step.model.weight.add_(0.0)
+
+    state.commit(None)
+    state.begin()
+    touch()
+    state.undo()
+    state.leave()
+    assert not state.of_operations()["changed"]
+    touch()
+    state.begin()
+    state.undo()
+    assert state.of_operations()["changed"]
+    state.commit(None)
+    assert not state.of_operations()["changed"]
+    touch()
+    state.leave()
+    assert state.of_operations()["changed"]
