@@ -110,7 +110,7 @@ def fitted(action: Callable[..., object], hook: str = "on_train_epoch_start", **
 
 
 def data_of(trainer: Any) -> Noisy:
-    return trainer._loop._active_loader.dataset  # type: ignore[no-any-return]
+    return trainer._loop.feed.loader.dataset  # type: ignore[no-any-return]
 
 
 def add(values: Any, amount: float = 0.5) -> None:
@@ -233,7 +233,7 @@ def shows_samples(trainer: Any, *_: Any) -> None:
     mode = trainer.model.training
     trainer.model.eval()
     with torch.no_grad():
-        trainer.model(data_of(trainer)[0][0][None] if trainer._loop._active_loader else INPUTS[:1])
+        trainer.model(data_of(trainer)[0][0][None] if trainer._loop._trains else INPUTS[:1])
     trainer.model.train(mode)
 
 
@@ -250,7 +250,7 @@ def notes(trainer: Any, *_: Any) -> None:
 
 
 def fills_caches(trainer: Any, *_: Any) -> None:
-    if trainer._loop._active_loader:
+    if trainer._loop._trains:
         data_of(trainer)._cache = {}  # type: ignore[assignment]
         data_of(trainer).seen.append(1)
         len(data_of(trainer))
