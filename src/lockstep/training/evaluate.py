@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -22,12 +23,11 @@ from ..parallel.nested import map_tensors, narrow, tensors_of
 from ..parallel.shards import bounds
 from ..parallel.strategy import Strategy, accumulation_dtype
 from ..parallel.sync_batchnorm import placeholder_batch
-from .divided_batches import FirstPasses, describe_division
 from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
 from .loss import Computation, Forward, Loss, LossFn
 from .mean_check import MeanCheck, Problem, is_due, raise_problem
-from .mixed_samples import FirstCall
+from .mixed_samples import FirstBatch
 from .modes import evaluating
 from .out_of_memory import explaining_out_of_memory
 from .own_loss import IGNORED
@@ -321,19 +321,16 @@ def _output_of(model: nn.Module, data: Any) -> Any:
     return model(data[0] if isinstance(data, (tuple, list)) else data)
 
 
-@contextmanager
-def _describing_division(model: nn.Module, loader: Loader, batch: Batch) -> Iterator[None]:
-    """Say, after a pass over a part of a batch, what of the model depends on how a global batch is divided."""
-    comm = loader.comm
-    if loader.virtual_workers is not None or comm.size == 1:
-        yield
-        return
-    seen = FirstPasses({"": model}, comm.device)
-    call = FirstCall(model, batch.global_size, comm.size)
-    yield
-    said = describe_division(model, comm.size, seen=seen, mixes_samples=call.mixes_samples())
-    if said and comm.rank == 0:
-        _log.warning("%s", said)
+_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models whose first pass was watched: they may be evaluated often, and it takes a copy of the model."""
+
+
+def _first_batch(model: nn.Module, loader: Loader, batch: Batch) -> FirstBatch | None:
+    """Return what watches a model's first pass over a part of a batch, if batches are divided among workers."""
+    if loader.virtual_workers is not None or loader.comm.size == 1 or model in _WATCHED:
+        return None
+    _WATCHED.add(model)
+    return FirstBatch(model, loader.comm, batch.global_size)
 
 
 class Prediction(Computation):
@@ -361,10 +358,11 @@ class Prediction(Computation):
                 parts = [(data, size) for _, data, size in _parts_of(loader, batch) if size]
                 results: list[Any] = []
                 for data, size in parts or [(loader.stand_in(), 0)]:
-                    is_first = not outputs and not results
-                    describing = _describing_division(self.model, loader, batch) if is_first else nullcontext()
-                    with describing, precision.autocast():
+                    first = _first_batch(self.model, loader, batch)
+                    with precision.autocast():
                         output = map_tensors(full_precision, self(data, size))
+                    if first is not None:
+                        first.tell()
                     results.append(output if size else narrow(output, 0, 0))
                 outputs.append(_gather(_concatenate(results), comm))
         return _concatenate(outputs)
@@ -405,7 +403,6 @@ class Evaluation(Computation):
             name: MeanCheck("metrics", metric, name, compares=not _is_accuracy(metric))
             for name, metric in of_samples.items()
         }
-        self._has_described = False
         self._warned_of: list[str] = []
         self._names, self._kept = list(metrics), cast(list[tuple[Any, Any]], [])
 
@@ -441,11 +438,10 @@ class Evaluation(Computation):
                 for shard, data, size in _parts_of(loader, batch):
                     with precision.autocast():
                         if size:
-                            described = self._has_described
-                            self._has_described = True
-                            describing = nullcontext() if described else _describing_division(self.model, loader, batch)
-                            with describing:
-                                totals[shard] += wrapped(data, size)
+                            first = _first_batch(self.model, loader, batch)
+                            totals[shard] += wrapped(data, size)
+                            if first is not None:
+                                first.tell()
                         elif strategy.collective_forward:
                             with placeholder_batch(self.model, data) as placeholder:
                                 wrapped(placeholder, 1)

@@ -1,9 +1,9 @@
-"""Does what a model computes for a sample depend on the other samples that it is called with?"""
+"""The first batch that is divided: what its passes show of a model whose results depend on how batches are divided."""
 
 from __future__ import annotations
 
 import logging
-import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..communicator import Communicator
 from ..parallel.nested import map_tensors, tensors_of
 from ..parallel.randomness import preserve_generators
-from .divided_batches import FirstPasses
-from .model_check import DRAWING_LAYERS, copy_in_float64
+from .divided_batches import FirstPasses, describe_division
+from .model_check import DRAWING_LAYERS, copy_in_float64, is_compiled
 
-__all__ = ["FirstCall"]
+__all__ = ["FirstBatch", "FirstCall"]
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +26,54 @@ _log = logging.getLogger(__name__)
 _FEWEST_SAMPLES, _MOST_SAMPLES = 4, 8
 # Relative difference of outputs in float64. Batch norm of 8 and of 4 samples differs by a tenth.
 _TOLERANCE = 1e-6
+
+
+class FirstBatch:
+    """What the passes of the first batch that is divided show of a model: made before them, told after them.
+
+    Args:
+        model: the model.
+        comm: of the workers among which batches are divided.
+        samples: number of samples in the global batch.
+        called: the models that the passes call; `model` itself when None.
+        loss: the modules of the loss.
+        passes: passes of each worker.
+        devices: devices of each worker.
+        own_hooks: see `describe_division`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        samples: int,
+        *,
+        called: Sequence[nn.Module] | None = None,
+        loss: nn.Module | None = None,
+        passes: int = 1,
+        devices: int = 1,
+        own_hooks: bool = False,
+    ) -> None:
+        self._model, self._comm = model, comm
+        self._passes, self._devices, self._own_hooks = passes, devices, own_hooks
+        self._seen = FirstPasses({"": model} if loss is None else {"": model, "loss": loss}, comm.device)
+        parts = comm.size * passes * devices
+        self._calls = [FirstCall(each, samples, parts) for each in (called or [model])]
+
+    def tell(self) -> None:
+        """Say in one line on rank 0 what of the model depends on how a global batch is divided; called by all ranks."""
+        mixes = [call.mixes_samples() for call in self._calls]  # of all models, on all workers
+        said = describe_division(
+            self._model,
+            self._comm.size,
+            self._passes,
+            self._devices,
+            own_hooks=self._own_hooks,
+            seen=self._seen,
+            mixes_samples=any(mixes),
+        )
+        if said and self._comm.rank == 0:
+            _log.warning("%s", said)
 
 
 class FirstCall:
@@ -45,23 +94,19 @@ class FirstCall:
         self._model = model
         self._samples = {samples // parts, -(-samples // parts)}
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._hook: Any = None
-        if min(self._samples) >= _FEWEST_SAMPLES and not _is_left_out(model):
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        if min(self._samples) >= _FEWEST_SAMPLES and not is_compiled(model) and not is_sharded:
             self._hook = model.register_forward_pre_hook(self._keep, with_kwargs=True)
 
     def _keep(self, _model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if self._arguments is None:
-            self._arguments = inputs, named
+        self._hook.remove()  # now: the passes may end with an error, or the loop be left
+        self._arguments = inputs, named
 
     def mixes_samples(self) -> bool:
         """Return whether the outputs for some samples are others without the remaining ones.
 
         The model and the random generators stay as they are. If the model communicates, all workers must ask.
         """
-        if self._hook is None:
-            return False
-        self._hook.remove()
-        self._hook = None
         arguments, self._arguments = self._arguments, None
         if arguments is None:
             return False
@@ -106,11 +151,3 @@ def _differ(whole: torch.Tensor, part: torch.Tensor) -> bool:
     if not whole.dim() or not whole.is_floating_point() or whole.shape[0] != 2 * part.shape[0]:
         return False
     return not torch.allclose(whole[: part.shape[0]], part, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
-
-
-def _is_left_out(model: nn.Module) -> bool:
-    if "torch._dynamo" in sys.modules and isinstance(model, torch._dynamo.OptimizedModule):
-        return True
-    if any(getattr(layer, "_compiled_call_impl", None) is not None for layer in model.modules()):
-        return True
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())

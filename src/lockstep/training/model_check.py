@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from .halves import Difference, Halves, LossLike, Passes, Samples, compare_or_sk
 from .mean_check import WITH_GRADIENTS, NotAMean, block_at, without_traces
 from .modes import evaluating, preserving_buffers
 
-__all__ = ["DRAWING_LAYERS", "compare_model", "copy_in_float64"]
+__all__ = ["DRAWING_LAYERS", "compare_model", "copy_in_float64", "is_compiled"]
 
 _log = logging.getLogger(__name__)
 
@@ -148,6 +149,13 @@ def copy_in_float64(model: nn.Module) -> nn.Module | None:
     except Exception as error:
         _log.debug("the model is not copied to compare its loss: %s: %s", type(error).__name__, error)
         return None
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a hook on `model` would have it compiled once more."""
+    if "torch._dynamo" in sys.modules and isinstance(model, torch._dynamo.OptimizedModule):
+        return True
+    return any(getattr(layer, "_compiled_call_impl", None) is not None for layer in model.modules())
 
 
 def _is_of_torch(hook: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,16 +30,16 @@ from ..parallel.gradient_buckets import Gradients
 from ..parallel.module_sync import sync_module
 from ..parallel.nested import map_tensors, narrow, sample_count
 from ..parallel.randomness import preserve_generators, seed_shard
-from ..parallel.reducer import SubtreeLayout, gather_sum
+from ..parallel.reducer import Reducer
 from ..parallel.shards import bounds, check_virtual_workers, mix
 from ..parallel.unsupported_layers import check_supported
 from . import bodies
-from .divided_batches import FirstPasses, describe_division
 from .loss_graphs import Refusal, divisor, refusal_of
 from .mean_check import is_due
-from .mixed_samples import FirstCall
+from .mixed_samples import FirstBatch
 from .model_calls import ModelCalls
 from .model_changes import ModelChanges
+from .model_check import is_compiled
 from .precision import Precision, full_precision
 from .prepared_optimizer import PreparedOptimizer
 from .shard_gradients import ShardGradients
@@ -303,20 +302,11 @@ class _OwnLoop:
             self._changes.note()
             self._buffers = self._make_buffers()
 
-    def _first_passes(self, samples: int) -> tuple[FirstPasses, list[FirstCall]] | None:
-        """Return what watches the first body, in a batch of `samples`."""
+    def _first_batch(self, samples: int) -> FirstBatch | None:
+        """Return what watches the first body, in a batch of `samples`; told after it, as it sets the layers' modes."""
         if self._has_described:
             return None
-        calls = [FirstCall(model, samples, self.comm.size) for model in self._models]
-        return FirstPasses({"": self.model}, self.comm.device), calls
-
-    def _describe_division(self, first: FirstPasses, calls: list[FirstCall]) -> None:
-        """Say once what depends on the number of workers; after the first body, in which the loop has set the modes."""
-        self._has_described = True
-        mixes = [call.mixes_samples() for call in calls]  # of all models, on all workers
-        said = describe_division(self.model, self.comm.size, own_hooks=True, seen=first, mixes_samples=any(mixes))
-        if said and self.comm.rank == 0:
-            _log.warning("%s", said)
+        return FirstBatch(self.model, self.comm, samples, called=self._models, own_hooks=True)
 
     def prepare_one(self, given: Any) -> Any:
         """Return what `prepare` returns for one of its objects."""
@@ -377,10 +367,11 @@ class _OwnLoop:
                 shard = bodies.Shard(number, samples, samples / total, last, several, total, missing)
                 self._begin_shard(shard, data, first=position == 0, look=look)
                 seed_shard(self.seed, key, number, self.comm.device)
-                first = self._first_passes(total)
+                first = self._first_batch(total)
                 yield data
                 if first is not None:
-                    self._describe_division(*first)
+                    self._has_described = True
+                    first.tell()
                 self._buffers.end_shard(number, samples, last)
                 self._end_shard()
             self._buffers.end(total, left_out)
@@ -421,7 +412,7 @@ class _OwnLoop:
             optimizer.begin_shard(shard, first)
         self._collectives = _recorded_collectives()
         if look is not None and shard.samples:
-            models = [model for model in self._models if not _is_compiled(model)]
+            models = [model for model in self._models if not is_compiled(model)]
             # The shards of virtual workers are the same on any number of workers, and so is what is compared in them.
             compares, refuses_changes = not self.exact, self.exact or self.comm.size > 1
             before = self._inputs_before
@@ -647,12 +638,6 @@ def _recorded_collectives() -> int | None:
     return None if current.recorder is None else current.recorder.count
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    """Return whether a hook on `model` would have it compiled once more."""
-    compiled = any(getattr(layer, "_compiled_call_impl", None) is not None for layer in model.modules())
-    return compiled or isinstance(model, torch._dynamo.OptimizedModule) if "torch._dynamo" in sys.modules else compiled
-
-
 def _forward_with_autocast(forward: Callable[..., Any], precision: Precision, *args: Any, **kwargs: Any) -> Any:
     with precision.autocast():
         output = forward(*args, **kwargs)
@@ -716,12 +701,9 @@ class _BatchBuffers:
     """The buffers that forward passes change, and what the shards of the running batch have made of them."""
 
     def __init__(self, job: _OwnLoop, model: nn.Module) -> None:
-        self._comm, self._layout, self._shards = (
-            job.comm,
-            SubtreeLayout(job.comm, job.virtual_workers),
-            job.local_shards,
-        )
+        self._shards = job.local_shards
         self._buffers = Buffers(model, job.comm, saves=len(self._shards) > 1, at_once=job.exact)
+        self._reducer = Reducer(job.comm, job.virtual_workers, one_pass=False)  # of numbers alone
         self._of_shards: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
@@ -746,10 +728,14 @@ class _BatchBuffers:
         """
         if not self._buffers:
             return
-        tree = self._layout.tree()
         zeros = torch.zeros_like(next(iter(self._of_shards.values())))
+        self._reducer.begin([])
         for shard in self._shards:
+            self._reducer.open(shard)
             missing = left_out or 0 if shard == self._shards[-1] else 0
-            tree.push((shard, 1), torch.cat([self._of_shards.get(shard, zeros), zeros.new_tensor([missing])]))
-        sums = tree.total() if self._comm.size == 1 else gather_sum(tree.partial_sums, self._layout)()
+            self._reducer.add(torch.cat([self._of_shards.get(shard, zeros), zeros.new_tensor([missing])]))
+            self._reducer.close()
+        self._reducer.finish()
+        sums = self._reducer.sums
+        assert sums is not None
         self._buffers.set(sums[:-1], samples if left_out is None else samples - sums[-1])

@@ -32,13 +32,13 @@ from ..parallel.shards import mix
 from ..parallel.strategy import Strategy
 from ..parallel.sync_batchnorm import convert
 from ..parallel.unchanged_parameters import UnchangedParameters
-from .divided_batches import FirstPasses, describe_division
+from .divided_batches import describe_division
 from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
 from .loss import Forward, Loss, LossFn, LossModule
 from .loss_scale import agree_on_loss_scale
 from .mean_check import is_due, raise_problem
-from .mixed_samples import FirstCall
+from .mixed_samples import FirstBatch
 from .model_changes import ModelChanges, are_same
 from .out_of_memory import explained, is_out_of_memory
 from .precision import Number, Precision, clip, scale_gradients
@@ -767,13 +767,13 @@ class TrainStep:
         if self.precision.is_new and not joint:
             parts = self._passes.parts(batch)
             agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
-        first = self._first_passes(batch)
+        first = self._first_batch(batch)
         versions = self.loss.modules.versions() if len(self.strategy.devices) > 1 else None
         totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
         if unchanged is not None:
             unchanged.check()
         if first is not None:
-            self._describe_division(*first)
+            first.tell()
         if self.strategy.virtual_workers is None:
             # The passes have drawn by rank. What the program draws after the step is the same on every worker.
             seed_torch(key & 0xFFFFFFFF, self.comm.device)
@@ -819,23 +819,16 @@ class TrainStep:
             self.steps_done, loss_sum / count, stops, lr, count, samples, marks=totals[3:], replicas=self._replicas
         )
 
-    def _first_passes(self, batch: Batch) -> tuple[FirstPasses, FirstCall] | None:
+    def _first_batch(self, batch: Batch) -> FirstBatch | None:
         """Return what watches the passes of the first step, if they divide a global batch; virtual workers do not."""
-        parts = self.comm.size * self._accumulation_steps * len(self.strategy.devices)
-        if self._has_described or self.strategy.virtual_workers is not None or parts == 1:
+        passes, devices = self._accumulation_steps, len(self.strategy.devices)
+        is_divided = self.comm.size * passes * devices > 1
+        if self._has_described or self.strategy.virtual_workers is not None or not is_divided:
             return None
         self._has_described = True
-        passes = FirstPasses({"": self.model, "loss": self.loss.modules}, self.comm.device)
-        return passes, FirstCall(self.model, batch.global_size, parts)
-
-    def _describe_division(self, first: FirstPasses, call: FirstCall) -> None:
-        """Say once what of the model depends on how a global batch is divided."""
-        devices = len(self.strategy.devices)
-        passes = self._accumulation_steps
-        mixes = call.mixes_samples()
-        said = describe_division(self.model, self.comm.size, passes, devices, seen=first, mixes_samples=mixes)
-        if said and self.comm.rank == 0:
-            _log.warning("%s", said)
+        return FirstBatch(
+            self.model, self.comm, batch.global_size, loss=self.loss.modules, passes=passes, devices=devices
+        )
 
     def _correction(self, samples: int, count: Number, counts_samples: bool) -> Number | None:
         """Return the factor that makes the reduced gradients those of the mean; None if they are."""

@@ -122,6 +122,19 @@ def test_calls_of_other_sizes_are_not_looked_at(samples: int, rows: int) -> None
     assert not is_mixed(Normalised(), torch.randn(rows, 6), samples=samples)
 
 
+class Failing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+
+def test_a_pass_that_fails_leaves_no_hook() -> None:
+    model = Failing(6, 3)
+    FirstCall(model, 16, 2)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(8, 6))
+    assert len(model._forward_pre_hooks) == 0
+
+
 def test_it_leaves_no_trace() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Normalised(), nn.BatchNorm1d(3), nn.Dropout(0.5))
