@@ -61,7 +61,7 @@ def whole(
     """
     is_whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least) or (most is not None and value > most):
-        raise ConfigError(argument, expected or "a whole number" + _limits(least, most=most), value, hint)
+        raise ConfigError(argument, expected or _in_words("a whole number", least, most=most), value, hint)
     return int(value)
 
 
@@ -104,7 +104,7 @@ def number(
     )
     if not is_valid:
         kind = "a finite number" if finite else "a number"
-        raise ConfigError(argument, expected or kind + _limits(least, above, most, below), value, hint)
+        raise ConfigError(argument, expected or _in_words(kind, least, above, most, below), value, hint)
     checked: float = value
     return checked
 
@@ -120,9 +120,11 @@ def parse_whole(
 ) -> int:
     """Return the whole number that a text stands for, such as an option's; arguments and error as those of `whole`."""
     try:
-        return whole(argument, int(str(text)), least=least, most=most)
-    except ValueError:  # of int(); or of a number outside of the limits, where the error is to show the text itself
-        raise ConfigError(argument, expected or "a whole number" + _limits(least, most=most), text, hint) from None
+        if "_" in str(text):  # which Python allows between digits
+            raise ValueError(text)
+        return whole(argument, int(str(text)), least=least, most=most, expected=expected, hint=hint)
+    except ValueError:  # the error shows the text itself
+        raise ConfigError(argument, expected or _in_words("a whole number", least, most=most), text, hint) from None
 
 
 def parse_number(
@@ -142,20 +144,24 @@ def parse_number(
         return number(argument, float(str(text)), least=least, above=above, most=most, below=below, finite=finite)
     except ValueError:
         kind = "a finite number" if finite else "a number"
-        raise ConfigError(argument, expected or kind + _limits(least, above, most, below), text, hint) from None
+        raise ConfigError(argument, expected or _in_words(kind, least, above, most, below), text, hint) from None
 
 
-def _limits(
-    least: float | None = None, above: float | None = None, most: float | None = None, below: float | None = None
+def _in_words(
+    kind: str,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
 ) -> str:
-    """Return limits in words, as they follow "a number": " of at least 1", " from 0 to below 1", " above 0"."""
+    """Return the valid numbers of a kind, such as "a number of at least 1", "from 0 to below 1", or "above 0"."""
     if least is not None and most is not None:
-        return f" from {least} to {most}"
+        return f"{kind} from {least} to {most}"
     if least is not None and below is not None:
-        return f" from {least} to below {below}"
+        return f"{kind} from {least} to below {below}"
     limits = {"of at least": least, "above": above, "of at most": most, "below": below}
     given = [f"{words} {limit}" for words, limit in limits.items() if limit is not None]
-    return f" {' and '.join(given)}" if given else ""
+    return f"{kind} {' and '.join(given)}" if given else kind
 
 
 # --- Switches, texts and paths ----------------------------------------------------------------------------------------

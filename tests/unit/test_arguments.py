@@ -49,7 +49,7 @@ def test_the_limits_of_a_number_make_the_words_of_its_error(
         assert str(error.value) == f"x: expected {expected}, got {value!r}"
 
 
-@pytest.mark.parametrize("text", ["0", "", "2.5", "many", True, 1.0])
+@pytest.mark.parametrize("text", ["0", "", "2.5", "many", "1_0", True, 1.0])
 def test_a_text_that_is_no_such_whole_number_is_shown_as_it_is(text: object) -> None:
     assert arguments.parse_whole("--steps", " 12", least=1) == 12
     with pytest.raises(ConfigError) as error:
