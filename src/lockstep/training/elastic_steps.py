@@ -146,9 +146,7 @@ class Steps:
     def _end_body(self) -> None:
         epoch, number = self._at
         self._at = (epoch + 1, 0) if self.ends_epoch else (epoch, number + 1)
-        requests = self._in_flight.settle()
-        if requests >= REGROUP:
-            requests += self._in_flight.settle(whole=True)  # those that join know nothing of these steps
+        requests = self._in_flight.settle_at_boundary()
         if requests % REGROUP:
             number = self._step.recovery.stop_signal or SIGTERM
             interruption.install()

@@ -132,6 +132,13 @@ class StepsInFlight:
             requests += self._inspect(self._queue.popleft())
         return requests
 
+    def settle_at_boundary(self) -> float:
+        """As `settle`; if a worker requests to regroup, the latest steps as well: who joins knows nothing of them."""
+        requests = self.settle()
+        if requests >= REGROUP:
+            requests += self.settle(whole=True)
+        return requests
+
     def regroup(self) -> None:
         """Keep the losses of the steps in flight, and requests to stop: the group of these steps is gone.
 

@@ -194,9 +194,7 @@ class Loop:
 
     def _settle(self) -> None:
         """Check the results that have arrived, and stop, or let workers join and leave, if a worker requested it."""
-        requests = self._trainer.steps_in_flight.settle()
-        if requests >= REGROUP:
-            requests += self._trainer.steps_in_flight.settle(whole=True)  # who joins knows nothing of these steps
+        requests = self._trainer.steps_in_flight.settle_at_boundary()
         if requests % REGROUP:
             self._interrupt()
         self._recovery.boundary(requests)

@@ -153,11 +153,10 @@ class Rank0Changes:
 
     def _note(self, entries: Sequence[Any]) -> None:
         """Note all settings; those that are others than when they were last noted also change without a callback."""
+        holders = self._looked_at.holders
         known = {
             (holder.path, key): value
-            for holder, of_holder in zip(
-                self._looked_at.holders, entries, strict=False
-            )  # which may be followed by others
+            for holder, of_holder in zip(holders, entries, strict=False)  # which may be followed by others
             for key, value in holder.settings(of_holder).items()
         }
         if self._known:

@@ -195,7 +195,8 @@ class CallbackGroup:
         finally:
             self._end_all(trainer, error)
             self._has_ended = True
-            self._skipped += [(each, "on_train_end", (error,)) for each in self._all if each not in self._members]
+            if not self._recovery.has_fixed_workers:
+                self._skipped += [(each, "on_train_end", (error,)) for each in self._all if each not in self._members]
 
     def _end_all(self, trainer: TrainingContext, error: BaseException | None) -> None:
         """Call `on_train_end` of all that have started, the last one first, whatever one of them raises."""
