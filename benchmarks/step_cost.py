@@ -100,7 +100,7 @@ def by_hand_reading_the_loss(task: Task) -> Round:
 
 
 def fabric(task: Task) -> Round:
-    from lightning.fabric import Fabric  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from lightning_fabric import Fabric  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     model, optimizer, loss_fn = task.objects()
     engine = Fabric(accelerator="cpu", devices=1)
@@ -135,7 +135,7 @@ def accelerate(task: Task) -> Round:
 def lightning_trainer(task: Task) -> Round:
     import lightning  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
     class Data(IterableDataset[Any]):
