@@ -1,4 +1,4 @@
-"""Ranks on GPUs: NCCL with a single rank, and two ranks where there are two GPUs; NCCL refuses two on one."""
+"""Ranks on GPUs: NCCL with a single rank; two ranks over NCCL where there are two GPUs, else over Gloo on one GPU."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from support.gpu import DEVICE, ON_GPU, only_on_gpu
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
-needs_two_gpus = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
+SHARED = ON_GPU and torch.cuda.device_count() < 2
 
 
 def on_two(body: Callable[[], Any]) -> Any:
-    """Run `body` on two ranks; returns the result of rank 0."""
+    """Run `body` on two ranks, which share the GPU where there is one only; returns the result of rank 0."""
 
     def work() -> Any:
+        if SHARED:
+            dist.init_process_group("gloo")
         lockstep.init(DEVICE)
         return body()
 
@@ -95,7 +97,6 @@ def collectives(device: torch.device) -> dict[str, torch.Tensor]:
     return found
 
 
-@needs_two_gpus
 def test_collectives_give_the_bits_of_the_cpu() -> None:
     def body() -> list[str]:
         device = lockstep.init().device
@@ -105,7 +106,6 @@ def test_collectives_give_the_bits_of_the_cpu() -> None:
     assert on_two(body) == []
 
 
-@needs_two_gpus
 def test_work_before_and_after_a_collective_is_in_order() -> None:
     """Streams are ordered without the host: nothing waits there."""
 
@@ -136,7 +136,6 @@ def fit(**options: Any) -> tuple[str, list[float]]:
     return lockstep.fingerprint(model, optimizer), [row["train_loss"] for row in history]
 
 
-@needs_two_gpus
 def test_one_worker_and_two_have_the_same_bits() -> None:
     def body() -> tuple[str, list[float]]:
         return fit(virtual_workers=4)
@@ -148,7 +147,6 @@ def test_one_worker_and_two_have_the_same_bits() -> None:
     assert on_two(body) == lockstep.launch(alone, workers=1)
 
 
-@needs_two_gpus
 def test_two_workers_have_the_losses_of_one() -> None:
     def body() -> tuple[str, list[float]]:
         return fit()
@@ -161,7 +159,6 @@ def test_two_workers_have_the_losses_of_one() -> None:
     assert on_two(body)[1] == pytest.approx(lockstep.launch(alone, workers=1)[1], rel=0.2)
 
 
-@needs_two_gpus
 def test_plain_ddp() -> None:
     def body() -> bool:
         torch.manual_seed(dist.get_rank())
@@ -179,7 +176,6 @@ def test_plain_ddp() -> None:
     assert on_two(body)
 
 
-@needs_two_gpus
 def test_sync_batchnorm() -> None:
     def body() -> tuple[torch.Tensor, torch.Tensor]:
         comm = lockstep.init()
@@ -196,7 +192,6 @@ def test_sync_batchnorm() -> None:
     torch.testing.assert_close(variance, expected.running_var)
 
 
-@needs_two_gpus
 def test_horovod() -> None:
     def body() -> tuple[float, list[float]]:
         import lockstep.compat.horovod.torch as hvd

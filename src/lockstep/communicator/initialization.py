@@ -26,7 +26,7 @@ from ..transports.runtime.c10d import Store
 from ..tried_versions import about_untried_torch
 from ..watchdog.jobs import write_message
 from .communicator import Communicator
-from .groups import world_of
+from .groups import backends_of, world_of
 
 __all__ = ["claim_gpu", "current", "init", "pick_device"]
 
@@ -50,7 +50,8 @@ def init(
 
     Args:
         device: "auto" (a GPU where there is one), "cpu", "cuda" (the GPU of this worker's local rank, or the only one
-            that it sees) or "mps".
+            that it sees) or "mps". With "cuda", workers may share a GPU if the program has made a process group
+            whose backend for GPUs is Gloo; NCCL refuses that.
         timeout: how long a collective may wait; PyTorch's default when None.
         transport: the backend for tensors on the CPU: "shm", "gloo", "mpi4py" (over MPI, for processes that
             mpiexec has started), or "auto": "shm" on Linux and "gloo" elsewhere; when None,
@@ -78,8 +79,10 @@ def init(
     if dist.is_initialized():
         world = world_of(dist.group.WORLD)
         _note_untried_torch(world)
-        _default = Communicator.at(world, pick_device(device, world), dist.group.WORLD)
-        _check_own_gpu(_default.device, world)
+        shares_gpus = device == "cuda" and backends_of(dist.group.WORLD).get("cuda") == "gloo"
+        _default = Communicator.at(world, pick_device(device, world, shares_gpus), dist.group.WORLD)
+        if not shares_gpus:
+            _check_own_gpu(_default.device, world)
         return _default
     world = environment.find_world()
     _note_untried_torch(world)
@@ -230,8 +233,13 @@ def _leave() -> None:
         time.sleep(0.05)
 
 
-def pick_device(device: str, world: World) -> torch.device:
+def pick_device(device: str, world: World, shares_gpus: bool = False) -> torch.device:
     """Return the device on which a worker computes; for CUDA it also becomes the current device.
+
+    Args:
+        device: as in `init`.
+        world: this worker's rank, and those of its host.
+        shares_gpus: whether several workers may use the same GPU, which NCCL refuses.
 
     Raises:
         ConfigError: when this host has no such device, or fewer of them than local workers.
@@ -246,14 +254,15 @@ def pick_device(device: str, world: World) -> torch.device:
     if device == "cuda" or (device == "auto" and gpus):
         # srun --gpus-per-task=1, or a wrapper around this program: each worker sees only its own GPU
         sees_own_only = gpus == 1 and (world.source == "slurm" or environment.visible_gpus() == 1)
-        if world.local_world_size > gpus and not sees_own_only:
+        if world.local_world_size > gpus and not sees_own_only and not shares_gpus:
             raise ConfigError(
                 "device",
                 f"at most as many workers on a node as it has GPUs ({gpus})",
                 found=f"{world.local_world_size} workers (this is rank {world.rank})",
-                hint="NCCL refuses two workers on one GPU: start fewer workers, or choose the device cpu.",
+                hint="NCCL refuses two workers on one GPU: start fewer workers, or choose the device cpu. To try several "
+                "workers on one GPU, call torch.distributed.init_process_group('gloo') before lockstep.init('cuda').",
             )
-        chosen = torch.device("cuda", 0 if sees_own_only else world.local_rank)
+        chosen = torch.device("cuda", 0 if sees_own_only else world.local_rank % gpus)
         torch.cuda.set_device(chosen.index)
         return chosen
     if device == "mps" or (device == "auto" and world.world_size == 1 and torch.backends.mps.is_available()):

@@ -274,6 +274,17 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, chosen: list[int]) -> None
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
 
 
+def test_workers_share_gpus_if_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    gpus(monkeypatch, 2, chosen)
+    for local_rank in range(4):
+        device = pick_device("cuda", World(local_rank, 4, local_rank, 4), shares_gpus=True)
+        assert device == torch.device("cuda", local_rank % 2)
+    assert chosen == [0, 1, 0, 1]
+    with pytest.raises(ConfigError, match=r"init_process_group\('gloo'\) before lockstep.init\('cuda'\)"):
+        pick_device("cuda", World(3, 4, 3, 4))
+
+
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
 def test_a_worker_that_sees_one_gpu_alone_takes_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A program around the worker has left it one, by the local rank."""
