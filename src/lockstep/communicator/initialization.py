@@ -259,8 +259,8 @@ def pick_device(device: str, world: World, shares_gpus: bool = False) -> torch.d
                 "device",
                 f"at most as many workers on a node as it has GPUs ({gpus})",
                 found=f"{world.local_world_size} workers (this is rank {world.rank})",
-                hint="NCCL refuses two workers on one GPU: start fewer workers, or choose the device cpu. To try several "
-                "workers on one GPU, call torch.distributed.init_process_group('gloo') before lockstep.init('cuda').",
+                hint="NCCL refuses two workers on one GPU: start fewer workers, or choose the device cpu. To try "
+                "several on one GPU, call torch.distributed.init_process_group('gloo') before lockstep.init('cuda').",
             )
         chosen = torch.device("cuda", 0 if sees_own_only else world.local_rank % gpus)
         torch.cuda.set_device(chosen.index)
