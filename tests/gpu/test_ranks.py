@@ -82,6 +82,8 @@ def collectives(device: torch.device) -> dict[str, torch.Tensor]:
         dist.all_to_all_single(exchanged, values(size * count))
     found["strided"] = strided = values(40).view(8, 5).t()
     dist.all_reduce(strided)
+    if SHARED:  # Gloo ends the process for a message on the GPU
+        return found
     received = torch.empty(1000, device=device)
     receiving = dist.irecv(received, (rank - 1) % size)
     dist.send(values(1000), (rank + 1) % size)
@@ -104,6 +106,19 @@ def test_collectives_give_the_bits_of_the_cpu() -> None:
         return [name for name, tensor in on_cpu.items() if not tensor.equal(on_gpu[name].cpu())]
 
     assert on_two(body) == []
+
+
+@only_on_gpu
+@pytest.mark.skipif(not SHARED, reason="NCCL has messages on the GPU")
+def test_messages_of_gloo_are_on_the_cpu() -> None:
+    def body() -> None:
+        comm = lockstep.init()
+        comm.isend(torch.ones(2, device=comm.device), 1 - comm.rank)
+
+    with pytest.raises(
+        lockstep.LockstepError, match="tensor: expected one on the CPU, as Gloo's messages are, got cuda:0"
+    ):
+        on_two(body)
 
 
 def test_work_before_and_after_a_collective_is_in_order() -> None:

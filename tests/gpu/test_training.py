@@ -15,6 +15,7 @@ import lockstep
 from lockstep.checkpoint.folder import CheckpointStore, read
 from lockstep.communicator import init
 from lockstep.data.fetching import to_device
+from lockstep.errors import ConfigError
 from lockstep.training.callbacks import Checkpoints, Profile
 from lockstep.training.callbacks.base import Callback
 from lockstep.training.in_flight import HostCopy
@@ -128,6 +129,81 @@ def test_a_step_does_not_wait_for_the_gpu(options: dict[str, Any]) -> None:
     with no_waiting():
         for _ in range(12):
             run()
+
+
+def own_loop(epochs: int, count: bool = False, labels: torch.Tensor | None = None) -> Iterator[int]:
+    """Train in a loop with `prepare`; yields the number of each step before it begins."""
+    torch.manual_seed(0)
+    model = nn.Sequential(lockstep.models.lenet(), nn.BatchNorm1d(10))
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    loader = lockstep.Loader(images(DEVICE), BATCH)
+    model, optimizer, loader = lockstep.prepare(model, adamw, loader)
+    step = 0
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            yield step
+            targets = targets if labels is None else labels
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step(loss=loss, count=(targets >= 0).sum() if count else None)
+            step += 1
+
+
+@pytest.mark.parametrize("count", [False, True])
+def test_a_loop_with_prepare_does_not_wait_for_the_gpu(count: bool) -> None:
+    init(DEVICE)
+    with no_waiting(False) as forbid:
+        for step in own_loop(3, count):  # an epoch has 8 steps, and its end waits; steps 1, 2, 4, 8 and 16 look closer
+            forbid(step in (5, 6, 9, 10, 11, 12, 13, 14))
+
+
+def test_labels_that_are_ignored_are_refused_without_a_count() -> None:
+    """Their number is not known when the step is queued."""
+    init(DEVICE)
+    labels = torch.arange(BATCH, device=DEVICE) % 10
+    labels[::3] = -100
+    with pytest.raises(ConfigError, match="mean over the labels that are not ignored"):
+        list(own_loop(1, labels=labels))
+    assert len(list(own_loop(1, count=True, labels=labels))) == SAMPLES // BATCH
+
+
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 4}, {"virtual_workers": 4}], ids=id_of)
+def test_a_part_in_which_nothing_counts(options: dict[str, int]) -> None:
+    def ignoring(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = target >= 0
+        count = kept.sum()
+        return nn.functional.mse_loss(output[kept], target[kept]) * count, count
+
+    def trained(**options: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        target = torch.tensor([0.5, 1, 1, -1, -1, -1, -1, -1])[:, None]
+        data = torch.utils.data.TensorDataset(torch.randn(8, 3), target)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return [
+            row["train_loss"] for row in Trainer(model, optimizer, ignoring, 8, callbacks=[], **options).fit(data, 3)
+        ]
+
+    init(DEVICE)
+    assert trained(**options) == pytest.approx(trained(), rel=1e-4)
+
+
+def test_a_batch_may_have_sparse_tensors() -> None:
+    def dense_too(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, labels = torch.utils.data.default_collate(samples)
+        return inputs.flatten(1).to_sparse(), labels
+
+    class Sparse(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(inputs, self.weight.t()) + self.bias
+
+    comm = init(DEVICE)
+    loader = lockstep.Loader(images(), BATCH, comm=comm, collate_fn=dense_too)
+    batches = [batch.data for batch in loader.epoch(0)]
+    assert all(inputs.is_sparse and inputs.device.type == comm.device.type for inputs, _ in batches)
+    layer = Sparse(28 * 28, 10).to(comm.device)
+    assert all(bool(layer(inputs).isfinite().all()) for inputs, _ in batches)
 
 
 def test_neither_does_the_loop(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ that whoever changes them without a GPU sees that they themselves are right; wha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,13 +35,19 @@ def id_of(options: Any) -> str | None:
 
 
 @contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raise an error for whatever waits for the GPU."""
-    if not ON_GPU:
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
+def no_waiting(at_once: bool = True) -> Iterator[Callable[[bool], None]]:
+    """Raise an error for whatever waits for the GPU.
+
+    Args:
+        at_once: whether it begins so; the function that is yielded says so later.
+    """
+
+    def forbid(waiting: bool) -> None:
+        if ON_GPU:
+            torch.cuda.set_sync_debug_mode("error" if waiting else "default")
+
+    forbid(at_once)
     try:
-        yield
+        yield forbid
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        forbid(False)

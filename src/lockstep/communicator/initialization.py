@@ -80,15 +80,16 @@ def init(
         world = world_of(dist.group.WORLD)
         _note_untried_torch(world)
         shares_gpus = device == "cuda" and backends_of(dist.group.WORLD).get("cuda") == "gloo"
-        _default = Communicator.at(world, pick_device(device, world, shares_gpus), dist.group.WORLD)
+        where = pick_device(device, world, shares_gpus)
+        _prepare_device(where)
+        _default = Communicator.at(world, where, dist.group.WORLD)
         if not shares_gpus:
             _check_own_gpu(_default.device, world)
         return _default
     world = environment.find_world()
     _note_untried_torch(world)
     where = pick_device(device, world)
-    if where.type == "cuda":  # equal bits need it, and torch before 2.10 reads it once, at its first matrix product
-        environment.set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+    _prepare_device(where)
     backend = _pick_backend(transport)
     worker = environment.elastic_worker()
     if worker is not None:
@@ -102,6 +103,12 @@ def init(
 def current() -> Communicator | None:
     """Return the communicator that `init` has returned; None if it was not called."""
     return _default
+
+
+def _prepare_device(device: torch.device) -> None:
+    """Set what equal bits need on a device before its first use: cuBLAS reads it when a thread first multiplies."""
+    if device.type == "cuda":
+        environment.set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
 
 
 def _still_valid(found: Communicator) -> bool:

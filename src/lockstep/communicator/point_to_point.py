@@ -23,6 +23,9 @@ _MAX_TAG = 2**31 - 1
 def check_message(arguments: Arguments, tensor: Any, argument: str, rank: Any, tag: Any) -> int:
     """Return the peer `rank` of a message as an int; raise ConfigError for a bad tensor, rank or tag."""
     arguments.check_tensor("tensor", tensor)
+    if not tensor.is_cpu and arguments.backend_of(tensor) == "gloo" and arguments.size > 1:
+        hint = "Send tensor.cpu(), or use a collective."
+        raise arguments.error("tensor", "one on the CPU, as Gloo's messages are", tensor.device, hint)
     if not 0 <= arguments.check_integer("tag", tag) <= _MAX_TAG:
         raise arguments.error("tag", f"0 to {_MAX_TAG}", tag)
     if tag and arguments.backend_of(tensor) == "nccl":

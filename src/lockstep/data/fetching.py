@@ -721,8 +721,12 @@ def _pass_over_once(number: int, _frame: FrameType | None) -> None:
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` in page-locked memory; a sparse tensor, or one on a device, is returned unchanged."""
-    dense = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    return tensor.pin_memory() if dense else tensor
+    return tensor.pin_memory() if tensor.device.type == "cpu" and _has_one_memory(tensor) else tensor
+
+
+def _has_one_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is not made of several others, as sparse and nested ones are."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def to_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
@@ -738,16 +742,25 @@ def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     pending: tuple[Any, torch.cuda.Event] | None = None
 
+    def copy_ahead(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True) if _has_one_memory(tensor) else tensor
+
     def wait_for_copy(data: Any, copied: torch.cuda.Event) -> Any:
         consumer = torch.cuda.current_stream(device)
         consumer.wait_event(copied)
-        # The allocator must not reuse this memory for the copy stream while the consumer reads it.
-        map_tensors(lambda tensor: tensor.record_stream(consumer), data)
-        return data
+
+        def hand_over(tensor: torch.Tensor) -> torch.Tensor:
+            if not _has_one_memory(tensor):
+                return tensor.to(device)
+            # The allocator must not reuse this memory for the copy stream while the consumer reads it.
+            tensor.record_stream(consumer)
+            return tensor
+
+        return map_tensors(hand_over, data)
 
     for data in batches:
         with torch.cuda.stream(stream):
-            moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data)
+            moved = map_tensors(copy_ahead, data)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(stream)
         if pending is not None:

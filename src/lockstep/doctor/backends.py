@@ -18,7 +18,7 @@ from .. import environment
 from ..environment.launchers import LAUNCHERS
 from .findings import Problem, Section
 
-__all__ = ["examine_backends"]
+__all__ = ["error_line", "examine_backends"]
 
 _START = "import sys; from lockstep.doctor import trial; trial.{}(*sys.argv[1:])"
 
@@ -148,8 +148,22 @@ def _run(command: list[str], folder: str, limit: float) -> str:
     finally:
         if process.poll() is None:
             _end(process)
-    lines = [line.strip() for line in errors.read_text(errors="replace").splitlines() if line.strip()]
-    return "" if process.returncode == 0 else (lines[-1] if lines else f"exit code {process.returncode}")
+    if process.returncode == 0:
+        return ""
+    return error_line(errors.read_text(errors="replace")) or f"exit code {process.returncode}"
+
+
+def error_line(text: str) -> str:
+    """Return the line of an error output that says what went wrong; "" if it is empty.
+
+    It is the last one, as of a traceback; but Open MPI puts its messages into a frame of two lines of dashes, of which
+    the first line inside says it.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    frames = [number for number, line in enumerate(lines) if set(line) == {"-"}]
+    if frames and frames[0] + 1 < len(lines):
+        return lines[frames[0] + 1]
+    return lines[-1] if lines else ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

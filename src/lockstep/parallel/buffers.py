@@ -124,7 +124,8 @@ class Buffers:
             flat = [buffer.reshape(-1) for buffer in self._counters]
             torch.cat(flat, out=vector[averaged : averaged + counters])
         if has_new and last:
-            vector[-1] = sum(other.has_changed() and not other.is_broadcast for other in self._others)
+            changed = sum(other.has_changed() and not other.is_broadcast for other in self._others)
+            vector[-1].fill_(changed)  # an assignment of a number waits for a device
         return vector
 
     def _check_modes(self) -> None:

@@ -17,7 +17,7 @@ from .replicas.replica_threads import ReplicaError
 from .replicas.replicated import Engine
 from .replicas.scatter import Device, as_devices, check_can_be_cut, leaves
 from .shards import bounds
-from .strategy import accumulation_dtype
+from .strategy import accumulation_dtype, number_on
 from .sync_batchnorm import SyncBatchNorm
 
 __all__ = ["Replicas", "default_devices"]
@@ -125,7 +125,7 @@ class _ReplicatedComputation(nn.Module):
         if not isinstance(result, tuple):
             return result
         total, count = result
-        return total, torch.as_tensor(count, dtype=self._count_dtype, device=total.device)
+        return total, number_on(total.device, count, self._count_dtype)
 
 
 def _split(data: Any, size: int, devices: int) -> list[tuple[Any, int]]:

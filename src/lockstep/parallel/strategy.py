@@ -15,12 +15,25 @@ from ..errors import ConfigError
 from .fingerprints import fingerprint
 from .full_state import load_model, load_optimizer, read_optimizer_state
 
-__all__ = ["Strategy", "accumulation_dtype"]
+__all__ = ["Strategy", "accumulation_dtype", "number_on"]
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype for sums of losses, counts and statistics: float64, or float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def number_on(device: torch.device, value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number as a 0-dim tensor on `device`, without waiting for it.
+
+    Args:
+        device: the device.
+        value: a number, or a 0-dim tensor.
+        dtype: of the result.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype, non_blocking=True)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 class Strategy:

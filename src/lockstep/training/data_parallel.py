@@ -21,6 +21,7 @@ from ..parallel.replicas.scatter import (
     leaves,
     scatter,
 )
+from ..parallel.strategy import number_on
 from .loss import Loss, LossFn
 
 __all__ = ["DataParallel"]
@@ -191,4 +192,4 @@ class _Forward(nn.Module):
             self._loss_sum = Loss(self.loss, tensors[0].device)
             self.losses.add(self._loss_sum)
         total, count = self._loss_sum(output, target, tensors[0].shape[self.dim])
-        return total, torch.as_tensor(count, dtype=torch.float32, device=total.device)
+        return total, number_on(total.device, count, torch.float32)

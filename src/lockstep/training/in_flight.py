@@ -40,9 +40,11 @@ class HostCopy:
     def __init__(self, numbers: torch.Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
         if numbers.device.type == "cuda":
+            # that of this device, which need not be the current device of this thread
+            stream = torch.cuda.current_stream(numbers.device)
             numbers = numbers.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+            self._arrived.record(stream)
         self._numbers = numbers
 
     def read(self) -> list[float]:

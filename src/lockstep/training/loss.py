@@ -271,6 +271,8 @@ class LossModule(Computation):
         total, count = self.loss(output, target, size)
         if _is_zero(count) and not _is_finite(total):
             return _zero_of(output, total), count
+        if self.loss.is_compared and isinstance(count, torch.Tensor) and not count.is_cpu:
+            total = _zero_where_nothing_counts(total, count)
         if torch.is_grad_enabled() and not getattr(total, "requires_grad", False):
             raise _no_gradient(model, total)
         return total, count
@@ -301,6 +303,17 @@ def _is_zero(count: Any) -> bool:
 def _is_finite(total: Any) -> bool:
     """Return whether a sum is a number: where nothing counts there may still be one, as of boxes without an object."""
     return not isinstance(total, torch.Tensor) or bool(torch.isfinite(total.detach()).all())
+
+
+def _zero_where_nothing_counts(total: Any, count: torch.Tensor) -> Any:
+    """Return zero in place of a sum that is no number where nothing counts, without waiting for the device.
+
+    Unlike with `_zero_of` the backward pass goes through the graph of the sum, with a gradient of zero. That is right
+    where it selects what counts, as ``output[kept]``, and gives NaN where it divides by the count itself.
+    """
+    if not isinstance(total, torch.Tensor) or total.device != count.device:
+        return total
+    return torch.where((count == 0) & ~torch.isfinite(total.detach()), 0.0, total)
 
 
 def _zero_of(output: Any, total: Any) -> Any:

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from .mean_check import NotAMean
 from .model_calls import ModelCalls
 
-__all__ = ["Refusal", "common_number", "divisor", "refusal_of"]
+__all__ = ["Refusal", "common_number", "divisor", "ignored_labels_error", "refusal_of"]
 
 Node = Any  # torch.autograd.graph.Node, whose saved values differ from class to class
 
@@ -28,11 +28,14 @@ class Refusal(NamedTuple):
         error: the error of a step that would use them.
         parameters: the ids of the parameters that have them.
         unless_counted: whether it is none in a step with a count.
+        ignored: labels that the loss has ignored, a 0-dim tensor on an accelerator, which is not waited for: where it
+            is 0 there is nothing wrong. None if it is known that something is.
     """
 
     error: ConfigError
     parameters: set[int]
     unless_counted: bool
+    ignored: torch.Tensor | None = None
 
 
 def refusal_of(root: torch.Tensor, calls: ModelCalls | None, look: int, same_on_all: bool) -> Refusal | None:
@@ -56,7 +59,8 @@ def refusal_of(root: torch.Tensor, calls: ModelCalls | None, look: int, same_on_
         if calls is not None and _compares_samples(root, calls):
             return Refusal(_comparison_error(calls.samples), _parameters_reached(root), False)
         if (mean := _uncounted_mean(root)) is not None:
-            return Refusal(_count_error(mean), _parameters_reached(root), True)
+            what, ignored = mean
+            return Refusal(_count_error(what), _parameters_reached(root), True, ignored)
         if calls is not None and (number := calls.number_that_is_no_mean(root, look)) is not None:
             return Refusal(_number_error(number), _parameters_reached(root), True)
     except RuntimeError:  # a part of the graph has been freed
@@ -168,8 +172,13 @@ def _undivided_sum(root: torch.Tensor, calls: ModelCalls) -> str | None:
     return None
 
 
-def _uncounted_mean(root: torch.Tensor) -> str | None:
+_NOT_IGNORED = "the labels that are not ignored: count=(targets != ignore_index).sum()"
+
+
+def _uncounted_mean(root: torch.Tensor) -> tuple[str, torch.Tensor | None] | None:
     """Return what a mean over labels is a mean over, if not over their number; None for other losses.
+
+    Beside it stands the number of ignored labels where they are on an accelerator, which is not known there yet.
 
     It is read off torch's cross entropy with ``reduction="mean"``: a mean over weights, or one that ignores labels of
     this part. Parts of a batch that are weighted by their samples do not add up to it.
@@ -182,9 +191,11 @@ def _uncounted_mean(root: torch.Tensor) -> str | None:
             continue
         target = node._saved_target
         if node._saved_weight is not None:
-            return "the weights of its labels' classes: count=weight[targets].sum()"
-        if target.is_cpu and node._saved_total_weight.item() != target.numel():
-            return "the labels that are not ignored: count=(targets != ignore_index).sum()"
+            return "the weights of its labels' classes: count=weight[targets].sum()", None
+        if not target.is_cpu:
+            return _NOT_IGNORED, target.numel() - node._saved_total_weight
+        if node._saved_total_weight.item() != target.numel():
+            return _NOT_IGNORED, None
     return None
 
 
@@ -438,6 +449,11 @@ def _sum_error(what: str) -> ConfigError:
         hint='Use reduction="mean", or divide the sum by the number of samples in this part, len(inputs). Divided by '
         "something else, such as its tokens, give that: optimizer.step(count=tokens).",
     )
+
+
+def ignored_labels_error() -> ConfigError:
+    """Return the error for a mean over the labels that are not ignored, in a step without a count."""
+    return _count_error(_NOT_IGNORED)
 
 
 def _count_error(what: str) -> ConfigError:

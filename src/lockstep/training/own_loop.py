@@ -199,6 +199,8 @@ class PreparedLoader:
         for batch in self.loader:
             self._job.source = self.loader
             yield batch
+        for optimizer in self._job.optimizers.values():
+            optimizer.settle()
 
     @property
     def dataset(self) -> Any:
@@ -265,7 +267,7 @@ class _OwnLoop:
         self._changes, self._buffers = ModelChanges(self.model), self._make_buffers()
         self._has_described = self.exact or self.comm.size == 1
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
-        self.optimizers = {id(each): PreparedOptimizer(each, self) for each in optimizers}
+        self.optimizers: dict[int, PreparedOptimizer] = {id(each): PreparedOptimizer(each, self) for each in optimizers}
         self.current: bodies.Shard | None = None
         self.counts = False  # whether a step has had a count
         self.source: Loader | None = None  # that of the latest batch
@@ -487,7 +489,7 @@ class _OwnLoop:
                 self._left = [(p, gradient, gradient._version) for p, gradient in present if gradient is not None]
             for refusal in refusals:
                 for optimizer in self.optimizers.values():
-                    optimizer.refuse(*refusal)
+                    optimizer.refuse(refusal)
 
         return record
 
@@ -733,7 +735,7 @@ class _BatchBuffers:
         for shard in self._shards:
             self._reducer.open(shard)
             missing = left_out or 0 if shard == self._shards[-1] else 0
-            self._reducer.add(torch.cat([self._of_shards.get(shard, zeros), zeros.new_tensor([missing])]))
+            self._reducer.add(torch.cat([self._of_shards.get(shard, zeros), zeros.new_full((1,), missing)]))
             self._reducer.close()
         self._reducer.finish()
         sums = self._reducer.sums

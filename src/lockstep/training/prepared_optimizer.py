@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from ..parallel.reducer import Reducer
 from ..parallel.strategy import accumulation_dtype
 from .bodies import Shard
 from .in_flight import LAG, HostCopy
-from .loss_graphs import common_number
+from .loss_graphs import Refusal, common_number, ignored_labels_error
 from .mean_check import is_due
 from .precision import clip, scale_gradients
 from .replica_check import ReplicaCheck
@@ -63,6 +65,13 @@ class Job(Protocol):
         ...
 
 
+class _Unread(NamedTuple):
+    """A number of a step on the way to the host, and what checks it there."""
+
+    copy: HostCopy
+    check: Callable[[float], None]
+
+
 class PreparedOptimizer:
     """Replaces `step` and `zero_grad` of an optimizer, and sums the gradients of its parameters over all shards.
 
@@ -87,7 +96,8 @@ class PreparedOptimizer:
         self._accumulates = False  # whether a shard of this batch has gradients of an earlier one
         self._left_out_before = 0  # samples left out of batches whose gradients stay for a later one
         self._settings: dict[tuple[int, str], Any] = {}  # of the first shard that has stepped
-        self._counts: list[HostCopy] = []  # of steps whose sum has not been read yet
+        self._unread: list[_Unread] = []  # numbers of earlier steps, see `_check_later`
+        self._ignored: list[torch.Tensor] = []  # numbers of labels that losses of the running shard have ignored
         self._refresh()
 
     def install(self) -> None:
@@ -108,9 +118,9 @@ class PreparedOptimizer:
         """Return the trained parameters."""
         return self._gradients.trained
 
-    def refuse(self, error: ConfigError, reached: set[int], unless_counted: bool) -> None:
-        """Let the next step raise `error`, if it would use gradients of the backward pass that has just ended."""
-        self._gradients.refuse(error, reached, unless_counted)
+    def refuse(self, refusal: Refusal) -> None:
+        """Let the next step raise an error, if it would use gradients of the backward pass that has just ended."""
+        self._gradients.refuse(*refusal)
 
     def note_step(self) -> None:
         """See `ShardGradients.note_step`."""
@@ -191,10 +201,13 @@ class PreparedOptimizer:
         if self._counted:
             self._divide_by_count(sums[1])
         elif shard.left_out is not None:
-            self._check_left_out(sums[7])
+            self._left_out_before = 0
+            self._check_later(sums[7], self._check_left_out)
             if self._job.virtual_workers > 1:
                 gradients = [p.grad for p in self._gradients.trained if p.grad is not None]
                 scale_gradients(gradients, shard.total / (shard.total - sums[6]))
+        if self._job.comm.device.type != "cpu" and not self._counted and not self._job.exact:
+            self._check_later(sums[8], _check_ignored)
         if self._job.max_grad_norm is not None:
             norm = clip(self._gradients.trained, self._job.max_grad_norm)
             self._optimizer.grad_norm = norm  # type: ignore[attr-defined]
@@ -206,17 +219,40 @@ class PreparedOptimizer:
         self._set_stepped(True)
         return None if loss is None else sums[0] / sums[1]
 
-    def _check_left_out(self, left_out: torch.Tensor) -> None:
+    def _check_left_out(self, left_out: float) -> None:
         """Check that no samples were left out of batches whose gradients are accumulated.
 
         Raises:
             ConfigError: on every worker, as the mean over what is left of each batch is not known any more.
         """
-        self._left_out_before = 0
-        if float(left_out):
+        if left_out:
             hint = "Or leave them out of the data set, or give count= in a step for each batch."
             expected = "a collate function that keeps all samples of batches whose gradients are accumulated"
-            raise ConfigError("collate_fn", expected, found=f"one that left out {float(left_out):g}", hint=hint)
+            raise ConfigError("collate_fn", expected, found=f"one that left out {left_out:g}", hint=hint)
+
+    def _check_later(self, number: torch.Tensor, check: Callable[[float], None]) -> None:
+        """Call `check` with a number of this step: at once on the CPU, else when the device has computed it.
+
+        Nothing waits for the device: the check comes at most a few steps later, or at the end of the epoch, see
+        `settle`. It is the same step on every worker.
+        """
+        self._unread.append(_Unread(HostCopy(number.detach().reshape(1)), check))
+        lag = 0 if number.device.type == "cpu" else LAG
+        while len(self._unread) > lag:
+            self._settle_first()
+
+    def settle(self) -> None:
+        """Check the numbers of the latest steps; this waits for the device.
+
+        Raises:
+            ConfigError: see `step`.
+        """
+        while self._unread:
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        first = self._unread.pop(0)
+        first.check(first.copy.read()[0])
 
     def _outside(self) -> Shard:
         """Return what stands for the shard of a step outside of a loop over a loader or `shards`."""
@@ -251,7 +287,7 @@ class PreparedOptimizer:
         self._gradients.check_unchanged()
         if not self._job.exact:  # a virtual worker may look at its own samples
             self._gradients.check_same_weights()
-        self._gradients.check_allowed(count is not None)
+        self._ignored = self._gradients.check_allowed(count is not None)
         if shard.one_of_several:
             self._check_settings()
 
@@ -285,7 +321,7 @@ class PreparedOptimizer:
         if self._waiting:
             self._gradients.drop_in(self._empty)
         device = self._job.comm.device
-        weight = torch.tensor(0.0, dtype=accumulation_dtype(device), device=device)
+        weight = torch.zeros((), dtype=accumulation_dtype(device), device=device)
         if shard.samples:
             weight = weight.fill_(shard.weight) if count is None else weight + count
         scale = weight
@@ -293,17 +329,19 @@ class PreparedOptimizer:
             # The sum of a part that counts nothing may be divided by something else, as by clamp(count, min=1).
             number = float(divisor) if divisor.device.type == "cpu" else divisor.to(weight.dtype)
             scale = torch.where(weight == 0, number, weight)
-        numbers = torch.zeros(8, dtype=weight.dtype, device=device)
+        numbers = torch.zeros(9, dtype=weight.dtype, device=device)
         if loss is not None and shard.samples:
             # Where nothing counts, a mean is no number.
             numbers[0] = torch.where(scale == 0, 0.0, torch.as_tensor(loss).detach() * scale)
         numbers[1] = weight
         if marks is not None:
             numbers[2 : 2 + len(marks)] = marks
+        if self._ignored:
+            numbers[8] = torch.stack(self._ignored).sum()
         self._accumulates |= self._gradients.any_carried()
         if shard.left_out is not None:
-            numbers[6] = shard.left_out
-            numbers[7] = self._left_out_before + shard.left_out if self._accumulates else 0
+            numbers[6].fill_(shard.left_out)  # an assignment of a number waits for a device
+            numbers[7].fill_(self._left_out_before + shard.left_out if self._accumulates else 0)
         if self._waiting and self._waiting[0] < shard.number:
             present = self._gradients.current()
             self._add_empty(numbers, before=shard.number)
@@ -349,18 +387,7 @@ class PreparedOptimizer:
 
         Off the CPU nothing waits: where nothing counts, gradients are zero, and the error comes a few steps later.
         """
-        counts = HostCopy(total.detach().reshape(1))
-        self._counts.append(counts)
-        lag = 0 if total.device.type == "cpu" else LAG
-        while len(self._counts) > lag:
-            if not self._counts.pop(0).read()[0]:
-                raise ConfigError(
-                    "count",
-                    "something that counts in each global batch",
-                    found=f"a count of 0 in the whole batch, {'in' if not lag else f'at most {lag} steps before'} step "
-                    f"{self._steps}",
-                    hint="Its mean is no number. Leave such batches out, in the same way on every worker.",
-                )
+        self._check_later(total, partial(_check_counts, self._steps))
         if self._job.virtual_workers > 1:
             gradients = [p.grad for p in self._gradients.trained if p.grad is not None]
             scale_gradients(gradients, torch.where(total == 0, 0.0, 1 / total))
@@ -368,6 +395,31 @@ class PreparedOptimizer:
     def _check_replicas(self, marks: torch.Tensor) -> None:
         if self._job.comm.size > 1 and (marks.device.type == "cpu" or self._steps & (self._steps - 1) <= 0):
             self._replicas.settle(self._steps, marks.tolist())
+
+
+def _check_ignored(ignored: float) -> None:
+    """Check that losses that are means over labels have ignored none, in a step without a count.
+
+    Raises:
+        ConfigError: on every worker.
+    """
+    if ignored:
+        raise ignored_labels_error()
+
+
+def _check_counts(step: int, count: float) -> None:
+    """Check the count of the whole batch of a step.
+
+    Raises:
+        ConfigError: on every worker, if it is 0.
+    """
+    if not count:
+        raise ConfigError(
+            "count",
+            "something that counts in each global batch",
+            found=f"a count of 0 in the whole batch, in step {step}",
+            hint="Its mean is no number. Leave such batches out, in the same way on every worker.",
+        )
 
 
 def _clear_where(empty: torch.Tensor, gradients: list[torch.Tensor]) -> None:

@@ -46,6 +46,7 @@ class _Problem:
     version: int
     passes: int
     unless_counted: bool = False
+    ignored: torch.Tensor | None = None
 
 
 class ShardGradients:
@@ -306,33 +307,49 @@ class ShardGradients:
             if not torch.allclose(before, now, rtol=1e-5, atol=0.0, equal_nan=True) and bool(now.any()):
                 raise _changed()
 
-    def refuse(self, error: ConfigError, reached: set[int], unless_counted: bool = False) -> None:
+    def refuse(
+        self,
+        error: ConfigError,
+        reached: set[int],
+        unless_counted: bool = False,
+        ignored: torch.Tensor | None = None,
+    ) -> None:
         """Record that gradients of the backward pass that has just ended may be no part of a step.
 
         Args:
             error: why.
             reached: ids of the parameters that the pass may have reached.
             unless_counted: whether a step with a count may use them.
+            ignored: labels that the loss of the pass has ignored: where it is 0, a step may use them. See
+                `lockstep.training.loss_graphs.Refusal`.
         """
         for number, p in enumerate(self.trained):
             if id(p) in reached and p.grad is not None and self._passes[number]:
                 version, passes = p.grad._version, self._passes[number]
-                self._problems.append(_Problem(error, number, p.grad, version, passes, unless_counted))
+                self._problems.append(_Problem(error, number, p.grad, version, passes, unless_counted, ignored))
                 return
 
-    def check_allowed(self, counted: bool) -> None:
+    def check_allowed(self, counted: bool) -> list[torch.Tensor]:
         """Raise the error of a pass that `refuse` was told of, if its gradients are still there.
 
         Args:
             counted: whether the step has a count.
+
+        Returns:
+            The numbers of labels that losses of this step have ignored, none of which may be anything but 0: they are
+            on an accelerator, and not known yet.
         """
+        ignored = []
         for problem in self._problems:
             if counted and problem.unless_counted:
                 continue
             gradient = self.trained[problem.number].grad
             later = self._passes[problem.number] - problem.passes
             if gradient is not None and gradient is problem.gradient and gradient._version - problem.version == later:
-                raise problem.error
+                if problem.ignored is None:
+                    raise problem.error
+                ignored.append(problem.ignored)
+        return ignored
 
 
 def multiply(gradients: Gradients, factor: float) -> None:

@@ -414,11 +414,11 @@ class _SumsOnDevice:
     def __init__(self, requests: float, marks: torch.Tensor) -> None:
         self._totals = torch.nn.functional.pad(marks, (3, 0))
         if requests:
-            self._totals[2] = requests
+            self._totals[2].fill_(requests)  # an assignment of a number waits for the device
 
     def add(self, total: torch.Tensor, count: Number) -> None:
-        self._totals[0] += total.detach()
-        self._totals[1] += count
+        self._totals[0].add_(total.detach())
+        self._totals[1].add_(count)
 
     def tensor(self) -> torch.Tensor:
         return self._totals

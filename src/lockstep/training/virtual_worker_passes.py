@@ -18,7 +18,7 @@ from ..parallel.nested import map_tensors, narrow
 from ..parallel.randomness import seed_shard
 from ..parallel.shards import bounds
 from .loss import LossModule
-from .precision import Precision
+from .precision import Number, Precision
 
 __all__ = ["ShardPasses"]
 
@@ -91,8 +91,8 @@ class ShardPasses:
             total = None  # of an empty shard
             if part[1]:
                 with step.precision.autocast():
-                    total, totals[1] = step.loss(*part)
-                totals[0] = total.detach()
+                    total, count = step.loss(*part)
+                _set_sums(totals, total, count)
             last = shard == reducer.local_shards[-1]
             if last:
                 _set_worker_totals(totals, step)
@@ -112,8 +112,8 @@ class ShardPasses:
             part = step.parts[shard - reducer.local_shards.start]
             totals = _new_totals(step.marks, part[1])
             with step.precision.autocast():
-                total, totals[1] = step.loss(*part)
-            totals[0] = total.detach()
+                total, count = step.loss(*part)
+            _set_sums(totals, total, count)
             numbers = torch.cat([totals, buffers.of_shard(part[1], first=shard == 0, last=False)])
             # In this thread, which waits at the barriers; not into .grad, which all shards share.
             with torch.autograd.set_multithreading_enabled(False):
@@ -176,13 +176,19 @@ class ShardPasses:
 def _new_totals(marks: torch.Tensor, samples: int) -> torch.Tensor:
     """Return a shard's totals: loss sum, count, requests, marks, samples; all but the samples are zero."""
     totals = marks.new_zeros(4 + len(marks))
-    totals[-1] = samples
+    totals[-1].fill_(samples)  # an assignment of a number waits for a device
     return totals
+
+
+def _set_sums(totals: torch.Tensor, total: torch.Tensor, count: Number) -> None:
+    """Set the sum of the loss and what it is a sum over."""
+    totals[0].copy_(total.detach())
+    totals[1].fill_(count)
 
 
 def _set_worker_totals(totals: torch.Tensor, step: _Step) -> None:
     """Set the values that a worker contributes once a step, in the totals of its last shard."""
-    totals[2] = step.requests
+    totals[2].fill_(step.requests)
     totals[3 : 3 + len(step.marks)] = step.marks
 
 

@@ -358,3 +358,10 @@ def test_other_versions_are_problems() -> None:
         "a has no lockstep, this host 0.1.0",
     ]
     assert remote.compare(Host("a"), json.loads(json.dumps(HERE)), HERE)[1] == []
+
+
+def test_the_line_of_an_error_output_that_says_what_went_wrong() -> None:
+    framed = "------\nmpiexec has detected an attempt to run as root.\n\nRunning as root is discouraged.\n------\n"
+    assert backends.error_line(framed) == "mpiexec has detected an attempt to run as root."
+    assert backends.error_line("Traceback (most recent call last):\n  line\nValueError: 3\n") == "ValueError: 3"
+    assert backends.error_line("") == ""

@@ -11,7 +11,6 @@ import torch
 from ... import arguments
 from ...errors import ConfigError
 from ...parallel.invariant import Invariant
-from ...parallel.shards import sizes
 from ...parallel.strategy import accumulation_dtype
 from .base import Callback, Row, TrainingContext
 
@@ -106,7 +105,9 @@ class GradientNoise(Callback):
             return
         self._stop_watching()
         samples = self._batch.global_size
-        by_shard = torch.tensor(sizes(samples, len(self._squares)), device=self._squares.device)
+        # the sizes of `shards.sizes`, made on the device: a copy of them would be waited for
+        least, larger = divmod(samples, len(self._squares))
+        by_shard = least + (torch.arange(len(self._squares), device=self._squares.device) < larger).long()
         has_samples = by_shard > 0
         counts = by_shard.clamp(min=1).to(self._squares.dtype)
         # A pass is that of the sum of its samples' losses divided by `samples`; the step then divides by what counts.

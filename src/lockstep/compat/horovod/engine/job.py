@@ -9,6 +9,7 @@ from typing import Any
 
 import lockstep
 from lockstep import Communicator
+from lockstep.communicator.initialization import current as current_communicator
 from lockstep.errors import ConfigError
 
 from .engine import Engine
@@ -100,7 +101,8 @@ def create_communicator(comm: Any = None) -> Communicator:
     Raises:
         ConfigError: for any other value.
     """
-    world = lockstep.init("auto" if _has_gpu_per_rank() else "cpu")
+    has_device = current_communicator() is not None  # which the program has chosen
+    world = lockstep.init("auto" if has_device or _has_gpu_per_rank() else "cpu")
     join_if_late(world)
     if comm is None:
         return world.dup()
