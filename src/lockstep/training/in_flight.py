@@ -110,14 +110,17 @@ class StepsInFlight:
 
     def add(self, result: StepResult) -> None:
         """Add a step that has been queued."""
-        if isinstance(result.on_hand[0], float):
+        loss, _, stop = result.on_hand
+        if not isinstance(loss, torch.Tensor):
             self._queue.append(_Queued(result, None))
             return
-        norm = result.loss if result.grad_norm is None else result.grad_norm.to(result.loss.dtype)
-        numbers = torch.stack([result.loss, result.stop, norm])
+        numbers = [loss]
+        numbers += [stop] if isinstance(stop, torch.Tensor) else []
+        numbers += [] if result.grad_norm is None else [result.grad_norm.to(loss.dtype)]
+        together = torch.stack(numbers) if len(numbers) > 1 else loss.reshape(1)
         if result.marks is not None:
-            numbers = torch.cat([numbers, result.marks])
-        self._queue.append(_Queued(result, HostCopy(numbers)))
+            together = torch.cat([together, result.marks])
+        self._queue.append(_Queued(result, HostCopy(together)))
 
     def settle(self, whole: bool = False) -> float:
         """Check the results of all but the latest steps; returns the sum of the workers' requests in them.
@@ -168,14 +171,16 @@ class StepsInFlight:
         if queued.copy is None:
             loss, _, stop = map(float, result.on_hand)
         else:
-            loss, stop, norm, *marks = queued.copy.read()
+            numbers = iter(queued.copy.read())
+            loss, asked = next(numbers), result.on_hand[2]
+            stop = next(numbers) if isinstance(asked, torch.Tensor) else asked
+            if result.grad_norm is not None:
+                result = result.replaced(grad_norm=torch.tensor(next(numbers)))
             if result.replicas is not None and not queued.of_earlier_group:
-                result.replicas.settle(result.step, marks)
+                result.replicas.settle(result.step, list(numbers))
             if loss - loss != 0:  # NaN or infinite
                 self._failed = True
                 result.check()
-            if result.grad_norm is not None:
-                result = result.replaced(grad_norm=torch.tensor(norm))
         if not queued.reported:
             queued.reported = True
             if self._on_loss is not None:

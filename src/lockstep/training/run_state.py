@@ -200,10 +200,9 @@ class EpochTotals:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_host = device.type == "cpu"
         self._loss_sum: Number = 0.0
         self._count: Number = 0.0
-        if not self._on_host:
+        if device.type != "cpu":
             dtype = accumulation_dtype(device)
             self._loss_sum = torch.zeros((), device=device, dtype=dtype)
             self._count = torch.zeros((), device=device, dtype=dtype)
@@ -218,10 +217,15 @@ class EpochTotals:
             count: the denominator of the mean: samples, or what the loss counts, such as tokens.
             samples: samples in the global batch.
         """
-        if self._on_host:
-            loss, count = float(loss), float(count)
-        self._loss_sum += loss * count
-        self._count += count
+        if not isinstance(self._loss_sum, torch.Tensor):
+            self._loss_sum += float(loss) * float(count)
+            self._count += float(count)
+        elif isinstance(count, torch.Tensor):
+            self._loss_sum.addcmul_(loss, count)  # type: ignore[arg-type]
+            self._count += count
+        else:
+            self._loss_sum.add_(loss, alpha=count)
+            self._count += count
         self._samples += samples
 
     @property

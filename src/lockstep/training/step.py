@@ -260,6 +260,10 @@ class Passes(Protocol):
     """The forward and backward passes of a step."""
 
     @property
+    def gives_means(self) -> bool:
+        """Whether gradients are those of the mean over what the loss counts already, and need no correction."""
+
+    @property
     def averaged_over(self) -> int:
         """The number of workers over which gradients are averaged; 1 if they are summed."""
 
@@ -282,22 +286,34 @@ class Passes(Protocol):
             marks: 1-d tensor that is summed over the workers with the totals, see `ReplicaCheck.marks`.
 
         Returns:
-            Totals over the global batch: (sum of the loss, count, sum of the requests, *marks). Numbers where they are
-            on the host in any case, else a 1-d tensor.
+            Totals over the global batch: (sum of the loss, count, sum of the requests, *marks). A 1-d tensor if they
+            were summed over workers on a device, else numbers.
         """
 
 
-Totals = torch.Tensor | Sequence[float]
+Totals = torch.Tensor | Sequence[Number]
 """See `Passes.run`."""
 
 
-def make_passes(strategy: Strategy, seed: int, gradient_accumulation_steps: int) -> Passes:
+def make_passes(strategy: Strategy, seed: int, gradient_accumulation_steps: int, precision: Precision) -> Passes:
     """Return the passes for `strategy`; `seed` is that of dropout."""
     if isinstance(strategy, Invariant):
         return ShardPasses(strategy, seed)
-    if AlonePasses.suffice_for(strategy):
-        return AlonePasses(gradient_accumulation_steps)
+    if _is_alone(strategy):
+        if strategy.comm.device.type == "cpu":
+            return AlonePasses(gradient_accumulation_steps)
+        if gradient_accumulation_steps == 1 and precision.name != "fp16":
+            return SinglePass()
     return AccumulatedPasses(strategy, gradient_accumulation_steps)
+
+
+def _is_alone(strategy: Strategy) -> bool:
+    """Return whether a single worker trains with a strategy that has no part in its passes.
+
+    An elastic job may get more workers.
+    """
+    comm = strategy.comm
+    return type(strategy) is Distributed and type(comm) is Communicator and comm.size == 1
 
 
 def _parts(batch: Batch, passes: int) -> list[tuple[Any, int]]:
@@ -319,16 +335,10 @@ class AlonePasses:
     """
 
     averaged_over = 1
+    gives_means = False
 
     def __init__(self, gradient_accumulation_steps: int) -> None:
         self._accumulation_steps = gradient_accumulation_steps
-
-    @staticmethod
-    def suffice_for(strategy: Strategy) -> bool:
-        """Return whether a strategy has no other part in the passes. An elastic job may get more workers."""
-        comm = strategy.comm
-        plain = type(strategy) is Distributed and type(comm) is Communicator
-        return plain and comm.size == 1 and comm.device.type == "cpu"
 
     def parts(self, batch: Batch) -> list[tuple[Any, int]]:
         """See `Passes`."""
@@ -348,6 +358,29 @@ class AlonePasses:
         return loss_sum, counted, requests
 
 
+class SinglePass:
+    """The pass of a single worker over its whole batch on another device: nothing is sent, and nothing is read.
+
+    What the loss counts is known before the backward pass, which begins with the mean's gradient, as in a loop by hand.
+    """
+
+    averaged_over = 1
+    gives_means = True
+
+    def parts(self, batch: Batch) -> list[tuple[Any, int]]:
+        """See `Passes`."""
+        return _parts(batch, 1)
+
+    def run(
+        self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
+    ) -> Totals:
+        """See `Passes`."""
+        ((data, size),) = self.parts(batch)
+        total, count = precision.run_forward(loss.on, loss.model, data, size)
+        precision.backward_of_mean(total, count)
+        return total.detach(), count, requests
+
+
 class AccumulatedPasses:
     """One pass over this worker's part of a batch, or several to save memory; the last one reduces the gradients.
 
@@ -355,6 +388,8 @@ class AccumulatedPasses:
         strategy: the prepared strategy.
         gradient_accumulation_steps: number of passes.
     """
+
+    gives_means = False
 
     def __init__(self, strategy: Strategy, gradient_accumulation_steps: int) -> None:
         self._strategy, self._accumulation_steps = strategy, gradient_accumulation_steps
@@ -676,7 +711,7 @@ class TrainStep:
         self._has_described = False
         self._module = self.strategy.wrap(self._loss)
         self._accumulation_steps = gradient_accumulation_steps
-        self._passes = make_passes(self.strategy, seed, gradient_accumulation_steps)
+        self._passes = make_passes(self.strategy, seed, gradient_accumulation_steps, self.precision)
         self._trained = [p.requires_grad for p in self._changes.parameters]
         self._parameters: list[nn.Parameter] = []
         self._refresh_param_groups()
@@ -751,7 +786,7 @@ class TrainStep:
         """
         self.strategy.regroup(self.model)
         self._module = self.strategy.wrap(self._loss)
-        self._passes = make_passes(self.strategy, self._seed, self._accumulation_steps)
+        self._passes = make_passes(self.strategy, self._seed, self._accumulation_steps, self.precision)
         self._trained = [p.requires_grad for p in self._changes.parameters]
         self._replicas.regroup()
 
@@ -798,7 +833,8 @@ class TrainStep:
 
     def _checked_result(self, lr: Number, totals: Totals, problem: Any) -> StepResult:
         """Return the result of a step on the CPU, where its numbers can be checked before the update."""
-        loss_sum, count, stops, *marks = totals.tolist() if isinstance(totals, torch.Tensor) else totals
+        numbers = totals.tolist() if isinstance(totals, torch.Tensor) else totals
+        loss_sum, count, stops, *marks = map(float, numbers)
         loss = loss_sum / count if count else math.nan
         result = StepResult(self.steps_done, loss, stops, lr, count)
         if not math.isfinite(loss):
@@ -810,14 +846,14 @@ class TrainStep:
 
     def _unchecked_result(self, lr: Number, totals: Totals, batch: Batch) -> StepResult:
         """Return the result of a step on a device, which nothing waits for; it is checked later."""
-        assert isinstance(totals, torch.Tensor)
-        loss_sum, count, stops = totals[:3].unbind()
+        marks, replicas = None, None  # of a single worker
+        if isinstance(totals, torch.Tensor):
+            marks, replicas = totals[3:], self._replicas
+        loss_sum, count, stops = totals[:3]
         # Reading the count would wait for the device, so a loss that counts samples here is assumed to count them on
         # all workers. `StepResult.check` detects a wrong assumption.
         samples = batch.global_size if self.loss.counts_samples and batch.collated is None else None
-        return StepResult(
-            self.steps_done, loss_sum / count, stops, lr, count, samples, marks=totals[3:], replicas=self._replicas
-        )
+        return StepResult(self.steps_done, loss_sum / count, stops, lr, count, samples, marks, replicas)
 
     def _first_batch(self, batch: Batch) -> FirstBatch | None:
         """Return what watches the passes of the first step, if they divide a global batch; virtual workers do not."""
@@ -832,6 +868,8 @@ class TrainStep:
 
     def _correction(self, samples: int, count: Number, counts_samples: bool) -> Number | None:
         """Return the factor that makes the reduced gradients those of the mean; None if they are."""
+        if self._passes.gives_means:
+            return None
         if counts_samples and self.precision.name != "fp16":
             return None
         correction = self.precision.correction(samples, count, self._passes.averaged_over)

@@ -121,7 +121,7 @@ _MOST_COUNTED = 1 << 24  # the kernel counts in float32, which has every whole n
 
 def _fits_kernel(output: Any, target: Any) -> bool:
     """Return whether torch's kernel takes output and labels as they are, and counts the labels exactly."""
-    if type(output) is not torch.Tensor or output.dtype is not torch.float32 or not output.is_cpu:
+    if type(output) is not torch.Tensor or output.dtype is not torch.float32 or not (output.is_cpu or output.is_cuda):
         return False
     if type(target) is not torch.Tensor or target.dtype is not torch.int64:
         return False

@@ -54,6 +54,7 @@ class ShardPasses:
         self._strategy, self._seed = strategy, seed
 
     averaged_over = 1
+    gives_means = False
 
     def run(
         self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
