@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Generator, Iterator
+from contextlib import contextmanager
 
 # torch.compile would otherwise keep a pool of compiler processes for the rest of the run
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -30,11 +31,12 @@ from support import gpu, leaks, warm_python
 from support.pool import Pool
 from support.worker import fresh_store
 
-POOL = pytest.StashKey[Pool]()
+POOLS = pytest.StashKey[list[Pool]]()
 FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[POOLS] = []
     config.addinivalue_line("markers", "gpu: the test needs a GPU, see support.gpu")
     config.addinivalue_line("markers", "leaks(reason): the test may leave resources or settings behind")
     sys.dont_write_bytecode = False  # nor do processes that multiprocessing starts
@@ -101,10 +103,24 @@ def warm() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
     """Warm worker processes: ``pool.run(fn, *args, workers=3)`` calls `fn` as the ranks of one job."""
-    with_processes = pytestconfig.stash[POOL] = Pool()
-    yield with_processes
-    del pytestconfig.stash[POOL]
-    with_processes.close()
+    with _open_pool(pytestconfig) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def toy_pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
+    """As `pool`, with processes of its own: one that has called `toy_device.register` keeps that device for ever."""
+    with _open_pool(pytestconfig) as opened:
+        yield opened
+
+
+@contextmanager
+def _open_pool(config: pytest.Config) -> Iterator[Pool]:
+    opened = Pool()
+    config.stash[POOLS].append(opened)
+    yield opened
+    config.stash[POOLS].remove(opened)
+    opened.close()
 
 
 @pytest.fixture(autouse=True)
@@ -113,8 +129,7 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     mark = request.node.get_closest_marker("leaks")
     if mark is not None and not mark.args:
         pytest.fail('@pytest.mark.leaks needs a reason: @pytest.mark.leaks("why")', pytrace=False)
-    shared = request.config.stash.get(POOL, None)
-    if shared is not None:
+    for shared in request.config.stash[POOLS]:
         shared.watch = mark is None
     torch.manual_seed(0)
     watch = leaks.Watch(lambda: _belongings(request.config))
@@ -130,5 +145,9 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _belongings(config: pytest.Config) -> tuple[Collection[int], Collection[leaks.File]]:
-    shared = config.stash.get(POOL, None)
-    return shared.belongings() if shared is not None else ((), ())
+    pids, files = set[int](), set[leaks.File]()
+    for shared in config.stash[POOLS]:
+        own_pids, own_files = shared.belongings()
+        pids |= own_pids
+        files |= own_files
+    return pids, files

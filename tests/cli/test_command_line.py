@@ -286,7 +286,8 @@ def test_the_number_of_workers(
     monkeypatch.setattr(environment, "usable_cores", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    found = torch.device("cuda") if gpus else torch.device("mps") if mps else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     assert train.choose_workers(TrainOptions(**options)) == workers
 
 

@@ -398,6 +398,7 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_sample_dirichlet": _has(torch, "_sample_dirichlet"),
     "_standard_gamma": _has(torch, "_standard_gamma"),
     "_get_default_mps_generator": _has(torch.mps, "_get_default_mps_generator"),
+    "_get_privateuse1_backend_name": lambda: torch._C._get_privateuse1_backend_name() == "privateuseone",
     "_is_in_bad_fork": lambda: torch.cuda._is_in_bad_fork() is False,
     # torch: optimizers, schedulers, loaders
     **{

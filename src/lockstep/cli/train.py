@@ -127,12 +127,13 @@ def choose_workers(options: TrainOptions) -> int:
         return int(options.workers)
     if launched is not None:
         return launched
-    import torch
+    from .. import devices
 
-    if options.device in ("auto", "cuda") and torch.cuda.is_available():
-        available = torch.cuda.device_count()
-    elif options.device == "mps" or (options.device == "auto" and torch.backends.mps.is_available()):
+    kind = devices.accelerator() if options.device == "auto" else options.device
+    if kind == "mps":
         available = 1
+    elif kind is not None and devices.is_known(kind) and (there := devices.count(kind)):
+        available = there
     else:
         # With fewer than about 32 samples, a core computes for less time than the gradient exchange takes.
         available = min(environment.usable_cores(), max(1, options.global_batch_size // 32))

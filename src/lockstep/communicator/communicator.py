@@ -176,8 +176,9 @@ class Communicator:
     def _barrier(self, async_op: bool) -> Request[None]:
         if self.size == 1:
             return Request.completed(None)
-        devices = [self.device.index] if self._arguments.control_device.type == "cuda" else None
-        work = dist.barrier(group=self._connected(), async_op=async_op, device_ids=devices)
+        # without a backend for the CPU, it is one of the device's
+        numbers = None if self._arguments.control_device.type == "cpu" else [self.device.index]
+        work = dist.barrier(group=self._connected(), async_op=async_op, device_ids=numbers)
         return Request([work], lambda: None)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:

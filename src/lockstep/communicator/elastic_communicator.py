@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .. import watchdog
+from .. import devices, watchdog
 from ..elastic.client import GenerationStore, MembershipClient
 from ..elastic.membership import Commit, View
 from ..environment import ElasticWorker
@@ -141,11 +141,11 @@ class ElasticCommunicator(Communicator):
         # c10d names groups by how many a process has made, failed ones included, and members differ in that
         c10d._world.group_count = 0
         self._store = GenerationStore(self.client, view.generation)
-        gpu = self.device if "nccl" in self._backend else None
+        bound = devices.bound_to(self.device, self._backend)
         before = sys.excepthook
         with interruptible_gloo(self.client.check):
             dist.init_process_group(
-                self._backend, store=self._store, rank=rank, world_size=len(view.members), device_id=gpu
+                self._backend, store=self._store, rank=rank, world_size=len(view.members), device_id=bound
             )
         self._hooks = before, sys.excepthook
         return cast(dist.ProcessGroup, dist.group.WORLD)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .. import environment
+from .. import devices, environment
 from ..topology import World
 
 __all__ = ["backends_of", "device_of", "make_group", "world_among", "world_of"]
@@ -57,10 +57,9 @@ def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the current GPU where the group has a backend for GPUs, else the CPU."""
-    if "cuda" in backends_of(group) and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Return the current accelerator where the group has a backend for it, else the CPU."""
+    kind = devices.accelerator()
+    return torch.device("cpu") if kind is None or kind not in backends_of(group) else devices.current(kind)
 
 
 # --- New groups -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from typing_extensions import Never
 
-from .. import arguments, bootstrap, environment, messages, other_names, watchdog
+from .. import arguments, bootstrap, devices, environment, messages, other_names, watchdog
 from ..errors import ConfigError, unexpected_argument
 from ..messages import Integer
 from ..stores import read_message
@@ -45,12 +45,14 @@ def init(
     """Find the job that this process belongs to, and join it.
 
     Without a launcher (``python train.py``) nothing is set up. Under one the process group is made: "shm" for tensors
-    on the CPU (shared memory inside a host, Gloo between hosts), NCCL for tensors on GPUs. A process group that the
-    program has already made is used as it is. A second call returns the same communicator.
+    on the CPU (shared memory inside a host, Gloo between hosts), NCCL for tensors on GPUs, and for those on another
+    accelerator the backend that is registered for it. A process group that the program has already made is used as it
+    is. A second call returns the same communicator.
 
     Args:
-        device: "auto" (a GPU where there is one), "cpu", "cuda" (the GPU of this worker's local rank, or the only one
-            that it sees) or "mps". With "cuda", workers may share a GPU if the program has made a process group
+        device: "auto" (an accelerator where there is one), "cpu", or the type of an accelerator that torch knows:
+            "cuda", "mps", "xpu", or that of a package, such as "npu". A worker takes the device of its local rank, or
+            the only one that it sees. With "cuda", workers may share a GPU if the program has made a process group
             whose backend for GPUs is Gloo; NCCL refuses that.
         timeout: how long a collective may wait; PyTorch's default when None.
         transport: the backend for tensors on the CPU: "shm", "gloo", "mpi4py" (over MPI, for processes that
@@ -79,7 +81,7 @@ def init(
     if dist.is_initialized():
         world = world_of(dist.group.WORLD)
         _note_untried_torch(world)
-        shares_gpus = device == "cuda" and backends_of(dist.group.WORLD).get("cuda") == "gloo"
+        shares_gpus = device != "cpu" and backends_of(dist.group.WORLD).get(device) == "gloo"
         where = pick_device(device, world, shares_gpus)
         _prepare_device(where)
         _default = Communicator.at(world, where, dist.group.WORLD)
@@ -108,7 +110,7 @@ def current() -> Communicator | None:
 def _prepare_device(device: torch.device) -> None:
     """Set what equal bits need on a device before its first use: cuBLAS reads it when a thread first multiplies."""
     if device.type == "cuda":
-        environment.set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+        environment.set_defaults({"CUBLAS_WORKSPACE_CONFIG": devices.CUBLAS_WORKSPACE})
 
 
 def _still_valid(found: Communicator) -> bool:
@@ -150,7 +152,7 @@ def _join(world: World, device: torch.device, cpu_backend: str, timeout: timedel
         rank=world.rank,
         world_size=world.world_size,
         timeout=timeout,
-        device_id=device if "nccl" in backend else None,
+        device_id=devices.bound_to(device, backend),
     )
     atexit.register(_leave)
     _check_own_gpu(device, world)
@@ -159,7 +161,8 @@ def _join(world: World, device: torch.device, cpu_backend: str, timeout: timedel
 
 def _backends(device: torch.device, cpu_backend: str) -> str:
     """Return torch.distributed's name of the backends."""
-    return f"cpu:{cpu_backend},cuda:nccl" if device.type == "cuda" else cpu_backend
+    own = devices.backend_of(device)
+    return cpu_backend if own is None else f"cpu:{cpu_backend},{device.type}:{own}"
 
 
 def _join_elastic(
@@ -176,9 +179,11 @@ def _join_elastic(
 
 
 def _check_own_gpu(device: torch.device, world: World) -> None:
-    """Check that no other worker of this host uses the same GPU, where each sees a single one, numbered 0."""
-    if device.type == "cuda" and world.local_world_size > 1 and torch.cuda.device_count() == 1:
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
+    """Check that no other worker of this host uses the same device, where each sees a single one, numbered 0."""
+    if device.type == "cpu" or world.local_world_size == 1 or devices.count(device.type) != 1:
+        return
+    uuid = devices.uuid_of(device)
+    if uuid is not None:
         claim_gpu(distributed_c10d._get_default_store(), world.rank, uuid)
 
 
@@ -241,7 +246,7 @@ def _leave() -> None:
 
 
 def pick_device(device: str, world: World, shares_gpus: bool = False) -> torch.device:
-    """Return the device on which a worker computes; for CUDA it also becomes the current device.
+    """Return the device on which a worker computes; an accelerator also becomes the current device.
 
     Args:
         device: as in `init`.
@@ -251,29 +256,53 @@ def pick_device(device: str, world: World, shares_gpus: bool = False) -> torch.d
     Raises:
         ConfigError: when this host has no such device, or fewer of them than local workers.
     """
-    if device not in ("auto", "cpu", "cuda", "mps"):
-        is_numbered = str(device).partition(":")[0] == "cuda"
-        hint = "Each worker takes the GPU of its local rank; CUDA_VISIBLE_DEVICES chooses among them."
-        raise ConfigError("device", "auto, cpu, cuda or mps", device, hint if is_numbered else "")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and not gpus:
-        raise ConfigError("device", "cpu or auto, as this host has no GPU that torch can use", device)
-    if device == "cuda" or (device == "auto" and gpus):
-        # srun --gpus-per-task=1, or a wrapper around this program: each worker sees only its own GPU
-        sees_own_only = gpus == 1 and (world.source == "slurm" or environment.visible_gpus() == 1)
-        if world.local_world_size > gpus and not sees_own_only and not shares_gpus:
-            raise ConfigError(
-                "device",
-                f"at most as many workers on a node as it has GPUs ({gpus})",
-                found=f"{world.local_world_size} workers (this is rank {world.rank})",
-                hint="NCCL refuses two workers on one GPU: start fewer workers, or choose the device cpu. To try "
-                "several on one GPU, call torch.distributed.init_process_group('gloo') before lockstep.init('cuda').",
-            )
-        chosen = torch.device("cuda", 0 if sees_own_only else world.local_rank % gpus)
-        torch.cuda.set_device(chosen.index)
-        return chosen
-    if device == "mps" or (device == "auto" and world.world_size == 1 and torch.backends.mps.is_available()):
-        if not torch.backends.mps.is_available() or world.world_size > 1:
-            raise ConfigError("device", "cpu or cuda (mps needs an Apple GPU, and one worker)", device)
-        return torch.device("mps")
-    return torch.device("cpu")
+    kind = _checked_kind(device, world)
+    if kind in ("cpu", "mps"):
+        return torch.device(kind)
+    there = devices.count(kind)
+    # srun --gpus-per-task=1, or a wrapper around this program: each worker sees only its own device
+    sees_own_only = there == 1 and (world.source == "slurm" or environment.visible_gpus() == 1)
+    if world.local_world_size > there and not sees_own_only and not shares_gpus:
+        raise _too_many_workers(kind, there, world)
+    chosen = torch.device(kind, 0 if sees_own_only else world.local_rank % there)
+    devices.use(chosen)
+    return chosen
+
+
+def _checked_kind(device: str, world: World) -> str:
+    """Return the type of device that is meant, which this host has.
+
+    Raises:
+        ConfigError: torch does not know it, or cannot use it here.
+    """
+    if device == "auto":
+        found = devices.accelerator()
+        is_for_one = found == "mps"
+        return "cpu" if found is None or (is_for_one and world.world_size > 1) else found
+    if device == "cpu":
+        return device
+    if not isinstance(device, str) or not devices.is_known(device):
+        is_numbered = devices.is_known(str(device).partition(":")[0])
+        hint = "Each worker takes the device of its local rank; for GPUs, CUDA_VISIBLE_DEVICES chooses among them."
+        expected = f"auto, cpu, {', '.join(devices.known_names())} or another accelerator that torch knows"
+        raise ConfigError("device", expected, device, hint if is_numbered else "")
+    is_there = devices.count(device) > 0
+    if device == "mps" and (not is_there or world.world_size > 1):
+        raise ConfigError("device", "cpu or cuda (mps needs an Apple GPU, and one worker)", device)
+    if not is_there:
+        noun = "GPU" if device == "cuda" else "device of this type"
+        raise ConfigError("device", f"cpu or auto, as this host has no {noun} that torch can use", device)
+    return device
+
+
+def _too_many_workers(kind: str, there: int, world: World) -> ConfigError:
+    expected = f"at most as many workers on a node as it has devices of type {kind} ({there})"
+    hint = "Start fewer workers, or choose the device cpu."
+    if kind == "cuda":
+        expected = f"at most as many workers on a node as it has GPUs ({there})"
+        hint = (
+            "NCCL refuses two workers on one GPU: start fewer workers, or choose the device cpu. To try "
+            "several on one GPU, call torch.distributed.init_process_group('gloo') before lockstep.init('cuda')."
+        )
+    found = f"{world.local_world_size} workers (this is rank {world.rank})"
+    return ConfigError("device", expected, found=found, hint=hint)

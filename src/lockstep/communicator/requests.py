@@ -8,8 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
+from .. import devices
 from ..errors import ConfigError
 
 __all__ = ["PolledWork", "Request", "register_pending", "synchronize", "wait_all"]
@@ -128,7 +127,7 @@ def synchronize() -> None:
         waitable = _PENDING.get(number)
         if waitable is not None:
             waitable.wait()
-    _synchronize_accelerators()
+    devices.synchronize_used()
 
 
 def _checked(requests: Iterable[Request[T]]) -> list[Request[T]]:
@@ -138,14 +137,3 @@ def _checked(requests: Iterable[Request[T]]) -> list[Request[T]]:
         got = others[0] if others else type(requests).__name__
         raise ConfigError("requests", "a list of requests, as iallreduce returns", found=got)
     return found
-
-
-def _synchronize_accelerators() -> None:
-    """Wait for the accelerators that this process has used; a call to another would initialise it, at some 0.5 GB."""
-    if not torch.cuda.is_available():
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-    elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for index in range(torch.cuda.device_count()):
-            if torch.cuda.memory_reserved(index):
-                torch.cuda.synchronize(index)

@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 from typing_extensions import Self
 
-from .. import environment
+from .. import devices, environment
 from ..errors import ConfigError, DataError, LockstepError
 from ..parallel.nested import map_tensors
 from ..parallel.randomness import preserve_generators
@@ -730,23 +730,23 @@ def _has_one_memory(tensor: torch.Tensor) -> bool:
 
 
 def to_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Copy each of `batches` to `device`; on a GPU, copying a batch overlaps with computing on the previous one."""
+    """Copy each of `batches` to `device`; where it has streams, this overlaps with computing on the previous batch."""
     if device.type == "cpu":
         return iter(batches)
-    if device.type == "cuda":
+    if devices.has_streams(device):
         return _overlapped(batches, device)
     return (map_tensors(lambda tensor: tensor.to(device), data) for data in batches)
 
 
 def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    pending: tuple[Any, torch.cuda.Event] | None = None
+    stream = devices.new_stream(device)
+    pending: tuple[Any, Any] | None = None
 
     def copy_ahead(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True) if _has_one_memory(tensor) else tensor
 
-    def wait_for_copy(data: Any, copied: torch.cuda.Event) -> Any:
-        consumer = torch.cuda.current_stream(device)
+    def wait_for_copy(data: Any, copied: Any) -> Any:
+        consumer = devices.current_stream(device)
         consumer.wait_event(copied)
 
         def hand_over(tensor: torch.Tensor) -> torch.Tensor:
@@ -759,10 +759,9 @@ def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         return map_tensors(hand_over, data)
 
     for data in batches:
-        with torch.cuda.stream(stream):
+        with devices.in_stream(device, stream):
             moved = map_tensors(copy_ahead, data)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(stream)
+        copied = devices.record_event(device, stream)
         if pending is not None:
             yield wait_for_copy(*pending)
         pending = moved, copied

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 from typing_extensions import Never, Self
 
-from .. import arguments, communicator
+from .. import arguments, communicator, devices
 from ..checkpoint.numerics import NUMERICS, changes_since
 from ..errors import CheckpointError, ConfigError, MismatchError, unexpected_argument
 from ..flight_recorder import named, note_batch
@@ -219,7 +219,7 @@ class Loader:
             prefetch = 2 * num_workers
         elif arguments.whole("prefetch", prefetch, least=1) < num_workers:
             raise ConfigError("prefetch", f"at least {num_workers}, one for each of the loader processes", prefetch)
-        pin = self.comm.device.type == "cuda"
+        pin = devices.pins_memory(self.comm.device)
         self.num_workers = num_workers
         self._collate_fn = collate_fn
         in_parts = self._in_blocks or self._substreams is not None

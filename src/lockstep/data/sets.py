@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .. import arguments
+from .. import arguments, devices
 from ..errors import ConfigError, DataError
 from ..parallel.shards import mix
 from . import cifar
@@ -100,7 +100,8 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         index = torch.as_tensor(indices, dtype=torch.int64)
         if self.images.device != index.device:
             # from page-locked memory, so that a GPU is not waited for
-            index = index.pin_memory() if self.images.is_cuda and index.device.type == "cpu" else index
+            pins = devices.pins_memory(self.images.device)
+            index = index.pin_memory() if pins and index.device.type == "cpu" else index
             index = index.to(self.images.device, non_blocking=True)
         return self._standardise(self.images.index_select(0, index)), self.labels.index_select(0, index)
 

@@ -436,8 +436,11 @@ def transport() -> str:
 
 
 def visible_gpus() -> int | None:
-    """Return the number of GPUs in CUDA_VISIBLE_DEVICES or its equivalents; None if all are unset."""
-    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    """Return the number of devices in CUDA_VISIBLE_DEVICES or its equivalents; None if all are unset."""
+    names = (
+        *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),  # of Intel's GPUs and Huawei's NPUs
+    )
     lists = [os.environ[name].split(",") for name in names if name in os.environ]
     return min((sum(bool(gpu.strip()) for gpu in gpus) for gpus in lists), default=None)
 

@@ -187,10 +187,10 @@ def check_memory(workers: int) -> None:
 
 
 def default_workers() -> int:
-    """Return the usual number of workers: one per GPU, or 1 on a host without GPUs."""
+    """Return the usual number of workers: one per accelerator, or 1 on a host without any."""
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return max(1, torch.accelerator.device_count())
 
 
 def threads_per_worker(config: RunConfig, workers: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import arguments, environment
+from .. import arguments, devices, environment
 from ..communicator import Communicator
 from ..errors import ConfigError
 
@@ -95,7 +95,7 @@ class DeterminismSettings:
             fill=False,  # a debugging aid that costs a pass over every new tensor
             benchmark=False,
             # cuBLAS sums in a fixed order only with a workspace of fixed size.
-            workspace=previous.workspace or (":4096:8" if self.device.type == "cuda" else None),
+            workspace=previous.workspace or (devices.CUBLAS_WORKSPACE if self.device.type == "cuda" else None),
             compiler=previous.compiler and tuple(_COMPILER_SETTINGS.values()),
         )
         if wanted == previous:
@@ -115,9 +115,9 @@ class DeterminismSettings:
                 "device": self.device.type,
                 "threads": self.threads,
             }
+            if self.device.type != "cpu":
+                settings |= devices.versions_of(self.device)
             if self.device.type == "cuda":
-                settings |= {"GPU": torch.cuda.get_device_name(self.device), "CUDA": torch.version.cuda}
-                settings["cuDNN"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
                 settings["workspace of cuBLAS"] = environment.cublas_workspace()
             else:
                 settings |= {"instruction set": torch.backends.cpu.get_cpu_capability()}

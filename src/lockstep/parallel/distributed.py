@@ -17,7 +17,7 @@ from ..communicator.elastic_communicator import ElasticCommunicator
 from ..flight_recorder import named
 from .buffers import Buffers
 from .invariant import Invariant
-from .module_sync import sync_module
+from .module_sync import move_module, sync_module
 from .strategy import Strategy
 from .unused_parameters import ConnectAllParameters
 
@@ -61,8 +61,9 @@ class Distributed(Strategy):
 
         Raises:
             MismatchError: if the models differ in their parameters or buffers.
+            ConfigError: if the model is on an accelerator of another type.
         """
-        model.to(self.comm.device)
+        move_module(model, self.comm.device)
         sync_module(model, self.comm)
         self._make_buffers(model)
 

@@ -14,7 +14,7 @@ from ..communicator.elastic_communicator import ElasticCommunicator
 from ..errors import ConfigError
 from .buffers import Buffers
 from .determinism import DeterminismSettings
-from .module_sync import sync_module
+from .module_sync import move_module, sync_module
 from .reducer import Reducer
 from .shards import check_virtual_workers
 from .strategy import Strategy
@@ -85,7 +85,7 @@ class Invariant(Strategy):
         self.joint_layers = convert_marked(model, self.comm)
         if self.joint_layers:
             check_joint_passes(model)
-        model.to(self.comm.device)
+        move_module(model, self.comm.device)
         sync_module(model, self.comm)
         if self.comm.size > 1 and not self.comm.is_joining:
             self.determinism.check_same(self.comm)

@@ -9,8 +9,9 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
+from .. import devices
 from ..communicator import Communicator
-from ..errors import MismatchError
+from ..errors import ConfigError, MismatchError
 
 __all__ = [
     "broadcast_tensors",
@@ -18,6 +19,7 @@ __all__ = [
     "check_same_tensors",
     "check_same_values",
     "expanded_dimensions",
+    "move_module",
     "sync_module",
     "sync_tensors",
 ]
@@ -102,6 +104,24 @@ def check_same_tensors(named: Iterable[tuple[str, torch.Tensor]], comm: Communic
 def _digest(tensor: torch.Tensor) -> bytes:
     raw = _bytes(tensor.detach().cpu())
     return hashlib.sha256(raw.numpy().data).digest()
+
+
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Move a module to the device of this worker; its parameters stay the same objects.
+
+    Raises:
+        ConfigError: its owner has put it on an accelerator of another type.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type not in ("cpu", "meta", device.type):
+            raise ConfigError(
+                "model",
+                f"one on {device}, where this worker computes" + ("" if device.type == "cpu" else ", or on the CPU"),
+                found=f"one on {tensor.device}",
+                hint=f'lockstep.init("{tensor.device.type}") at the start of the program chooses that device.',
+            )
+    with devices.in_which_parameters_stay(device):
+        module.to(device)
 
 
 def sync_module(model: nn.Module, comm: Communicator) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import devices
 from .shards import mix
 
 __all__ = ["generator_states", "preserve_generators", "seed_count", "seed_shard", "seed_torch", "set_generator_states"]
@@ -25,13 +26,7 @@ def seed_torch(key: int, device: torch.device) -> None:
     """Seed torch's generators of the CPU and of `device`; the CPU's generator uses the low 32 bits of `key` only."""
     # torch.manual_seed() also queries every absent backend: 0.4 to 0.8 ms a step, 70 % of a step's overhead.
     torch.default_generator.manual_seed(key)
-    if device.type == "cuda" and device.index is not None:  # torch.cuda.manual_seed() seeds the current device
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.default_generators[device.index].manual_seed(key)
-    elif device.type == "cuda":
-        torch.cuda.manual_seed(key)
-    elif device.type == "mps":
-        torch.mps.manual_seed(key)
+    devices.seed(device, key)
 
 
 _seed_count = 0
@@ -69,7 +64,7 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device | str = "c
 
 def generator_states(device: torch.device | str = "cpu") -> tuple[Any, ...]:
     """Return the states of the global generators of torch (CPU and `device`), Python and NumPy."""
-    numpy, generator = sys.modules.get("numpy"), _accelerator_generator(torch.device(device))
+    numpy, generator = sys.modules.get("numpy"), devices.generator_of(torch.device(device))
     numpy_state = None if numpy is None else numpy.random.get_state()
     device_state = None if generator is None else generator.get_state()
     return torch.get_rng_state(), random.getstate(), numpy_state, generator, device_state
@@ -94,15 +89,3 @@ def preserve_generators(device: torch.device | str = "cpu") -> Iterator[None]:
         yield
     finally:
         set_generator_states(states)
-
-
-def _accelerator_generator(device: torch.device) -> torch.Generator | None:
-    """Return the global generator of an accelerator; None for other devices."""
-    if device.type in ("cpu", "meta"):
-        return None
-    if device.type == "mps":
-        return torch.mps._get_default_mps_generator()
-    module = torch.get_device_module(device)
-    generators = getattr(module, "default_generators", ())
-    index = module.current_device() if device.index is None else device.index
-    return generators[index] if index < len(generators) else None

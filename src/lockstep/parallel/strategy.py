@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import devices
 from ..communicator import Communicator
 from ..errors import ConfigError
 from .fingerprints import fingerprint
@@ -19,8 +20,8 @@ __all__ = ["Strategy", "accumulation_dtype", "number_on"]
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums of losses, counts and statistics: float64, or float32 on MPS, which has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """Return the dtype for sums of losses, counts and statistics: float64, or float32 on a device without it."""
+    return torch.float64 if devices.has_float64(device) else torch.float32
 
 
 def number_on(device: torch.device, value: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .. import devices
 from ..data.loader import Batch, Loader
 from ..errors import ConfigError
 from ..messages import encode
@@ -307,8 +308,7 @@ class StepObserver:
 
     def now(self) -> float:
         """Return the time in seconds, after the work that is queued on the device."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        devices.synchronize(self._device)
         return time.perf_counter()
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ class StepObserver:
         if self._optimizer is None:
             self._optimizer = optimizer
             self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self._device = next((p.device for p in self._parameters if p.is_cuda), self._device)
+            self._device = next((p.device for p in self._parameters if p.device.type != "cpu"), self._device)
         if optimizer is self._optimizer:
             self._step.updating = self.now()
         if self._is_probing and optimizer is self._optimizer:
@@ -453,10 +453,11 @@ class StepObserver:
 
     def _measure_memory_on_device(self) -> None:
         """Note the most memory that the step which has ended had in use on a GPU."""
-        if self._device.type == "cuda":
+        most = devices.peak_memory(self._device)
+        if most is not None:
             if self._done >= self._settings.warm_up + self._settings.steps_run:
-                self._memory.append((self._step.samples, torch.cuda.max_memory_allocated(self._device)))
-            torch.cuda.reset_peak_memory_stats(self._device)
+                self._memory.append((self._step.samples, most))
+            devices.reset_peak_memory(self._device)
 
     def _track_memory(self) -> None:
         """Track the memory of two of the last steps on the CPU with torch's tracker; called with a step's batch.
@@ -464,7 +465,7 @@ class StepObserver:
         It registers hooks of optimizers itself, and so cannot begin or end inside of one.
         """
         number = self._done - self._settings.warm_up - self._settings.steps_run
-        if self._device.type == "cuda" or number == self._tracked:
+        if self._device.type != "cpu" or number == self._tracked:
             return
         if self._tracker is not None:
             self._stop_tracker()

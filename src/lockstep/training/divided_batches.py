@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from .. import devices
 from ..parallel.sync_batchnorm import SyncBatchNorm
 
 __all__ = ["FirstPasses", "describe_division"]
@@ -49,10 +50,8 @@ class FirstPasses:
         return found
 
     def _generator_states(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states
+        own = devices.generator_of(self._device)
+        return [torch.get_rng_state(), *([] if own is None else [own.get_state()])]
 
 
 def describe_division(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .. import arguments
+from .. import arguments, devices
 from ..communicator.requests import register_pending
 from .formats import IN_FLIGHT
 from .recovery import REGROUP
@@ -38,14 +39,11 @@ class HostCopy:
     """
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        if numbers.device.type == "cuda":
-            # that of this device, which need not be the current device of this thread
-            stream = torch.cuda.current_stream(numbers.device)
-            numbers = numbers.to("cpu", non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record(stream)
+        self._arrived: Any = None
         self._numbers = numbers
+        if devices.copies_in_background(numbers.device):
+            self._numbers = numbers.to("cpu", non_blocking=True)
+            self._arrived = devices.record_event(numbers.device)
 
     def read(self) -> list[float]:
         """Wait for the copy, and return the numbers."""
@@ -58,21 +56,19 @@ class InFlightLimit:
     """Bounds the number of steps that the host queues on a device: beyond it, the host waits for the oldest step.
 
     Args:
-        device: the device. The CPU has no queue: a step has ended when its call returns.
+        device: the device. One without streams, such as the CPU, has no queue: a step has ended when its call returns.
         max_steps_in_flight: the bound.
     """
 
     def __init__(self, device: torch.device, max_steps_in_flight: int) -> None:
         self._device, self._ahead = device, max_steps_in_flight - 1
-        self._queued: deque[torch.cuda.Event] = deque()
+        self._queued: deque[Any] = deque()
 
     def record(self) -> None:
         """Record that a step has been queued; beyond the bound, wait for the oldest."""
-        if self._device.type != "cuda":
+        if not devices.has_streams(self._device):
             return
-        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ended.record(torch.cuda.current_stream(self._device))
-        self._queued.append(ended)
+        self._queued.append(devices.record_event(self._device))
         while len(self._queued) > self._ahead:
             self._queued.popleft().synchronize()
 

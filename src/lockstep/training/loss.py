@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import arguments
 from ..errors import ConfigError
+from ..parallel.module_sync import move_module
 from ..parallel.nested import map_tensors
 from ..parallel.sync_batchnorm import SyncBatchNorm, placeholder_batch
 from ..parallel.unused_parameters import connect_parameters
@@ -91,7 +92,7 @@ class Loss:
         self._classification = classification_loss(loss_fn)
         fn = loss_fn if self._classification is None else self._classification
         if isinstance(fn, nn.Module):
-            fn.to(device)
+            move_module(fn, device)
         self._own = fn if isinstance(fn, OwnLoss) else None
         self._check: MeanCheck | None = None
         self._forward: Forward = default_forward if forward is None else returning_pair(forward)

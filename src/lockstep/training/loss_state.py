@@ -14,7 +14,7 @@ from torch import nn
 
 from ..communicator import Communicator
 from ..errors import CheckpointError
-from ..parallel.module_sync import sync_tensors
+from ..parallel.module_sync import move_module, sync_tensors
 
 __all__ = ["LossState", "modules_of"]
 
@@ -66,7 +66,7 @@ class LossState(nn.ModuleList):
         direct, called = (list(dict.fromkeys(modules)) for modules in modules_of(fn, model))
         super().__init__([*direct, *(module for module in called if module not in direct)])
         self._direct = len(direct)
-        self.to(device)
+        move_module(self, device)
 
     def synchronise(self, comm: Communicator) -> None:
         """Broadcast rank 0's values, and check that all workers have the same modules; called by all workers.

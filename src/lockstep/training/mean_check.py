@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .. import devices
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..parallel.nested import tensors_of
@@ -282,7 +283,7 @@ class MeanCheck:
         self.opaque = depends_on_unsliced(fn, samples, passes)
         if self.opaque or samples.rows is None:
             return None
-        if samples.values() <= MAX_FLOAT64_VALUES and samples.device.type != "mps":
+        if samples.values() <= MAX_FLOAT64_VALUES and devices.has_float64(samples.device):
             halves = Halves(fn, samples.in_float64())
             try:
                 return self._difference(halves, gradients)

@@ -65,7 +65,9 @@ class TrainOptions:
         "32 samples of a step",
         "N|auto",
     )
-    device: str = _option("auto", GROUPS[1], "auto: a GPU if there is one", choices=("auto", "cpu", "cuda", "mps"))
+    device: str = _option(
+        "auto", GROUPS[1], "auto: an accelerator if there is one; or its type, such as cuda, mps or xpu; or cpu", "TYPE"
+    )
     strategy: str = _option(
         "distributed",
         GROUPS[1],

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from .. import devices
 from ..communicator import Communicator
 from ..errors import LockstepError
 
@@ -58,13 +59,10 @@ def _asked(error: BaseException) -> str:
 
 
 def _taken(device: torch.device) -> str:
-    if device.type != "cuda":
+    memory = devices.memory_of(device)
+    if memory is None:
         return ""
-    try:
-        free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError:  # the device has failed
-        return ""
-    own = torch.cuda.memory_reserved(device)
+    own, free, total = memory
     others = max(0, total - free - own)
     return f"; {_size(own)} of {_size(total)} are this process's, {_size(others)} those of others"
 

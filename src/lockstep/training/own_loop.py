@@ -27,7 +27,7 @@ from ..parallel.buffers import Buffers
 from ..parallel.determinism import DeterminismSettings
 from ..parallel.fingerprints import checksum_of
 from ..parallel.gradient_buckets import Gradients
-from ..parallel.module_sync import sync_module
+from ..parallel.module_sync import move_module, sync_module
 from ..parallel.nested import map_tensors, narrow, sample_count
 from ..parallel.randomness import preserve_generators, seed_shard
 from ..parallel.reducer import Reducer
@@ -289,7 +289,7 @@ class _OwnLoop:
         if self.exact:
             check_supported(self.model, self.comm.device)
         for module in (self.model, *self._averages):
-            module.to(self.comm.device)
+            move_module(module, self.comm.device)
             sync_module(module, self.comm)
         if self._determinism is not None and self.comm.size > 1:
             self._determinism.check_same(self.comm)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import arguments, other_names
+from .. import arguments, devices, other_names
 from ..errors import ConfigError
 from .formats import PRECISIONS
 from .torch_calls import FirstGradients, run_backward, take_step
@@ -59,8 +59,8 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         arguments.choice("precision", name, PRECISIONS, elsewhere=other_names.PRECISIONS)
-        if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-            raise ConfigError("precision", "fp32 or fp16 on this GPU, which has no bf16", name)
+        if name == "bf16" and not devices.supports_bf16(device):
+            raise ConfigError("precision", "fp32 or fp16 on this device, which has no bf16", name)
         self.name, self._device, self._dtype = name, device, _AUTOCAST.get(name)
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self.is_new, self.cast = self._scaler is not None, frozenset[int]()

@@ -13,6 +13,7 @@ from torch import nn
 from .. import arguments
 from ..communicator import Communicator
 from ..errors import ConfigError
+from ..parallel.module_sync import move_module
 from ..parallel.sync_batchnorm import SyncBatchNorm, convert
 from .formats import COMPILE_MODES
 
@@ -56,7 +57,7 @@ def prepare_model(
     if compile_mode != "default" and not compile_model:
         hint = "Pass compile_model=True as well."
         raise ConfigError("compile_mode", '"default" without compile_model', compile_mode, hint)
-    model = model.to(comm.device)
+    move_module(model, comm.device)
     if sync_batchnorm:
         model = convert(model, comm)
     if channels_last:

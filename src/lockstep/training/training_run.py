@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .. import arguments
+from .. import arguments, devices
 from ..activity import Activity
 from ..checkpoint.folder import save_weights
 from ..communicator import init
@@ -311,7 +311,7 @@ def _results(trainer: Trainer, epochs_before: int) -> dict[str, Any]:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return devices.name_of(device)
 
 
 # --- The training run -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import arguments, environment
-from .devices import device_options
+from .device_groups import device_options
 from .hierarchical.connections import GlooConnection
 from .hierarchical.process_group import HierarchicalGroup, Leaders
 from .process_group import TransportGroup

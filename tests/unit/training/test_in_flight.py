@@ -331,7 +331,7 @@ def test_the_queued_steps_of_a_trainer(poisoned: bool) -> None:
 @pytest.mark.parametrize("used", [True, False])
 def test_accelerators_that_have_been_used(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
     waited: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 1024 * (index != 1))

@@ -245,30 +245,33 @@ def test_ranks_without_a_rendezvous(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("device", "world", "gpus", "said"),
     [
-        ("gpu", World(), 0, "auto, cpu, cuda or mps"),
+        ("gpu", World(), 0, "auto, cpu, cuda, mps, xpu or another accelerator that torch knows, got 'gpu'"),
+        ("cuda:1", World(), 0, "takes the device of its local rank; for GPUs, CUDA_VISIBLE_DEVICES chooses"),
         ("cuda", World(), 0, "no GPU that torch can use"),
+        ("xpu", World(), 0, "no device of this type that torch can use"),
+        ("mps", World(), 0, "mps needs an Apple GPU, and one worker"),
         ("auto", World(1, 2, 1, 2), 1, "as it has GPUs \\(1\\), got 2 workers \\(this is rank 1\\)"),
     ],
 )
 def test_devices_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch, device: str, world: World, gpus: int, said: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    have_gpus(monkeypatch, gpus, [])
     with pytest.raises(ConfigError, match=said):
         pick_device(device, world)
 
 
 def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    have_gpus(monkeypatch, 4, chosen)
     assert pick_device("auto", World(3, 8, 3, 4)) == torch.device("cuda", 3)
     assert chosen == [3]
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, count: int, chosen: list[int]) -> None:
+def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int, chosen: list[int]) -> None:
+    """Let this host have so many GPUs, and note the numbers of those that become the current one."""
+    found = torch.device("cuda") if count else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
@@ -276,7 +279,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, chosen: list[int]) -> None
 
 def test_workers_share_gpus_if_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
-    gpus(monkeypatch, 2, chosen)
+    have_gpus(monkeypatch, 2, chosen)
     for local_rank in range(4):
         device = pick_device("cuda", World(local_rank, 4, local_rank, 4), shares_gpus=True)
         assert device == torch.device("cuda", local_rank % 2)
@@ -289,7 +292,7 @@ def test_workers_share_gpus_if_they_may(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_worker_that_sees_one_gpu_alone_takes_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A program around the worker has left it one, by the local rank."""
     chosen: list[int] = []
-    gpus(monkeypatch, 1, chosen)
+    have_gpus(monkeypatch, 1, chosen)
     monkeypatch.setenv(name, "3")
     assert pick_device("auto", World(3, 8, 3, 4)) == torch.device("cuda", 0)
     assert chosen == [0]
@@ -318,7 +321,7 @@ def test_the_process_group_gets_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     """NCCL's communicators are formed at once then, on this device, where that is not left to the first tensor."""
     given: list[dict[str, Any]] = []
     uuids: list[str] = []
-    gpus(monkeypatch, 1, [])
+    have_gpus(monkeypatch, 1, [])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a"))
     monkeypatch.setattr(initialization.dist, "init_process_group", lambda *_, **options: given.append(options))
     monkeypatch.setattr(initialization.bootstrap, "open_store", lambda *_: None)

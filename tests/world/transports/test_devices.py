@@ -98,7 +98,7 @@ def test_the_usual_pair_starts_on_a_host_without_its_second_device(pool: Pool) -
 
 def test_gloo_for_another_device_is_called_by_the_names_that_it_has(pool: Pool) -> None:
     """As a backend it lacks the newer ones; it is put into a group of c10d's, which translates."""
-    from lockstep.transports.devices import OPERATIONS
+    from lockstep.transports.device_groups import OPERATIONS
     from lockstep.transports.runtime.c10d import backend_as_group
 
     def body() -> list[str]:

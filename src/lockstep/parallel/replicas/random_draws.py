@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ... import devices
 from ...errors import LockstepError
 from ..shards import mix
 
@@ -63,7 +64,8 @@ class SeparateDraws(TorchFunctionMode):
     def __init__(self, seed: Seed, replica: int, device: torch.device) -> None:
         super().__init__()
         self._seed, self._replica, self._calls = seed, replica, 0
-        self._generators = [torch.default_generator, *_accelerator_generators(device)]
+        own = devices.generator_of(device)
+        self._generators = [torch.default_generator, *([] if own is None else [own])]
 
     def __torch_function__(
         self,
@@ -127,11 +129,3 @@ def is_random(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0)
     return False
-
-
-def _accelerator_generators(device: torch.device) -> list[torch.Generator]:
-    """Return the global generator of `device` in a list; an empty list for the CPU."""
-    if device.type in ("cpu", "meta"):
-        return []
-    generators = getattr(torch.get_device_module(device), "default_generators", ())
-    return [generators[device.index]] if generators else []

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ... import devices
 from ...errors import ConfigError, LockstepError
 from .scatter import Device, as_devices, leaves
 
@@ -116,30 +117,24 @@ def _use_cores(count: int) -> None:
 class Settings:
     """The thread-local settings of torch, read in the calling thread to be applied in others."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, used: Sequence[torch.device]) -> None:
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        kinds = sorted({"cpu", *(device.type for device in devices)} - {"meta"})
+        kinds = sorted({"cpu", *(device.type for device in used)} - {"meta"})
         self._casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        self._streams = {device: _stream(device) for device in devices if device.type not in ("cpu", "meta")}
+        self._streams = {each: devices.current_stream(each) for each in used if devices.has_streams(each)}
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """Apply the settings within a `with` block, with `device` as the current device."""
         with ExitStack() as stack:
             if device in self._streams:
-                module: Any = torch.get_device_module(device)
-                stack.enter_context(module.device(device))
-                stack.enter_context(module.stream(self._streams[device]))
+                stack.enter_context(torch.get_device_module(device).device(device))
+                stack.enter_context(devices.in_stream(device, self._streams[device]))
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype in self._casts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             yield
-
-
-def _stream(device: torch.device) -> Any:
-    module: Any = torch.get_device_module(device)
-    return module.current_stream(device)
 
 
 def parallel_apply(

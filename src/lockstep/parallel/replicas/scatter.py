@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ... import devices
 from ...errors import ConfigError
 from ..nested import cut_lists, map_tensors, per_sample
 from ..shards import bounds
@@ -58,7 +59,7 @@ def as_device(device: Device, argument: str = "device") -> torch.device:
     Raises:
         ConfigError: if it is not a device, or does not exist.
     """
-    kind = _accelerator()
+    kind = devices.accelerator()
     if isinstance(device, int) and not isinstance(device, bool):
         if kind is None:
             raise ConfigError(argument, 'devices by name, e.g. ["cpu", "cpu"]', device, "There is no accelerator.")
@@ -80,16 +81,10 @@ def as_device(device: Device, argument: str = "device") -> torch.device:
 
 def all_devices() -> list[torch.device]:
     """Return every accelerator; without one, the CPU once."""
-    kind = _accelerator()
+    kind = devices.accelerator()
     if kind is None:
         return [torch.device("cpu")]
     return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
-
-
-def _accelerator() -> str | None:
-    """Return the type of the available accelerator, such as "cuda", if any."""
-    device: Any = torch.accelerator.current_accelerator(check_available=True)
-    return None if device is None else str(device.type)
 
 
 # --- Scatter and gather -----------------------------------------------------------------------------------------------

@@ -61,8 +61,7 @@ class Profile(Callback):
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
         """Begin with the first of the steps."""
         if trainer.step.steps_done + 1 == self._first and self._profiler is None:
-            is_cuda = trainer.comm.device.type == "cuda"
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+            activities = {ProfilerActivity.CPU, *_activities(trainer.comm.device)}
             self._profiler = torch.profiler.profile(activities=activities, profile_memory=self._memory)
             self._profiler.start()
 
@@ -85,6 +84,13 @@ class Profile(Callback):
             folder.mkdir(exist_ok=True)
             name = f"rank-{trainer.comm.rank}-step-{self._first}"
             profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
-            by = "self_cuda_time_total" if trainer.comm.device.type == "cuda" else "self_cpu_time_total"
+            by = "self_device_time_total" if _activities(trainer.comm.device) else "self_cpu_time_total"
             table = profiler.key_averages().table(sort_by=by, row_limit=_ROWS)
             (folder / f"{name}.txt").write_text(table)
+
+
+def _activities(device: torch.device) -> set[ProfilerActivity]:
+    """Return the profiler's name of what the device does, where torch can record that."""
+    found = {getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1)}
+    there: set[ProfilerActivity] = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+    return found & there if device.type != "cpu" else set()

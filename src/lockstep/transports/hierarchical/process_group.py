@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ConfigError
-from ..devices import dispatch_by_device
+from ..device_groups import dispatch_by_device
 from ..process_group import TransportGroup
 from ..runtime.backoff import Steps
 from ..runtime.c10d import Store

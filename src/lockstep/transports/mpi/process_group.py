@@ -19,7 +19,7 @@ from ... import messages
 from ...environment import usable_cores
 from ...errors import ConfigError
 from ...stores import exchange, read_message
-from ..devices import device_options, dispatch_by_device
+from ..device_groups import device_options, dispatch_by_device
 from ..process_group import TransportGroup
 from ..runtime.backoff import Steps
 from ..runtime.c10d import PrefixStore, Store

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..devices import dispatch_by_device
+from ..device_groups import dispatch_by_device
 from ..process_group import TransportGroup
 from ..runtime.backoff import Steps
 from ..runtime.c10d import Store

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep import Communicator, watchdog
+from lockstep import Communicator, devices, watchdog
 from lockstep.errors import ConfigError
 from lockstep.watchdog.error_delivery import is_transport_error
 
@@ -25,17 +25,14 @@ from .stall_inspector import StallInspector
 __all__ = ["Engine"]
 
 
-# --- CUDA events between threads --------------------------------------------------------------------------------------
+# --- Events between threads -------------------------------------------------------------------------------------------
 
 
 def _record_event(tensors: Sequence[torch.Tensor]) -> Any:
-    """Record and return a CUDA event on the current stream of the device of `tensors`; return None on the CPU."""
-    if not tensors or not tensors[0].is_cuda:
+    """Record and return an event on the current stream of the device of `tensors`; None where it has no streams."""
+    if not tensors or not devices.has_streams(tensors[0].device):
         return None
-    with torch.cuda.device(tensors[0].device):
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    return devices.record_event(tensors[0].device)
 
 
 def _wait_for_event(event: Any) -> None:
@@ -195,8 +192,8 @@ class Engine:
             self._changed.notify_all()
 
     def _run_background(self) -> None:
-        if self.comm.device.type == "cuda":
-            torch.cuda.set_device(self.comm.device)
+        if devices.has_streams(self.comm.device):
+            devices.use(self.comm.device)
         with self._lock:
             while self._failure is None:
                 if self._urgent and self._requests and not self._in_cycle and not self._waiters:

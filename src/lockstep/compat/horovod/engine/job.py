@@ -126,8 +126,8 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 def _has_gpu_per_rank() -> bool:
     """Return whether each rank of this host has a GPU; if not, the program may still use the GPUs by itself."""
-    import torch
-
+    from lockstep import devices
     from lockstep.environment import find_world
 
-    return torch.cuda.is_available() and torch.cuda.device_count() >= find_world().local_world_size
+    kind = devices.accelerator()
+    return kind not in (None, "mps") and devices.count(str(kind)) >= find_world().local_world_size
