@@ -24,6 +24,7 @@ os.environ["LOCKSTEP_PROGRESS"] = "off"
 # without bytecode each of hundreds of processes would compile the package anew
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import hypothesis
 import pytest
 import torch
 
@@ -39,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[POOLS] = []
     config.addinivalue_line("markers", "gpu: the test needs a GPU, see support.gpu")
     config.addinivalue_line("markers", "leaks(reason): the test may leave resources or settings behind")
+    # how long an example takes depends on what else the host does
+    hypothesis.settings.register_profile("any host", deadline=None)
+    hypothesis.settings.load_profile("any host")
     sys.dont_write_bytecode = False  # nor do processes that multiprocessing starts
     torch.set_num_threads(1)
     # a job in the background begins with Ctrl-C ignored, and so would every program that a test starts
