@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -12,13 +12,36 @@ from torch import nn
 from ..errors import ConfigError
 from .tree_sum import Node, TreeSum
 
-__all__ = ["Bucket", "GradientHooks", "Gradients", "make_buckets", "separate_gradients", "view_like"]
+__all__ = [
+    "Bucket",
+    "GradientExchange",
+    "GradientHooks",
+    "Gradients",
+    "make_buckets",
+    "refuse_further_pass",
+    "separate_gradients",
+    "view_like",
+]
 
 
 # --- Buckets ----------------------------------------------------------------------------------------------------------
 
 Gradients = list[torch.Tensor | None]
 """One gradient for each parameter of a bucket; None for an unused parameter, which adds nothing."""
+
+
+class GradientExchange(Protocol):
+    """Sums the gradients of one bucket over the workers."""
+
+    def start(self, partial_sums: list[tuple[Node, Gradients]]) -> None:
+        """Start to send the sums over this worker's subtrees."""
+
+    def add_up(self) -> None:
+        """Do what is left to do before the sums can be waited for."""
+
+    def wait(self) -> Gradients:
+        """Wait for the sums, and return one for each parameter of the bucket."""
+
 
 # Elements: the offset of a parameter in a flat tensor is a multiple of 64 bytes of float32, as torch's allocations are,
 # so that kernels see the same alignment in a bucket as in a separate tensor.
@@ -36,6 +59,8 @@ class Bucket:
         tree: the partial sums of the current step.
         numel: elements of a flat tensor that holds all gradients.
         pending: number of parameters whose gradient of the last shard has not arrived yet.
+        exchange: sums the gradients over the workers; None where there are no others.
+        is_sent: whether the exchange has started in the current step.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], virtual_workers: int) -> None:
@@ -43,6 +68,8 @@ class Bucket:
         self.tree: TreeSum[Gradients] = TreeSum(virtual_workers, self._add)
         self._unused: list[Gradients] = []
         self.pending = len(self.parameters)
+        self.exchange: GradientExchange | None = None
+        self.is_sent = False
         self._offsets, self.numel = _offsets(self.parameters)
 
     def _add(self, left: Gradients, right: Gradients) -> Gradients:
@@ -165,20 +192,37 @@ def _check_dense(gradients: Gradients) -> None:
 # --- Gradient hooks ---------------------------------------------------------------------------------------------------
 
 
+def refuse_further_pass() -> NoReturn:
+    """Raise the error of a shard that makes several backward passes where one is allowed."""
+    raise ConfigError(
+        "backward",
+        "one backward pass for each shard",
+        found="several, or one that reaches a parameter more than once",
+        hint="Add up the losses and call backward() once; use torch.utils.checkpoint with use_reentrant=False.",
+    )
+
+
 class GradientHooks:
-    """Hooks on the gradients of one shard's backward pass.
+    """Hooks that notice when the gradients of buckets are complete, while the backward passes of a shard run.
 
     They are registered for a worker's last shard only, because each hook costs time at every backward pass.
+
+    Attributes:
+        order: the parameters in the order in which their gradients have been completed.
     """
 
     def __init__(self) -> None:
+        self.order: list[nn.Parameter] = []
         self._hooks: list[Any] = []
-        self._order: list[nn.Parameter] = []
+        self._buckets: Sequence[Bucket] = ()
+        self._passes_left: dict[nn.Parameter, int] = {}
+        self._on_ready: Callable[[Bucket], None] = lambda _: None
+        self._on_further_pass: Callable[[], None] = refuse_further_pass
         self._versions: list[int] = []
 
     @staticmethod
     def refuse_other_hooks(parameters: Sequence[nn.Parameter]) -> None:
-        """Check that `parameters` have no hooks of ``register_post_accumulate_grad_hook``; call before `register`.
+        """Check that `parameters` have no hooks of ``register_post_accumulate_grad_hook``; call before `expect`.
 
         Raises:
             ConfigError: for a hook, which would see the gradient of one shard or the sum of two, depending on the
@@ -192,28 +236,51 @@ class GradientHooks:
                 hint="Use register_hook(), which sees each shard's, or change gradients before the optimizer's step.",
             )
 
-    def register(self, buckets: Sequence[Bucket], on_ready: Callable[[], None]) -> None:
-        """Register hooks that decrement each bucket's `pending`, and call `on_ready` when a bucket is complete."""
-        self._order = []
-        for bucket in buckets:
-            hook = partial(self._on_gradient, bucket, on_ready)
-            for p in bucket.parameters:
-                self._hooks.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    def expect(
+        self,
+        buckets: Sequence[Bucket],
+        on_ready: Callable[[Bucket], None],
+        passes: int = 1,
+        on_further_pass: Callable[[], None] = refuse_further_pass,
+    ) -> None:
+        """From now on call `on_ready` for each bucket when the gradients of all its parameters are complete.
 
-    def _on_gradient(self, bucket: Bucket, on_ready: Callable[[], None], parameter: nn.Parameter) -> None:
-        if not bucket.pending:
-            raise _several_passes()
-        self._order.append(parameter)
+        Args:
+            buckets: the buckets, whose `pending` counts down. Hooks on the same list stay registered.
+            on_ready: called with a bucket.
+            passes: how many backward passes complete a gradient.
+            on_further_pass: called when a parameter gets a gradient after that.
+        """
+        self._on_ready, self._on_further_pass = on_ready, on_further_pass
+        self.order = []
+        if buckets is not self._buckets:
+            self.remove()
+            self._buckets = buckets
+            for bucket in buckets:
+                hook = partial(self._on_gradient, bucket)
+                for p in bucket.parameters:
+                    self._hooks.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._passes_left = {p: passes for bucket in buckets for p in bucket.parameters}
+
+    def _on_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        left = self._passes_left[parameter] - 1
+        if left < 0:
+            self._on_further_pass()
+            return
+        self._passes_left[parameter] = left
+        if left:
+            return
+        self.order.append(parameter)
         bucket.pending -= 1
         if not bucket.pending:
-            on_ready()
+            self._on_ready(bucket)
 
-    def remove(self) -> list[nn.Parameter]:
-        """Remove the hooks, and return the parameters in the order in which their gradients arrived."""
+    def remove(self) -> None:
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        return self._order
+        self._buckets = ()
 
     def record_versions(self, parameters: Sequence[nn.Parameter]) -> None:
         """Record the versions of the gradients of `parameters` before a backward pass that adds to them."""
@@ -227,13 +294,4 @@ class GradientHooks:
         """
         for p, version in zip(parameters, self._versions, strict=False):
             if p.grad is not None and version >= 0 and p.grad._version > version + 1:
-                raise _several_passes()
-
-
-def _several_passes() -> ConfigError:
-    return ConfigError(
-        "backward",
-        "one backward pass for each shard",
-        found="several, or one that reaches a parameter more than once",
-        hint="Add up the losses and call backward() once; use torch.utils.checkpoint with use_reentrant=False.",
-    )
+                refuse_further_pass()

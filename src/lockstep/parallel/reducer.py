@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..flight_recorder import named
-from .gradient_buckets import Bucket, GradientHooks, Gradients, make_buckets
+from .gradient_buckets import Bucket, GradientExchange, GradientHooks, Gradients, make_buckets, refuse_further_pass
 from .shards import bounds, check_virtual_workers
 from .tree_sum import Node, TreeSum, is_left_fold, nodes
 
@@ -71,7 +71,7 @@ class SubtreeLayout:
         return tree.total()
 
 
-class BucketExchange:
+class BucketExchange(GradientExchange):
     """Sums one bucket's gradients over the workers, in persistent buffers.
 
     Each worker adds up one slice of the bucket: an all-to-all sends it that slice of every subtree, and an all-gather
@@ -124,11 +124,11 @@ class BucketExchange:
         with named(_GRADIENTS):
             self._work = _all_gather(self._local[0], total, group=self._layout.comm.group, async_op=True)
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> Gradients:
         """Wait for the sums, and return one for each parameter of the bucket."""
         self._work.wait()
         self._work = None
-        return self._views[0]
+        return list(self._views[0])
 
 
 def copy_gradients(gradients: Gradients, views: list[torch.Tensor]) -> None:
@@ -192,6 +192,9 @@ class Reducer:
         one_pass: whether each shard makes one backward pass at most, and its gradients begin as None. Then autograd
             adds the second shard of a pair to the first, in place, and buckets are sent while the last shard's pass
             runs. Otherwise a shard's gradients are whatever is in ``.grad`` when it is closed.
+        exchange: makes another exchange for a bucket, by which those of several workers find each other: a bucket is
+            sent as soon as it is complete, on each worker in an order of its own. None for exchanges over `comm`, which
+            all workers start in one order.
 
     Attributes:
         local_shards: the numbers of this worker's shards.
@@ -202,18 +205,28 @@ class Reducer:
         ConfigError: for fewer virtual workers than workers.
     """
 
-    def __init__(self, comm: Communicator, virtual_workers: int, *, one_pass: bool) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        virtual_workers: int,
+        *,
+        one_pass: bool,
+        exchange: Callable[[Bucket], GradientExchange] | None = None,
+    ) -> None:
         self.comm, self.one_pass = comm, one_pass
         self.virtual_workers = check_virtual_workers(virtual_workers, comm.size)
         self.local_shards = range(*bounds(self.virtual_workers, comm.size, comm.rank))
         self.shard = -1
         self.sums: torch.Tensor | None = None
         self._layout = SubtreeLayout(comm, self.virtual_workers)
-        # The gradients of the only shard are the sums.
+        # The gradients of the only shard stay where they are: they are the sums, or other workers' are added to them.
         self._in_place = self.virtual_workers == 1 and not one_pass
+        self._any_order = exchange is not None
+        self._exchange = exchange
+        if exchange is None and comm.size > 1:
+            self._exchange = partial(BucketExchange, layout=self._layout)
         self._trained: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
-        self._exchanges: list[BucketExchange] = []  # of the buckets; none on a single worker
         self._hooks = GradientHooks()
         self._numbers: TreeSum[torch.Tensor] = self._layout.tree()
         self._wait_for_sums: Callable[[], torch.Tensor] | None = None
@@ -243,53 +256,76 @@ class Reducer:
         finally:
             # The generator of an abandoned loop may be finalized during a later loop.
             if self._step is step:
-                self._hooks.remove()
+                self.abandon()
 
-    def begin(self, trained: list[nn.Parameter]) -> None:
+    def begin(self, trained: list[nn.Parameter], groups: Sequence[Sequence[nn.Parameter]] | None = None) -> None:
         """Begin a step; what an unfinished one has summed is dropped.
 
         Args:
             trained: the parameters whose gradients are summed, in the same order on every worker.
+            groups: the same parameters in lists of those that are sent together; None for buckets of a size and an
+                order that the reducer chooses. They are looked at when `trained` has changed.
 
         Raises:
             ConfigError: with `one_pass`, if a parameter has a hook of `register_post_accumulate_grad_hook`.
         """
         if len(trained) != len(self._trained) or any(p is not q for p, q in zip(trained, self._trained, strict=True)):
             # Backward passes mostly reach the last parameters first; the real order is known after one step.
-            self._trained, self._known_order = list(trained), False
-            self._make_buckets(trained[::-1])
-        elif self._sent:  # communication of an unfinished step may still write to the old buffers
-            self._make_buckets([p for bucket in self._buckets for p in bucket.parameters])
+            self._trained, self._known_order = list(trained), groups is not None
+            if groups is None:
+                self._make_buckets(trained[::-1])
+            else:
+                self._set_buckets([self._make_bucket(group) for group in groups])
+        elif self._sent and not self._any_order:  # communication of an unfinished step may still write to the buffers
+            self._set_buckets([self._make_bucket(bucket.parameters) for bucket in self._buckets])
         self._numbers.clear()
         self.sums, self._wait_for_sums, self._sent = None, None, 0
         for bucket in self._buckets:
             bucket.tree.clear()
             bucket.pending = len(bucket.parameters)
+            bucket.is_sent = False
         if self.one_pass:
-            self._hooks.remove()
+            self.abandon()
             self._hooks.refuse_other_hooks(trained)
             for p in trained:
                 p.grad = None
 
     def _make_buckets(self, order: list[nn.Parameter]) -> None:
-        """Group parameters, in the order in which gradients arrive, into buckets, each with an exchange."""
-        distributed = self.comm.size > 1
-        make = partial(Bucket, virtual_workers=self.virtual_workers)
-        self._buckets = make_buckets(order, _BUCKET if distributed else None, make)
-        self._exchanges = [BucketExchange(bucket, self._layout) for bucket in self._buckets] if distributed else []
+        """Group parameters, in the order in which gradients arrive, into buckets."""
+        limit = None if self._exchange is None else _BUCKET
+        self._set_buckets(make_buckets(order, limit, self._make_bucket))
 
-    def open(self, shard: int) -> None:
-        """Begin the passes of `shard`, the next one of this worker's."""
+    def _make_bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
+        return Bucket(parameters, self.virtual_workers)
+
+    def _set_buckets(self, buckets: list[Bucket]) -> None:
+        """Use `buckets` from now on, each with an exchange of its own."""
+        self._buckets = buckets
+        if self._exchange is not None:
+            for bucket in buckets:
+                bucket.exchange = self._exchange(bucket)
+
+    def open(
+        self, shard: int, passes: int | None = None, on_further_pass: Callable[[], None] = refuse_further_pass
+    ) -> None:
+        """Begin the passes of `shard`, the next one of this worker's.
+
+        Args:
+            shard: its number.
+            passes: how many backward passes it makes; then the buckets of the last shard are sent while its last pass
+                runs. None, without `one_pass`, if that is not known.
+            on_further_pass: called when a parameter gets a gradient after those passes.
+        """
         self.shard = shard
         second = self._is_second(shard)
         if not second:
             for bucket in self._buckets:
                 bucket.release()
-        if not self.one_pass:
-            return
-        self._hooks.record_versions(self._trained if second else [])
-        if shard == self.local_shards[-1] and self.comm.size > 1:
-            self._hooks.register(self._buckets, self._send_ready)
+        if self.one_pass:
+            passes = 1
+            self._hooks.record_versions(self._trained if second else [])
+        if passes is not None and shard == self.local_shards[-1] and self._exchange is not None:
+            self._hooks.expect(self._buckets, self._send_ready, passes, on_further_pass)
 
     def _is_second(self, shard: int) -> bool:
         """Return whether the gradients of `shard` are added to those of its sibling, which this worker has computed.
@@ -326,29 +362,51 @@ class Reducer:
             self._hooks.check_one_pass(self._trained)
             if self.shard % 2 == 0 and self.shard + 1 in self.local_shards:
                 return
-        if self._in_place:
+        if self._in_place and self._exchange is None:
             return
-        for number in range(self._sent, len(self._buckets)):
-            self._collect(number)
+        for bucket in self._buckets:
+            if not bucket.is_sent:
+                self._collect(bucket)
 
-    def _collect(self, number: int) -> None:
+    def _collect(self, bucket: Bucket) -> None:
         """Move a bucket's gradients into its tree, and send the partial sums after the last shard."""
-        bucket, shard = self._buckets[number], self.shard
+        shard = self.shard
+        if self._in_place:
+            self._send(bucket, [((shard, 1), [p.grad for p in bucket.parameters])])
+            return
         bucket.collect((shard - 1, 2) if self._is_second(shard) else (shard, 1))
-        if self._exchanges and shard == self.local_shards[-1]:
-            self._exchanges[number].start(bucket.tree.partial_sums)
+        if self._exchange is not None and shard == self.local_shards[-1]:
+            self._send(bucket, bucket.tree.partial_sums)
             bucket.retire()
-            self._sent = number + 1
 
-    def _send_ready(self) -> None:
-        """Send the complete buckets, in the same order on all workers."""
+    def _send(self, bucket: Bucket, partial_sums: list[tuple[Node, Gradients]]) -> None:
+        assert bucket.exchange is not None
+        bucket.exchange.start(partial_sums)
+        bucket.is_sent = True
+        self._sent += 1
+
+    def _send_ready(self, complete: Bucket) -> None:
+        """Send a bucket that is complete; where all workers send in one order, those whose turn it is."""
+        if self._any_order:
+            self._collect(complete)
+            return
         while self._sent < len(self._buckets) and not self._buckets[self._sent].pending:
-            self._collect(self._sent)
+            self._collect(self._buckets[self._sent])
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether gradients of this step have been sent, and `finish` has not been called."""
+        return self._sent > 0
+
+    def abandon(self) -> None:
+        """Take no more notice of gradients until the next `open`."""
+        self._hooks.remove()
 
     def finish(self) -> None:
         """Set the gradient of each parameter to its sum over all shards of all workers, and `sums`."""
-        order = self._hooks.remove()
-        if self._in_place:
+        if not self._any_order:  # otherwise the next step needs them at once
+            self._hooks.remove()
+        if self._in_place and self._exchange is None:
             for p in self._trained:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
@@ -361,14 +419,15 @@ class Reducer:
         self._sent = 0
         if self.one_pass and not self._known_order:
             self._known_order = True
-            if self._exchanges:
-                self._reorder_buckets(order)
+            if self._exchange is not None:
+                self._reorder_buckets(self._hooks.order)
 
     def _set_gradients(self) -> None:
-        for exchange in self._exchanges:
-            exchange.add_up()
-        for number, bucket in enumerate(self._buckets):
-            sums = self._exchanges[number].wait() if self._exchanges else bucket.tree.total()
+        for bucket in self._buckets:
+            if bucket.exchange is not None:
+                bucket.exchange.add_up()
+        for bucket in self._buckets:
+            sums = bucket.tree.total() if bucket.exchange is None else bucket.exchange.wait()
             for p, gradient in zip(bucket.parameters, sums, strict=True):
                 # -0.0 as with several workers, see `copy_gradients`.
                 p.grad = torch.full_like(p, -0.0) if gradient is None else gradient

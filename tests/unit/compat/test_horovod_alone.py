@@ -246,6 +246,23 @@ def test_distributed_optimizer_is_like_the_one_it_is_made_of() -> None:
 
 
 @pytest.mark.usefixtures("job")
+def test_a_rank_without_others_keeps_its_gradients_and_may_make_any_number_of_passes() -> None:
+    used, idle = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    inner = torch.optim.SGD([used, idle], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(inner, compression=hvd.Compression.fp16, op=hvd.Sum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (used * 0.1).sum().backward()
+        (used * 0.1).sum().backward()
+        optimizer.zero_grad()
+        (used * 0.1).sum().backward()
+        optimizer.step()
+        assert used.grad is not None
+        assert used.grad.item() == pytest.approx(0.1, abs=1e-7)  # that of fp16 is 0.09998
+        assert idle.grad is None
+
+
+@pytest.mark.usefixtures("job")
 def test_a_scheduler_made_before_does_not_undo_the_wrapping() -> None:
     model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.5)

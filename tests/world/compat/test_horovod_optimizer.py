@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -194,6 +195,44 @@ def test_synchronize_and_what_is_refused(pool: Any) -> None:
 
     found = pool.run(body, backend="shm")
     assert found[0] == found[1] == pytest.approx([-0.5, -3.5, -5.0], abs=1e-5)
+
+
+def test_an_optimizer_that_is_gone_reduces_nothing(pool: Any) -> None:
+    """Otherwise its reduction would have the name of that of the next one for these parameters."""
+
+    def body() -> float:
+        hvd.init()
+        p = nn.Parameter(torch.zeros(1))
+        for _ in range(3):
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+            optimizer.zero_grad()
+            (p * (1.0 + hvd.rank())).sum().backward()
+            optimizer.step()
+            del optimizer
+            gc.collect()
+        (p * 1.0).sum().backward()
+        hvd.shutdown()
+        return p.item()
+
+    assert pool.run(body, backend="shm") == [-4.5, -4.5]
+
+
+def test_ranks_that_join_between_a_backward_pass_and_its_step(pool: Any) -> None:
+    def body() -> float:
+        hvd.init()
+        p = nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+        reduction = optimizer._reduction
+        reduction.is_alone = lambda: True
+        for factor in (7.0, 1.0 + hvd.rank()):  # the second gradient is in another tensor
+            optimizer.zero_grad()
+            (p * factor).sum().backward()
+        del reduction.is_alone
+        optimizer.step()
+        hvd.shutdown()
+        return p.item()
+
+    assert pool.run(body, backend="shm") == [-1.5, -1.5]
 
 
 def test_sparse_gradients(pool: Any) -> None:

@@ -6,20 +6,23 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from lockstep import arguments
+from lockstep import Communicator, arguments
 from lockstep.errors import ConfigError
+from lockstep.parallel.gradient_buckets import Bucket, GradientExchange
+from lockstep.parallel.reducer import Reducer
+from lockstep.topology import World
 
 from ..common.process_sets import ProcessSet, checked_process_set, global_process_set
 from ..common.util import split_list
 from ..engine.request import Adasum, Average
-from .allreduce import grouped_allreduce_, reduction_options, start_gradient_allreduce
+from .allreduce import grouped_allreduce_, reduction_options
 from .compression import Compression
-from .handles import synchronize
-from .mpi_ops import sparse_allreduce_async
+from .gradient_exchange import EngineExchange, NoExchange, Reduction
 
 __all__ = ["AdasumMixin", "AllreduceMixin", "DistributedOptimizer", "gradient_groups", "parameter_names"]
 
@@ -63,8 +66,8 @@ def parameter_names(optimizer: torch.optim.Optimizer, named_parameters: Iterable
 
 def gradient_groups(
     parameters: Sequence[Parameter], groups: int | Sequence[Sequence[Parameter]] | None
-) -> dict[Parameter, tuple[Parameter, ...]]:
-    """Return the group of each parameter whose gradient is reduced together with others.
+) -> list[list[Parameter]]:
+    """Return `parameters` in lists of those whose gradients are reduced together, in the order of their first ones.
 
     Args:
         parameters: the parameters that require gradients, in order.
@@ -75,21 +78,21 @@ def gradient_groups(
         ConfigError: for other values, or for a parameter in two groups.
     """
     if groups is None or (isinstance(groups, int) and groups == 0):
-        return {}
+        return [[p] for p in parameters]
     if isinstance(groups, int) and groups > 0:
-        lists = split_list(parameters, groups)
-    elif isinstance(groups, (list, tuple)) and all(map(_is_list_of_tensors, groups)):
-        lists = [[p for p in group if any(p is q for q in parameters)] for group in groups]
-    else:
+        return split_list(parameters, groups)
+    if not isinstance(groups, (list, tuple)) or not all(map(_is_list_of_tensors, groups)):
         raise ConfigError("groups", "a number of at least 0, or a list of lists of parameters", groups)
-    group_of: dict[Parameter, tuple[Parameter, ...]] = {}
-    for members in map(tuple, lists):
+    trained, group_of = set(parameters), dict[Parameter, list[Parameter]]()
+    for group in groups:
+        members = [p for p in group if p in trained]
         for p in members:
             if p in group_of:
                 found = f"one of shape {tuple(p.shape)} in two"
                 raise ConfigError("groups", "each parameter in one group", found=found)
             group_of[p] = members
-    return group_of
+    in_order = [group_of.get(p, [p]) for p in parameters]
+    return list({id(members): members for members in in_order}.values())
 
 
 def _is_list_of_tensors(group: Any) -> bool:
@@ -108,56 +111,53 @@ class _DistributedMixin:
     state: Any
     param_groups: list[dict[str, Any]]
 
-    def _set_up(self, names: dict[Parameter, str], compression: Any, process_set: ProcessSet) -> None:
-        self._parameter_names, self._compression, self._process_set = names, compression, process_set
-        self._trained: list[Parameter] = []
-        self._add_new_parameters()
+    def _set_up(
+        self,
+        reduction: Reduction,
+        passes: int,
+        groups: int | Sequence[Sequence[Parameter]] | None,
+        exchange: Callable[[Bucket], GradientExchange],
+    ) -> None:
+        self._reduction = reduction
+        self._parameter_names = reduction.names  # under the name by which programs read it
+        self._trained = self._parameters_beside([])
+        self._groups = gradient_groups(self._trained, groups)
+        # The gradients of this rank are the only shard that the reducer adds up. Other ranks are the exchange's affair.
+        alone = Communicator.at(World(), torch.device("cpu"))
+        self._reducer = Reducer(alone, 1, one_pass=False, exchange=exchange)
+        # Hooks must neither keep the optimizer alive nor outlive it.
+        weakref.finalize(self, self._reducer.abandon)
+        self.set_backward_passes_per_step(passes)
 
-    def _add_new_parameters(self) -> None:
-        """Register a hook for parameters that have been unfrozen or added; all ranks do so at the same step."""
-        known = set(self._trained)
-        new = [p for group in self.param_groups for p in group["params"] if p.requires_grad and p not in known]
-        if not new:
-            return
-        self._parameter_names = {**parameter_names(self, None), **self._parameter_names}  # type: ignore[arg-type]
-        self._trained += new
-        reference = weakref.ref(self)  # the hook must not keep the optimizer alive
+    def _parameters_beside(self, known: Sequence[Parameter]) -> list[Parameter]:
+        """Return the parameters to train that are not among `known`."""
+        others = set(known)
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad and p not in others]
 
-        def hook(p: Parameter) -> None:
-            optimizer = reference()
-            if optimizer is not None:
-                optimizer._on_gradient(p)
-
-        for p in new:
-            p.register_post_accumulate_grad_hook(hook)
-
-    def _on_gradient(self, p: Parameter) -> None:
-        """Handle the gradient that a backward pass has accumulated in `p`."""
-        raise NotImplementedError
-
-    def _count_pass(self, p: Parameter, deadline: str) -> None:
-        if self._passes_left[p] <= 0:
-            raise AssertionError(
-                f"gradients were computed more than backward_passes_per_step times before {deadline}. Increase "
-                "backward_passes_per_step to accumulate gradients over several passes."
-            )
-        self._passes_left[p] -= 1
+    def _train(self, new: Sequence[Parameter]) -> None:
+        """Reduce the gradients of `new` too: parameters that were unfrozen or added, at the same step on all ranks."""
+        for p, name in parameter_names(self, None).items():  # type: ignore[arg-type]
+            self._parameter_names.setdefault(p, name)
+        self._trained = [*self._trained, *new]
+        self._groups = [*self._groups, *([p] for p in new)]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes before each step, from the next step on."""
         self.backward_passes_per_step = arguments.whole("backward_passes_per_step", passes, least=1)
-        self._reset()
+        self._begin_step()
 
-    def _reset(self) -> None:
-        self._passes_left = dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
+    def _begin_step(self) -> None:
+        self._synchronized = False  # whether its gradients are reduced already
+        self._begin(self._trained, self._groups)
 
-    def _has_pending_gradients(self) -> bool:
-        """Return whether gradients are complete and the step has not been taken."""
-        raise NotImplementedError
+    def _begin(self, trained: Any, groups: Any) -> None:
+        self._reduction.left_out = False
+        self._reducer.begin(trained, groups)
+        self._reducer.open(0, self.backward_passes_per_step, self._reduction.refuse_further_pass)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Zero the gradients; raise an AssertionError between the last backward pass of a step and the step."""
-        if self._has_pending_gradients():
+        if self._reducer.is_sending and not self._reduction.is_alone():
             raise AssertionError(
                 "zero_grad() was called after backward() and before step() or synchronize(), while gradients are being "
                 "reduced. Call it before backward()."
@@ -166,7 +166,7 @@ class _DistributedMixin:
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a state into the objects that this optimizer shares with the wrapped one, and reset the pass counts."""
-        self._reset()
+        self._begin_step()
         state, groups = self.state, self.param_groups
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         for group, loaded in zip(groups, self.param_groups, strict=True):
@@ -184,16 +184,14 @@ class _DistributedMixin:
 class AdasumMixin(_DistributedMixin):
     """Combines the changes that the ranks' own steps make to the parameters."""
 
-    def set_up(self, names: dict[Parameter, str], compression: Any, passes: int, process_set: ProcessSet) -> None:
-        """Initialise the attributes; takes the place of a constructor."""
-        self._set_up(names, compression, process_set)
-        self.set_backward_passes_per_step(passes)
+    def set_up(self, reduction: Reduction, passes: int) -> None:
+        """Initialise the attributes; takes the place of a constructor.
 
-    def _on_gradient(self, p: Parameter) -> None:
-        self._count_pass(p, "step()")
-
-    def _has_pending_gradients(self) -> bool:
-        return 0 in self._passes_left.values()
+        Args:
+            reduction: how changes are compressed, their names and the ranks.
+            passes: backward passes per step.
+        """
+        self._set_up(reduction, passes, None, NoExchange)
 
     def synchronize(self) -> None:
         """Do nothing: gradients are not reduced."""
@@ -204,17 +202,19 @@ class AdasumMixin(_DistributedMixin):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the step of this rank, and combine its changes with those of the other ranks."""
-        self._add_new_parameters()
+        if new := self._parameters_beside(self._trained):
+            self._train(new)
+        reduction = self._reduction
         before = [p.detach().clone() for p in self._trained]
         loss = super().step(closure)  # type: ignore[misc]
         with torch.no_grad():
             changes = [p - old for p, old in zip(self._trained, before, strict=True)]
-            compressed, ctxs = zip(*(self._compression.compress(change) for change in changes), strict=True)
+            compressed, ctxs = zip(*(reduction.compression.compress(change) for change in changes), strict=True)
             name = "adasum." + self._parameter_names[self._trained[0]]
-            grouped_allreduce_(compressed, name=name, op=Adasum, process_set=self._process_set)
+            grouped_allreduce_(compressed, name=name, op=Adasum, process_set=reduction.process_set)
             for p, old, tensor, ctx in zip(self._trained, before, compressed, ctxs, strict=True):
-                p.copy_(old + self._compression.decompress(tensor, ctx))
-        self._reset()
+                p.copy_(old + reduction.compression.decompress(tensor, ctx))
+        self._begin_step()
         return loss
 
 
@@ -225,88 +225,17 @@ class AllreduceMixin(_DistributedMixin):
     """Reduces gradients over all ranks, while the backward pass runs."""
 
     def set_up(
-        self,
-        names: dict[Parameter, str],
-        compression: Any,
-        passes: int,
-        settings: tuple[int, float, bool],
-        groups: Any,
-        process_set: ProcessSet,
+        self, reduction: Reduction, passes: int, groups: int | Sequence[Sequence[Parameter]] | None = None
     ) -> None:
         """Initialise the attributes; takes the place of a constructor.
 
         Args:
-            names: the name of each parameter.
-            compression: a class with `compress` and `decompress`.
+            reduction: how gradients are reduced.
             passes: backward passes per step.
-            settings: op, gradient_predivide_factor and sparse_as_dense.
             groups: as for `gradient_groups`.
-            process_set: the ranks.
         """
-        self._set_up(names, compression, process_set)
-        self._op, self._predivide, self._sparse_as_dense = settings
-        self._group_of = gradient_groups(self._trained, groups)
-        self._sparse_dims: dict[Parameter, int] = {}  # of the parameters that have had a sparse gradient
         self._should_synchronize = True
-        self.set_backward_passes_per_step(passes)
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._pending: dict[tuple[Parameter, ...], Callable[[], None]] = {}
-        self._synchronized = False
-
-    def _has_pending_gradients(self) -> bool:
-        return bool(self._pending)
-
-    def _is_single_rank(self) -> bool:
-        return not self._process_set.included() or self._process_set.size() == 1
-
-    def _on_gradient(self, p: Parameter) -> None:
-        """Start the reduction of a group after the last backward pass of the step."""
-        if self._is_single_rank():
-            return
-        self._count_pass(p, "step() or synchronize()")
-        group = self._group_of.get(p, (p,))
-        if not any(self._passes_left[member] for member in group):
-            self._start_reduction(group)
-
-    def _start_reduction(self, group: tuple[Parameter, ...]) -> None:
-        gradients = [self._gradient_of(p) for p in group]
-        if not any(gradient.is_sparse for gradient in gradients):
-            self._pending[group] = self._start_dense(group, gradients)
-            return
-        for p, gradient in zip(group, gradients, strict=True):
-            is_sparse = gradient.is_sparse
-            self._pending[(p,)] = self._start_sparse(p, gradient) if is_sparse else self._start_dense((p,), [gradient])
-
-    def _gradient_of(self, p: Parameter) -> torch.Tensor:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-            if p in self._sparse_dims:
-                p.grad = p.grad.to_sparse(self._sparse_dims[p])
-        if p.grad.is_sparse:
-            self._sparse_dims[p] = p.grad.sparse_dim()
-            return p.grad.to_dense() if self._sparse_as_dense else p.grad
-        return p.grad.detach()
-
-    def _start_dense(self, group: tuple[Parameter, ...], gradients: list[torch.Tensor]) -> Callable[[], None]:
-        compressed, ctxs = zip(*(self._compression.compress(gradient) for gradient in gradients), strict=True)
-        name = self._parameter_names[group[0]]
-        handle = start_gradient_allreduce(compressed, name, self._op, self._predivide, self._process_set)
-
-        def finish() -> None:
-            for p, tensor, ctx in zip(group, synchronize(handle), ctxs, strict=True):
-                _set_gradient(p, self._compression.decompress(tensor, ctx))
-
-        return finish
-
-    def _start_sparse(self, p: Parameter, gradient: torch.Tensor) -> Callable[[], None]:
-        wait = sparse_allreduce_async(gradient, self._parameter_names[p], self._op, self._process_set)
-
-        def finish() -> None:
-            p.grad = wait().coalesce()
-
-        return finish
+        self._set_up(reduction, passes, groups, partial(EngineExchange, reduction=reduction))
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; start the reductions that have not been started.
@@ -314,17 +243,17 @@ class AllreduceMixin(_DistributedMixin):
         Raises:
             HorovodInternalError: a reduction has failed.
         """
-        if not self._is_single_rank():
-            self._add_new_parameters()
-            started = {p for group in self._pending for p in group}
-            for p in self._trained:
-                if p not in started:
-                    group = self._group_of.get(p, (p,))
-                    self._start_reduction(group)
-                    started.update(group)
-            for finish in self._pending.values():
-                finish()
-        self._reset()
+        if not self._reduction.is_alone():
+            if self._reduction.left_out:  # other ranks have joined after the backward pass
+                self._begin_step()
+            self._reducer.close()
+            self._reducer.finish()
+            if new := self._parameters_beside(self._trained):
+                self._train(new)
+                self._begin(new, [[p] for p in new])
+                self._reducer.close()
+                self._reducer.finish()
+        self._begin_step()
         self._synchronized = True
 
     @contextmanager
@@ -360,15 +289,6 @@ class AllreduceMixin(_DistributedMixin):
             return loss
 
         return evaluate
-
-
-def _set_gradient(p: Parameter, reduced: torch.Tensor) -> None:
-    """Set the gradient of `p` to `reduced`, in place and in its layout."""
-    assert p.grad is not None
-    if p.grad.is_sparse:
-        p.grad = reduced.to_sparse(p.grad.sparse_dim())
-    elif p.grad.data_ptr() != reduced.data_ptr():
-        p.grad.detach().copy_(reduced)
 
 
 # --- DistributedOptimizer ---------------------------------------------------------------------------------------------
@@ -423,11 +343,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     # A scheduler that was created before checks on the optimizer itself whether steps have been taken.
     optimizer.__dict__["_opt_called"] = True
     names = parameter_names(optimizer, named_parameters)
+    reduction = Reduction(names, compression, process_set, op, gradient_predivide_factor, sparse_as_dense)
     if use_adasum:
-        wrapped.set_up(names, compression, backward_passes_per_step, process_set)
+        wrapped.set_up(reduction, backward_passes_per_step)
     else:
-        settings = (op, gradient_predivide_factor, sparse_as_dense)
-        wrapped.set_up(names, compression, backward_passes_per_step, settings, groups, process_set)
+        wrapped.set_up(reduction, backward_passes_per_step, groups)
     return wrapped
 
 
