@@ -33,7 +33,7 @@ from typing_extensions import Self
 
 from .. import devices, environment
 from ..errors import ConfigError, DataError, LockstepError
-from ..parallel.nested import map_tensors
+from ..parallel.nested import map_tensors, tensors_of
 from ..parallel.randomness import preserve_generators
 from ..parallel.shards import mix
 from ..system.processes import signal_name
@@ -759,6 +759,13 @@ def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         return map_tensors(hand_over, data)
 
     for data in batches:
+        tensors = tensors_of(data)
+        if tensors and all(tensor.device == device for tensor in tensors):  # made there, as by `ImageSet.to`
+            if pending is not None:
+                yield wait_for_copy(*pending)
+                pending = None
+            yield data
+            continue
         with devices.in_stream(device, stream):
             moved = map_tensors(copy_ahead, data)
         copied = devices.record_event(device, stream)
