@@ -37,7 +37,7 @@ help: ## show this list
 	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
 	@echo "make test     install what the tests need, then run them all (PYTEST_FLAGS=... for pytest)"
 	@echo "make test-cluster  install Slurm (apt) and Ray where they are missing, and run the tests with real ones; a quarter of an hour"
-	@echo "make gpu-check  on a host with a GPU: the tests, examples and measurements there, in eight minutes; PYTHON=... is one"
+	@echo "make gpu-check  on a host with a GPU: the tests, examples and measurements there, in nine minutes; PYTHON=... is one"
 	@echo "              with a build of torch with CUDA (nothing is installed; GPU_FLAGS=... for options)"
 	@echo "make lint     check style and formatting (ruff)"
 	@echo "make types    check types (mypy, strict)"

@@ -1,4 +1,4 @@
-"""One epoch of LeNet and ResNet-18 with batches of 256 images: the tutorials' loop, loops by hand, and `Trainer.fit`.
+"""A part of an epoch of LeNet and ResNet-18, 256 images a step: the tutorials' loop, loops by hand and `Trainer.fit`.
 
 The best loop by hand has its data in the device's memory, and is compiled or captured as a CUDA graph.
 
@@ -18,7 +18,7 @@ from timing import Options, Side, best_of, finish, keep, medians, options, ratio
 import lockstep
 
 BATCH, QUICK_BATCH = 256, 16
-IMAGES = {"LeNet": 60_000, "ResNet-18": 10_000}  # of the larger model a part of an epoch, for the time that it takes
+IMAGES = {"LeNet": 20_000, "ResNet-18": 5_000}  # a part of an epoch, for the time that it takes
 BY_HAND = ["by hand", "by hand, compiled", "by hand, captured"]
 OURS = ["Trainer", "Trainer, images on the device", "Trainer, compiled", "Trainer, compiled with graphs"]
 
