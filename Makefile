@@ -44,7 +44,7 @@ help: ## show this list
 	@echo "make layers   check which module imports which (docs/architecture.md)"
 	@echo "make public-names  write docs/api/names.md anew, after a change of public names that is meant"
 	@echo "make docs     build the documentation as a site, in site/index.html"
-	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 200 with loops of their own, 200 of hosts"
+	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 400 with loops of their own, 200 of hosts"
 	@echo "              (CHAOS_FLAGS=..., LOOP_CHAOS_FLAGS=..., HOST_CHAOS_FLAGS=...)"
 	@echo "make release-check  build the distributions, install each into a new environment and try it there; nothing is uploaded"
 	@echo "              (RELEASE_FLAGS=... for options, PIP_FLAGS=... for those of pip)"
@@ -88,10 +88,11 @@ types: $(TESTS)
 	@MYPYPATH=src:benchmarks:tests $(BIN)/mypy benchmarks/*.py packaging/*.py
 	@MYPYPATH=src:benchmarks:benchmarks/gpu $(BIN)/mypy benchmarks/gpu/*.py
 
-# some 1,400 elastic jobs with random faults; an hour or two
+# some 1,600 elastic jobs with random faults; an hour or two
 chaos: $(TESTS)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/elastic_chaos.py $(CHAOS_FLAGS)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/own_loop_chaos.py $(LOOP_CHAOS_FLAGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/own_loop_chaos.py $(LOOP_CHAOS_FLAGS) --prepare
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/launcher_chaos.py $(HOST_CHAOS_FLAGS)
 
 # -q twice leaves out pytest's count, so that the last one seen in CI is that of all tests

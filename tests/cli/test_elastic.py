@@ -237,9 +237,96 @@ def test_a_loop_of_ones_own_goes_on_without_and_with_other_workers(tmp_path: Pat
     assert fingerprint(seen + out) == fingerprint(done.stdout)
 
 
-def test_a_signal_to_the_launcher_ends_a_loop_of_ones_own(tmp_path: Path) -> None:
+PREPARED = """
+import os, time, torch, lockstep
+comm = lockstep.init("cpu")
+print("pid", os.getpid(), flush=True)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(1200, 8), torch.randint(0, 3, (1200,)))
+held_out = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3)
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+loss_fn, seen = torch.nn.CrossEntropyLoss(), {"values": []}
+loader = torch.utils.data.DataLoader(data, 12, shuffle=True)
+model, optimizer, scheduler, loader = lockstep.prepare(
+    model, optimizer, scheduler, loader, virtual_workers=4, state={"seen": seen})
+accuracies = []
+for epoch in range(EPOCHS):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        mean = optimizer.step(loss=loss)
+        scheduler.step()
+        if optimizer.stepped:
+            seen["values"].append(float(mean))
+            time.sleep(0.02)
+            print("step", len(seen["values"]) - 1, "of", comm.size, flush=True)
+    measured = lockstep.evaluate(model, lockstep.Loader(held_out, 32, virtual_workers=4), loss_fn)
+    accuracies.append(measured["accuracy"])
+    if comm.on_rank0(lambda: os.path.exists("enough")):
+        break
+if comm.rank == 0:
+    print("fingerprint", lockstep.fingerprint(model, optimizer), flush=True)
+    print("seen", epoch + 1, accuracies, seen["values"], flush=True)
+"""
+
+
+def test_a_prepared_loop_goes_on_without_and_with_other_workers(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(OWN_LOOP.replace("EPOCHS", "1000"))
+    program.write_text(PREPARED.replace("EPOCHS", "1000"))
+    with start(tmp_path, "1:4", "-np", 3, program) as job:
+        seen = job.read_until(r"step 9 of 3")
+        pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
+        os.kill(pids[0], signal.SIGKILL)
+        seen += job.read_until(r"pid \d+")
+        seen += job.read_until(r"step \d+ of 3")
+        os.kill(pids[1], signal.SIGTERM)
+        seen += job.read_until(r"step \d+ of 2")
+        assert is_alive(pids[2])
+        (tmp_path / "enough").touch()
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert "rank 0 was lost (killed by SIGKILL); 2 workers go on" in err and "has left; 2 workers go on" in err
+    assert "started again" not in err and "in an elastic job, with" not in err
+    values = re.findall(r"seen (\d+) (.*)", seen + out)
+    program.write_text(PREPARED.replace("EPOCHS", values[0][0]))
+    (tmp_path / "enough").unlink()
+    done = warm_python.run([program], tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert re.findall(r"seen (\d+) (.*)", done.stdout) == values
+    assert fingerprint(seen + out) == fingerprint(done.stdout)
+
+
+SECOND_OPTIMIZER = "loader, v", "loader, torch.optim.SGD(model.parameters(), 0.1), v"
+COLLECTIVE = "        scheduler.step()", "        scheduler.step()\n        comm.allreduce(loss.detach())"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [(SECOND_OPTIMIZER, "2 optimizers"), (COLLECTIVE, "collectives in its bodies")]
+)
+def test_a_prepared_loop_that_cannot_be_repeated_starts_again_and_says_so(
+    change: tuple[str, str], why: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    text = PREPARED.replace("EPOCHS", "1").replace("virtual_workers=4", "virtual_workers=2").replace(*change)
+    program.write_text(text.replace("scheduler, loader =", "scheduler, loader, *_ ="))
+    with start(tmp_path, "2:2", "-np", 2, program) as job:
+        seen = job.read_until(r"step 9 of 2")
+        pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
+        os.kill(pids[1], signal.SIGKILL)
+        out, err = job.communicate(DEADLINE)
+    assert job.returncode == 0, err
+    assert f"with {why}: no worker can join or leave, and the loss of a worker starts all workers again" in err
+    assert err.count("all workers are started again, from the beginning") == 1
+    assert "step 0 of 2" in out and "step 99 of 2" in out
+
+
+@pytest.mark.parametrize("loop", [OWN_LOOP, PREPARED])
+def test_a_signal_to_the_launcher_ends_a_loop_of_ones_own(loop: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(loop.replace("EPOCHS", "1000"))
     with start(tmp_path, "1:4", "-np", 2, program) as job:
         job.read_until(r"step 9 of 2")
         job.send_signal(signal.SIGTERM)

@@ -500,8 +500,8 @@ class _Job:
             self.roster.send(number, told)
 
     def dismiss(self) -> None:
-        """End those that would join when all is done."""
-        if self.coordinator.complete:
+        """End those that would join when all is done: no member is left, as a program may have several trainings."""
+        if self.coordinator.complete and not self.coordinator.members:
             for number in self.coordinator.candidates:
                 if number in self.pids:
                     os.kill(self.pids[number], signal.SIGKILL)

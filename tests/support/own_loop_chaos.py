@@ -1,6 +1,7 @@
 """Loops of one's own in elastic jobs under the faults of `elastic_chaos`.
 
-Run as a program it tries many seeds: ``python tests/support/own_loop_chaos.py 100 --first 0 --backend shm``.
+Run as a program it tries many seeds: ``python tests/support/own_loop_chaos.py 100 --first 0 --backend shm``; with
+``--prepare``, loops over a loader of `lockstep.prepare` in place of those of `lockstep.elastic.steps`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.swa_utils import AveragedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -44,9 +46,68 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
             held_out = lockstep.Loader(data, 32, virtual_workers=VIRTUAL_WORKERS)
             seen["rows"].append(training.call(lockstep.evaluate, net, held_out, loss_fn))
             seen["rows"].append(optimizer.param_groups[0]["lr"])
+    write(result, lockstep.fingerprint(net, optimizer), seen)
+
+
+def write(result: Path, fingerprint: str, seen: dict[str, Any]) -> None:
     draft = result.with_suffix(".draft")
-    draft.write_text(json.dumps({"fingerprint": lockstep.fingerprint(net, optimizer), "history": seen}))
+    draft.write_text(json.dumps({"fingerprint": fingerprint, "history": seen}))
     draft.rename(result)
+
+
+def train_prepared(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
+    """The same with passes of its own; one epoch is left before its end, and two have the shards in a loop."""
+    trainer, net, data = make_trainer(plan, None, [])
+    optimizer, loss_fn = trainer.optimizer, trainer.loss_fn
+    scheduler, seen = ExponentialLR(optimizer, 0.97), {"losses": [], "rows": [], "order": []}
+    average: Any = AveragedModel(net, use_buffers=True)
+    loader = lockstep.Loader(data, BATCH, seed=3, virtual_workers=VIRTUAL_WORKERS)
+    net, optimizer, scheduler, average, loader = lockstep.prepare(
+        *(net, optimizer, scheduler, average, loader),
+        virtual_workers=VIRTUAL_WORKERS,
+        max_grad_norm=1.0,
+        seed=3,
+        state={"seen": seen},
+    )
+    chaos = Chaos(number, plan.faults)
+    if hasattr(trainer.comm, "client"):
+        arm(chaos, SimpleNamespace(optimizer=optimizer), net)
+
+    has_buffers = any(True for _ in net.buffers())
+
+    def body(epoch: int, data: Any) -> None:
+        inputs, labels = data
+        optimizer.zero_grad()
+        loss = loss_fn(net(inputs), labels)
+        loss.backward()
+        optimizer.param_groups[0]["weight_decay"] = 0.01 / (1 + len(seen["losses"]))
+        mean = optimizer.step(loss=loss)
+        scheduler.step()
+        average.update_parameters(net)
+        if optimizer.stepped:
+            seen["losses"].append(float(mean))
+            seen["order"].append([epoch, loader.state_dict()["step"], optimizer.param_groups[0]["lr"]])
+            if len(seen["losses"]) % 5 == 3 and not has_buffers:  # else they have those of the batch only after it
+                measure(net)
+
+    def measure(model: Any) -> None:
+        held_out = lockstep.Loader(data, 32, virtual_workers=VIRTUAL_WORKERS)
+        seen["rows"].append(lockstep.evaluate(model, held_out, loss_fn))
+
+    for epoch in range(EPOCHS + 1):
+        if epoch % 2:
+            for part in loader:
+                if epoch == 1 and loader.state_dict()["step"] == 5:
+                    break
+                body(epoch, part)
+        else:
+            for batch in loader.batches():
+                for part in optimizer.shards(batch):
+                    body(epoch, part)
+                if batch.step % 3 == 1:
+                    measure(net)
+        measure(average.module)
+    write(result, lockstep.fingerprint(net, optimizer) + lockstep.fingerprint(average.module), seen)
 
 
 def main(words: list[str]) -> int:
@@ -55,10 +116,11 @@ def main(words: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--backend", choices=["shm", "gloo"])
     parser.add_argument("--kept", action="store_true", help="a model with state outside of its state dict")
+    parser.add_argument("--prepare", action="store_true", help="loops over a loader of lockstep.prepare")
     options = parser.parse_args(words)
-    elastic_chaos.train = train
+    elastic_chaos.train = train_prepared if options.prepare else train
     expected: dict[str, Any] = {}
-    completed = wrong = 0
+    completed = joined = wrong = 0
     for seed in range(options.first, options.first + options.count):
         plan = Plan.of(seed, options.backend)
         plan = replace(plan, virtual=True, loaders=0, parts=0)
@@ -69,9 +131,10 @@ def main(words: list[str]) -> int:
         outcome = elastic_chaos.run_job(plan)
         problem = elastic_chaos.check(plan, outcome, expected[plan.model])
         completed, wrong = completed + bool(outcome.results), wrong + bool(problem)
+        joined += outcome.joined
         if problem:
             print(f"seed {seed}: {problem}\n{plan}\n{outcome.describe()}", flush=True)
-    print(f"{options.count} jobs, {completed} completed, {wrong} wrong")
+    print(f"{options.count} jobs, {completed} completed, {joined} workers joined, {wrong} wrong")
     return int(bool(wrong))
 
 

@@ -93,8 +93,8 @@ class ElasticCommunicator(Communicator):
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
-    def regroup(self, view_of: Callable[[], View]) -> View:
-        """Leave the group, get the next view from `view_of`, and form its group.
+    def regroup(self, view_of: Callable[[], View], check: Callable[[View], None] = lambda view: None) -> View:
+        """Leave the group, get the next view from `view_of`, and form its group, unless `check` raises an error.
 
         Raises:
             MembershipChangedError, TransportError: the view was over before its group was complete.
@@ -102,12 +102,18 @@ class ElasticCommunicator(Communicator):
         """
         self.leave_group()
         view = view_of()
+        check(view)
         self._form(view)
         self.is_joining = False
         return view
 
     def regroup_until(
-        self, commit: Callable[[], Commit], adapt: Callable[[View], None], reason: str = "", at_boundary: bool = False
+        self,
+        commit: Callable[[], Commit],
+        adapt: Callable[[View], None],
+        reason: str = "",
+        at_boundary: bool = False,
+        check: Callable[[View], None] = lambda view: None,
     ) -> None:
         """Take part in the next view, again and again until its group is complete and `adapt` has returned.
 
@@ -116,6 +122,7 @@ class ElasticCommunicator(Communicator):
             adapt: gives all members the same state.
             reason: why the group has failed, if it has.
             at_boundary: whether all members have agreed to regroup here.
+            check: raises an error for a view whose group this worker does not form.
 
         Raises:
             WorkerLeft: this worker leaves the job, or the job ends.
@@ -124,7 +131,7 @@ class ElasticCommunicator(Communicator):
         while True:
             view_of = partial(self.client.regroup, commit(), reason, at_boundary)
             try:
-                adapt(self.regroup(self.client.join if joins else view_of))
+                adapt(self.regroup(self.client.join if joins else view_of, check))
                 return
             except RuntimeError as error:
                 reason, at_boundary, joins = failure_reason(error), False, False
@@ -220,10 +227,12 @@ class ElasticCommunicator(Communicator):
         if self.rank == 0:
             self._keep(result)
 
+    def joins_before_result(self) -> bool:
+        """Ask to become a member; returns whether this worker is one before the result of this training is there."""
+        return self.client.joins_before(self._replayed)
+
     def earlier_result(self) -> Any:
-        """Return the result of this training if it was complete before this worker joined; else None."""
-        if not self.is_joining or len(self.client.published) <= self._replayed:
-            return None
+        """Return the result of a training that was complete before this worker joined."""
         return self._next_value()
 
     def _keep(self, value: object) -> None:

@@ -154,7 +154,10 @@ class MembershipClient:
     # --- what this worker tells ---------------------------------------------------------------------------------------
 
     def enter(self, fit: int, most: int, folder: str = "") -> None:
-        """Say that the training number `fit` of the program begins, with at most so many workers and this folder."""
+        """Say that the training number `fit` of the program begins, with at most so many workers and this folder.
+
+        With -1 the program is outside of a training from here on, where the loss of a worker is not survived.
+        """
         self.send(Enter(fit, most, folder))
 
     def leave(self) -> None:
@@ -202,6 +205,22 @@ class MembershipClient:
             assert self._view is not None
             self.generation = self._view.generation
             return self._view
+
+    def joins_before(self, number: int) -> bool:
+        """Ask to become a member; returns whether there is a view before rank 0 has sent its value `number`, from 0.
+
+        Raises:
+            WorkerLeft: the job ends before.
+        """
+        self.send(Ready())
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self.published) > number or self._view is not None or self._bye is not None or self._is_lost
+            )
+            if len(self.published) > number:
+                return False
+            self._end_if_told()
+            return True
 
     def regroup(self, commit: Commit, reason: str = "", at_boundary: bool = False) -> View:
         """Wait for the view of the next generation; this worker has left its group.

@@ -82,7 +82,7 @@ class Enter(Tagged, frozen=True):
     """A member has begun a training; from here on it survives the loss of others.
 
     Attributes:
-        fit: the number of the training in its program.
+        fit: the number of the training in its program; -1 if it is outside of one from here on.
         most: the largest number of workers that it can have.
         folder: of the run; "" without one.
     """
@@ -399,6 +399,9 @@ class _Status(Enum):
     OVER = "over"  # it has left in good order
 
 
+_BEFORE = (_Status.STARTED, _Status.READY)  # a worker is a member
+
+
 @dataclass
 class _Worker:
     number: int
@@ -413,6 +416,7 @@ class _Worker:
     done: bool = False
 
 
+_OUTSIDE = "a worker was lost outside of the training"
 _MOST_BROKEN = 5  # groups that fail one after another at the same step, without the loss of a worker
 
 
@@ -475,8 +479,7 @@ class Coordinator:
     @property
     def candidates(self) -> list[int]:
         """The workers that have been started and are not members yet."""
-        statuses = (_Status.STARTED, _Status.READY)
-        return [worker.number for worker in self._workers.values() if worker.status in statuses]
+        return [worker.number for worker in self._workers.values() if worker.status in _BEFORE]
 
     @property
     def progress(self) -> Commit:
@@ -496,8 +499,9 @@ class Coordinator:
             keys.forget(number)
         if worker is None or worker.status is not _Status.MEMBER:
             return
-        if not self._in_training() or worker.fit < 0:
-            self.failure = self.failure or "a worker was lost outside of the training"
+        fits = {self._workers[number].fit for number in self.members} | {worker.fit}
+        if len(fits) > 1 or worker.fit < 0:  # or it has not told yet what it had to tell at the end of its training
+            self.failure = self.failure or _OUTSIDE
             return
         self._broken = NO_STATE, 0
         self._open_next()
@@ -568,7 +572,7 @@ class Coordinator:
             return
         self._published.append(message)
         for worker in self._workers.values():
-            if worker.status is _Status.STARTED and worker.joins:
+            if worker.status in _BEFORE and worker.joins:
                 self._send(worker, message)
 
     def answer_kept(self, number: int, request: int) -> None:
@@ -587,6 +591,8 @@ class Coordinator:
 
     def _enter(self, worker: _Worker, fit: int) -> None:
         worker.fit, worker.done, self.complete = fit, False, False
+        if fit < 0 and self.generation != self.formed:  # it has not met those that were left by then
+            self.failure = self.failure or _OUTSIDE
         if any(each.status is _Status.READY for each in self._workers.values()):
             self._plan()
 
@@ -641,7 +647,7 @@ class Coordinator:
         for report in reports:
             for record in report.workers:
                 worker = self._workers[record.number] = _restored(record, report.host, newest)
-                if worker.joins and worker.status is _Status.STARTED:
+                if worker.joins and worker.status in _BEFORE:
                     for each in self._published[record.published :]:
                         self._send(worker, each)
         if newest is None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from signal import SIGTERM, Signals
 from typing import Any, TypeVar
 
-from .. import arguments, interruption
+from .. import arguments
 from ..data.loader import Batch, Loader
-from ..errors import ConfigError, InterruptedRunError
+from ..errors import ConfigError
 from .feed import Feed
 from .in_flight import StepsInFlight
-from .model_state import ModelState
-from .recovery import REGROUP, as_bytes, from_bytes
+from .model_state import StateOfStep, UserState
+from .recovery import REGROUP, interrupt
 from .step import StepResult, TrainStep
 
 __all__ = ["Steps", "steps"]
@@ -54,12 +53,12 @@ def steps(loader: Loader, step: TrainStep, epochs: int = 1, *, state: Mapping[st
     Raises:
         ConfigError: for invalid arguments.
     """
-    _check(loader, step, epochs, state)
-    return Steps(loader, step, epochs, dict(state or {}))
+    _check(loader, step, epochs)
+    return Steps(loader, step, epochs, UserState(state))
 
 
-def _check(loader: Any, step: Any, epochs: Any, state: Any) -> None:
-    hint = "A loop with prepare() restarts from a checkpoint after a loss; TrainStep and Loader go on."
+def _check(loader: Any, step: Any, epochs: Any) -> None:
+    hint = "A loop over a loader of prepare() goes on after a loss without steps()."
     arguments.instance("loader", loader, Loader, "a lockstep.Loader", hint)
     if loader.is_iterable:
         hint = "Trainer.fit reads an iterable data set in an elastic job as well."
@@ -69,12 +68,6 @@ def _check(loader: Any, step: Any, epochs: Any, state: Any) -> None:
     if loader.virtual_workers != (own := step.strategy.virtual_workers):
         hint = f"Make it with Loader(..., virtual_workers={own})."
         raise ConfigError("virtual_workers", f"{own}, the step's, in the Loader as well", loader.virtual_workers, hint)
-    if state is not None:
-        arguments.instance("state", state, Mapping, "a dict of objects by name")
-    for name, value in (state or {}).items():
-        if not isinstance(value, dict) and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-            expected = "an object with state_dict() and load_state_dict(), or a dict"
-            raise ConfigError(f"state[{name!r}]", expected, found=type(value).__name__)
 
 
 class Steps:
@@ -86,7 +79,7 @@ class Steps:
         loader, step, epochs, state: see `steps`.
     """
 
-    def __init__(self, loader: Loader, step: TrainStep, epochs: int, state: Mapping[str, Any]) -> None:
+    def __init__(self, loader: Loader, step: TrainStep, epochs: int, state: UserState) -> None:
         self._loader, self._step, self._epochs, self._user_state = loader, step, epochs, state
         epoch, number = loader.position
         self._at = (epoch + 1, 0) if loader.ended else (epoch, number)
@@ -148,10 +141,7 @@ class Steps:
         self._at = (epoch + 1, 0) if self.ends_epoch else (epoch, number + 1)
         requests = self._in_flight.settle_at_boundary()
         if requests % REGROUP:
-            number = self._step.recovery.stop_signal or SIGTERM
-            interruption.install()
-            what = f"stopped by {Signals(number).name} after step {self._step.steps_done}"
-            raise InterruptedRunError(what, number)
+            interrupt(self._step.recovery, self._step.steps_done)
         self._step.recovery.boundary(requests)
 
     @property
@@ -166,7 +156,7 @@ class Steps:
         return True
 
 
-class _StateOfSteps(ModelState):
+class _StateOfSteps(StateOfStep):
     """What the workers of a loop of `steps` have alike, see `recovery.TrainingState`.
 
     Args:
@@ -197,23 +187,15 @@ class _StateOfSteps(ModelState):
     def of_program(self) -> dict[str, Any]:
         """See `TrainingState`."""
         steps = self._steps
-        users = {
-            name: value if isinstance(value, dict) else value.state_dict() for name, value in steps._user_state.items()
-        }
-        return {**super().of_program(), "at": list(steps._at), "ends": steps._ends, "users": as_bytes(users)}
+        users = steps._user_state.of_program()
+        return {**super().of_program(), "at": list(steps._at), "ends": steps._ends, "users": users}
 
     def load_program(self, state: dict[str, Any]) -> None:
         """See `TrainingState`."""
         super().load_program(state)
         steps = self._steps
         steps._at, steps._ends = tuple(state["at"]), state["ends"]
-        for name, saved in from_bytes(state["users"], self.step.comm.device).items():
-            own = steps._user_state[name]
-            if isinstance(own, dict):
-                own.clear()
-                own.update(saved)
-            else:
-                own.load_state_dict(saved)
+        steps._user_state.load_program(state["users"], self.comm.device)
 
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
         """See `TrainingState`."""

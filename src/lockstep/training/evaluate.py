@@ -32,6 +32,7 @@ from .modes import evaluating
 from .out_of_memory import explaining_out_of_memory
 from .own_loss import IGNORED
 from .precision import Precision, full_precision
+from .recovery import repeated
 from .replica_check import compare_weights
 from .torch_losses import classification_loss
 
@@ -281,12 +282,16 @@ def evaluate(
     if strategy is not None:
         expected = "the strategy of a TrainStep or Trainer: trainer.step.strategy"
         arguments.instance("strategy", strategy, Strategy, expected)
-    metrics = default_metrics(loss_fn) if metrics is None else metrics
-    with in_method("lockstep.evaluate"), _opened(loader) as opened:
-        if strategy is None or not strategy.sharded_state:
-            compare_weights(opened.comm, model)
-        measures = Evaluation(model, loss_fn, metrics, opened.comm.device, forward)
-        return measures.run(opened, precision, strategy, max_steps_in_flight)
+    chosen = default_metrics(loss_fn) if metrics is None else metrics
+
+    def measure() -> dict[str, float]:
+        with in_method("lockstep.evaluate"), _opened(loader) as opened:
+            if strategy is None or not strategy.sharded_state:
+                compare_weights(opened.comm, model)
+            measures = Evaluation(model, loss_fn, chosen, opened.comm.device, forward)
+            return measures.run(opened, precision, strategy, max_steps_in_flight)
+
+    return repeated(measure)
 
 
 def _check_arguments(model: Any, precision: Any) -> None:

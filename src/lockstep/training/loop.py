@@ -17,7 +17,7 @@ from .callbacks.group import CallbackGroup
 from .checkpoint_manager import CheckpointManager
 from .feed import Feed
 from .in_flight import StepsInFlight
-from .model_state import ModelState
+from .model_state import StateOfStep
 from .modes import TrainingModes
 from .recovery import REGROUP
 from .run_state import EpochTotals, Position, Row, RunState
@@ -330,7 +330,7 @@ def _stop() -> NoReturn:
     raise _StoppedError
 
 
-class _StateOfRun(ModelState):
+class _StateOfRun(StateOfStep):
     """What the workers of a run have alike, see `recovery.TrainingState`.
 
     Args:

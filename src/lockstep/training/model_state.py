@@ -1,4 +1,4 @@
-"""What a training step and the program around it change, as workers that are behind others are given it."""
+"""What training and the program around it change in a model, as workers that are behind others are given it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,37 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from .. import arguments
+from ..communicator import Communicator
 from ..data.loader import Batch
 from ..errors import ConfigError
+from ..parallel.full_state import load_model, load_optimizer, read_optimizer_state
 from ..parallel.module_sync import expanded_dimensions
 from ..parallel.nested import map_tensors
 from ..parallel.randomness import generator_states, set_generator_states
 from .recovery import REGROUP, as_bytes, from_bytes
 from .step import StepResult, TrainStep
 
-__all__ = ["ModelState"]
+__all__ = ["ModelState", "StateOfStep", "UserState"]
 
 _CPU = torch.device("cpu")
 
 
 class ModelState:
-    """The part of a `recovery.TrainingState` that all loops around a `TrainStep` have.
+    """The part of a `recovery.TrainingState` that all trainings have: the model, its optimizer, and the generators.
 
     Args:
-        step: the training step.
+        model: the model.
+        optimizer: the optimizer of its parameters.
+        comm: of the workers.
     """
 
     result: Any = True
 
-    def __init__(self, step: TrainStep) -> None:
-        self.step = step
+    def __init__(self, model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
+        self.model, self.optimizer, self.comm = model, optimizer, comm
         self._left: list[dict[str, Any]] = []  # the hyperparameters, as the last operation has left them
         self._versions: list[int] = []  # of parameters and buffers, when they were last looked at
         self._has_changed = False  # whether the program has changed them since the last operation
@@ -45,7 +51,6 @@ class ModelState:
     def begin(self) -> None:
         """See `TrainingState`."""
         self._look_for_changes()
-        self.step.strategy.begin_step()
         self._generators = self._generator_states()
 
     def note_seen(self, note: Callable[[bytes | None], None]) -> None:
@@ -53,7 +58,6 @@ class ModelState:
 
     def undo(self) -> None:
         """See `TrainingState`."""
-        self.step.strategy.abandon_step()
         self._versions = self._current_versions()  # what has been restored has another one
         self._set_generator_states(self._generators)
 
@@ -64,29 +68,21 @@ class ModelState:
         self._generators = self._generator_states()
 
     def for_others(self, result: Any) -> Any:
-        """See `TrainingState`: requests to regroup were those of an earlier group, and those to stop hold."""
-        if isinstance(result, StepResult):
-            stop = result.on_hand[2] % REGROUP
-            return result.replaced(stop=stop, replicas=None).mapped(lambda tensor: tensor.detach().cpu())
+        """See `TrainingState`."""
         return map_tensors(lambda tensor: tensor.detach().cpu(), result)
 
     def from_others(self, result: Any) -> Any:
         """See `TrainingState`."""
-        device = self.step.comm.device
-        if isinstance(result, StepResult):
-            return result.mapped(lambda tensor: tensor.to(device))
-        return map_tensors(lambda tensor: tensor.to(device), result)
+        return map_tensors(lambda tensor: tensor.to(self.comm.device), result)
 
     def of_operations(self) -> dict[str, Any]:
         """See `TrainingState`."""
-        model, optimizer = self.step.model, self.step.optimizer
         return {
-            "model": model.state_dict(),
-            "buffers": _buffers_beside(model),
-            "optimizer": optimizer.state_dict(),
+            "model": self.model.state_dict(),
+            "buffers": _buffers_beside(self.model),
+            "optimizer": self.optimizer.state_dict(),
             "hyperparameters": as_bytes(self._left),
             "generators": as_bytes(self._generators),
-            "step": self.step.state_dict(),
             "changed": self._has_changed,
         }
 
@@ -104,27 +100,25 @@ class ModelState:
                 found="a change between two steps, which cannot be repeated on a worker that has lost its group",
                 hint="Make it in optimizer.register_step_post_hook(), which is a part of the step.",
             )
-        step, model = self.step, self.step.model
-        _load_buffers_beside(model, state["buffers"])
-        step.strategy.load_model_state(model, state["model"])
-        step.strategy.load_optimizer_state(model, step.optimizer, state["optimizer"])
+        _load_buffers_beside(self.model, state["buffers"])
+        load_model(self.model, state["model"], self.comm)
+        load_optimizer(self.optimizer, read_optimizer_state(self.optimizer, state["optimizer"], self.comm))
         self._set_hyperparameters(from_bytes(state["hyperparameters"], _CPU))
         self._set_generator_states(from_bytes(state["generators"], _CPU))
-        step.load_state_dict(state["step"])
 
     def of_program(self) -> dict[str, Any]:
         """See `TrainingState`."""
         return {
             "hyperparameters": as_bytes(self._hyperparameters()),
             "generators": as_bytes(self._generator_states()),
-            "modes": _modes_of(self.step.model),
+            "modes": _modes_of(self.model),
         }
 
     def load_program(self, state: dict[str, Any]) -> None:
         """See `TrainingState`."""
         self._set_hyperparameters(from_bytes(state["hyperparameters"], _CPU))
         self._set_generator_states(from_bytes(state["generators"], _CPU))
-        _load_modes(self.step.model, state["modes"])
+        _load_modes(self.model, state["modes"])
 
     def leave(self) -> None:
         """See `TrainingState`."""
@@ -132,27 +126,26 @@ class ModelState:
 
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
         """See `TrainingState`."""
-        self.step.regroup()
         self._versions = self._current_versions()
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
         """Return a copy of the hyperparameters of the optimizer's parameter groups."""
-        groups = self.step.optimizer.param_groups
+        groups = self.optimizer.param_groups
         return copy.deepcopy([{name: value for name, value in g.items() if name != "params"} for g in groups])
 
     def _set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
-        for group, values in zip(self.step.optimizer.param_groups, groups, strict=True):
+        for group, values in zip(self.optimizer.param_groups, groups, strict=True):
             for name, value in values.items():
                 own = group.get(name)
                 is_tensor = isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)
                 group[name] = value.to(own.device) if is_tensor else value  # type: ignore[union-attr]
 
     def _generator_states(self) -> list[Any]:
-        of_torch, of_python, of_numpy, _, of_device = generator_states(self.step.comm.device)
+        of_torch, of_python, of_numpy, _, of_device = generator_states(self.comm.device)
         return [of_torch, of_python, of_numpy, of_device]
 
     def _set_generator_states(self, states: list[Any]) -> None:
-        generator = generator_states(self.step.comm.device)[3]  # of this worker's device
+        generator = generator_states(self.comm.device)[3]  # of this worker's device
         set_generator_states((*states[:3], generator, states[3]))
 
     def _look_for_changes(self) -> None:
@@ -160,8 +153,91 @@ class ModelState:
         self._has_changed = self._has_changed or before != self._versions
 
     def _current_versions(self) -> list[int]:
-        model = self.step.model
-        return [tensor._version for tensor in (*model.parameters(), *model.buffers())]
+        return [tensor._version for tensor in (*self.model.parameters(), *self.model.buffers())]
+
+
+class StateOfStep(ModelState):
+    """The part of a `recovery.TrainingState` that all loops around a `TrainStep` have.
+
+    Args:
+        step: the training step.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        super().__init__(step.model, step.optimizer, step.comm)
+        self.step = step
+
+    def begin(self) -> None:
+        """See `TrainingState`."""
+        super().begin()
+        self.step.strategy.begin_step()
+
+    def undo(self) -> None:
+        """See `TrainingState`."""
+        self.step.strategy.abandon_step()
+        super().undo()
+
+    def for_others(self, result: Any) -> Any:
+        """See `TrainingState`: requests to regroup were those of an earlier group, and those to stop hold."""
+        if isinstance(result, StepResult):
+            stop = result.on_hand[2] % REGROUP
+            return result.replaced(stop=stop, replicas=None).mapped(lambda tensor: tensor.detach().cpu())
+        return super().for_others(result)
+
+    def from_others(self, result: Any) -> Any:
+        """See `TrainingState`."""
+        if isinstance(result, StepResult):
+            return result.mapped(lambda tensor: tensor.to(self.comm.device))
+        return super().from_others(result)
+
+    def of_operations(self) -> dict[str, Any]:
+        """See `TrainingState`."""
+        return {**super().of_operations(), "step": self.step.state_dict()}
+
+    def load_operations(self, state: dict[str, Any]) -> None:
+        """See `TrainingState`."""
+        super().load_operations(state)
+        self.step.load_state_dict(state["step"])
+
+    def regroup(self, states: bytes | None, all_seen: bool) -> None:
+        """See `TrainingState`."""
+        self.step.regroup()
+        super().regroup(states, all_seen)
+
+
+class UserState:
+    """What else a loop of one's own changes, by name.
+
+    Args:
+        given: the argument `state` of the loop: objects with ``state_dict()`` and ``load_state_dict()``, or dicts.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+
+    def __init__(self, given: Any) -> None:
+        if given is not None:
+            arguments.instance("state", given, Mapping, "a dict of objects by name")
+        for name, value in (given or {}).items():
+            if not isinstance(value, dict) and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                expected = "an object with state_dict() and load_state_dict(), or a dict"
+                raise ConfigError(f"state[{name!r}]", expected, found=type(value).__name__)
+        self._values: dict[str, Any] = dict(given or {})
+
+    def of_program(self) -> torch.Tensor:
+        """Return the values, see `recovery.TrainingState`."""
+        values = self._values.items()
+        return as_bytes({name: value if isinstance(value, dict) else value.state_dict() for name, value in values})
+
+    def load_program(self, state: torch.Tensor, device: torch.device) -> None:
+        """Load what `of_program` returned on another worker."""
+        for name, saved in from_bytes(state, device).items():
+            own = self._values[name]
+            if isinstance(own, dict):
+                own.clear()
+                own.update(saved)
+            else:
+                own.load_state_dict(saved)
 
 
 def _buffers_beside(model: nn.Module) -> dict[str, torch.Tensor]:

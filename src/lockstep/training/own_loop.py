@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,14 +34,18 @@ from ..parallel.reducer import Reducer
 from ..parallel.shards import bounds, check_virtual_workers, mix
 from ..parallel.unsupported_layers import check_supported
 from . import bodies
+from .in_flight import LAG, HostCopy
 from .loss_graphs import Refusal, divisor, refusal_of
 from .mean_check import is_due
 from .mixed_samples import FirstBatch
 from .model_calls import ModelCalls
 from .model_changes import ModelChanges
 from .model_check import is_compiled
+from .model_state import UserState
+from .own_loop_state import OwnLoopState
 from .precision import Precision, full_precision
 from .prepared_optimizer import PreparedOptimizer
+from .recovery import REGROUP, interrupt, recovery_of, repeat_by
 from .shard_gradients import ShardGradients
 from .step import check_threads
 from .whole_batch import gather_rows
@@ -49,6 +53,8 @@ from .whole_batch import gather_rows
 __all__ = ["PreparedLoader", "prepare"]
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def prepare(
@@ -58,6 +64,7 @@ def prepare(
     precision: str = "fp32",
     seed: int = 0,
     threads: int | None = None,
+    state: Mapping[str, Any] | None = None,
     **unknown: Never,
 ) -> Any:
     """Prepare models, optimizers, loaders and schedulers, so that a loop written for one device trains on all workers.
@@ -139,6 +146,14 @@ def prepare(
 
     ``lockstep verify SCRIPT`` runs a loop on several numbers of workers and compares.
 
+    **In an elastic job** (``lockstep run --elastic``) a loop over a prepared loader with one optimizer goes on after
+    the loss of a worker: the workers that are left get the same batch again. In a body that the loss has interrupted,
+    ``optimizer.step()`` returns None and ``optimizer.stepped`` is false, and what acts once a step does nothing, as in
+    a shard that is not the last one. Workers join between two batches: they run the program from its beginning, with no
+    batches in epochs that are over, and get model, optimizer, prepared schedulers and averages, and `state` from the
+    others. Loops that cannot be repeated are started again from the beginning of the program, which rank 0 says; see
+    the page on elastic training.
+
     Args:
         objects: any number of modules, optimizers over their parameters, `DataLoader`s or `lockstep.Loader`s,
             learning-rate schedulers of these optimizers that are stepped once a batch, and `AveragedModel`s.
@@ -148,6 +163,8 @@ def prepare(
         precision: "fp32", or "bf16": forward passes run with autocast, and floating outputs are converted to float32.
         seed: the seed of the order of samples and of random draws within shards.
         threads: with virtual workers, threads within an operation on the CPU; 1 when None.
+        state: what else the bodies of the loop change, by name, and workers that join an elastic job need: objects with
+            ``state_dict()`` and ``load_state_dict()``, or dicts.
 
     Returns:
         The objects in the order given; a single one is not put into a tuple.
@@ -160,7 +177,7 @@ def prepare(
     if unknown:
         name = next(iter(unknown))
         raise unexpected_argument("prepare", name, in_training(name, "prepare"), arguments.keyword_names(prepare))
-    job = _OwnLoop(objects, virtual_workers, max_grad_norm, precision, seed, threads)
+    job = _OwnLoop(objects, virtual_workers, max_grad_norm, precision, seed, threads, UserState(state))
     prepared = tuple(job.prepare_one(each) for each in objects)
     return prepared[0] if len(prepared) == 1 else prepared
 
@@ -196,7 +213,7 @@ class PreparedLoader:
     def batches(self) -> Iterator[Batch]:
         """Iterate over the global batches of the next epoch, for `shards` of the optimizers."""
         bodies.watch()  # classes of schedulers may have been defined since
-        for batch in self.loader:
+        for batch in self._job.batches(self.loader):
             self._job.source = self.loader
             yield batch
         for optimizer in self._job.optimizers.values():
@@ -240,8 +257,9 @@ class _OwnLoop:
         precision: str,
         seed: int,
         threads: int | None,
+        user_state: UserState,
     ) -> None:
-        self.comm = init()
+        self.comm, self.user_state = init(), user_state
         expected = "modules, optimizers, DataLoaders or lockstep.Loaders, and learning-rate schedulers"
         for given in objects:
             arguments.instance("objects", given, (nn.Module, Optimizer, Loader, DataLoader, LRScheduler), expected)
@@ -254,19 +272,21 @@ class _OwnLoop:
             hint = "Its losses must be scaled before the backward pass: lockstep.TrainStep does that."
             raise ConfigError("precision", "fp32 or bf16 with prepare()", precision, hint)
         self.exact, self.seed = virtual_workers is not None, seed
-        self.virtual_workers = (
-            self.comm.size if virtual_workers is None else check_virtual_workers(virtual_workers, self.comm.size)
-        )
-        self.local_shards = range(*bounds(self.virtual_workers, self.comm.size, self.comm.rank))
+        self._given_virtual_workers = virtual_workers
+        self._divide()
+        self._most = self.virtual_workers if self.exact else 1 << 30  # workers that there may be
         self.max_grad_norm, self._precision = max_grad_norm, Precision(precision, self.comm.device)
         self._determinism = DeterminismSettings(self.comm.device, threads) if self.exact else None
-        self._averages = [each for each in objects if isinstance(each, AveragedModel)]
+        self.averages = [each for each in objects if isinstance(each, AveragedModel)]
+        self.schedulers = [each for each in objects if isinstance(each, LRScheduler)]
         self._models = [each for each in objects if isinstance(each, nn.Module) and not isinstance(each, AveragedModel)]
         self.model = self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
         self._prepare_model()
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        loaders = [each for each in objects if isinstance(each, (Loader, DataLoader))]
+        self._begin_recovery(len(optimizers), len(loaders))
         self._changes, self._buffers = ModelChanges(self.model), self._make_buffers()
         self._has_described = self.exact or self.comm.size == 1
-        optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self.optimizers: dict[int, PreparedOptimizer] = {id(each): PreparedOptimizer(each, self) for each in optimizers}
         self.current: bodies.Shard | None = None
         self.counts = False  # whether a step has had a count
@@ -282,25 +302,31 @@ class _OwnLoop:
         self._left: list[tuple[nn.Parameter, torch.Tensor, int]] = []  # gradients, if no optimizer was given
         self._collectives: int | None = None  # that were recorded before the running body
         self._updates = False  # whether the step of a prepared optimizer runs
-        self._has_loader = any(isinstance(each, (Loader, DataLoader)) for each in objects)
+        self._has_loader = bool(loaders)
         bodies.watch()
+
+    def _divide(self) -> None:
+        """Set the number of shards of a global batch, and those of this worker."""
+        given, size = self._given_virtual_workers, self.comm.size
+        self.virtual_workers = size if given is None else check_virtual_workers(given, size)
+        self.local_shards = range(*bounds(self.virtual_workers, size, self.comm.rank))
 
     def _prepare_model(self) -> None:
         if self.exact:
             check_supported(self.model, self.comm.device)
-        for module in (self.model, *self._averages):
+        for module in (self.model, *self.averages):
             move_module(module, self.comm.device)
             sync_module(module, self.comm)
-        if self._determinism is not None and self.comm.size > 1:
+        if self._determinism is not None and self.comm.size > 1 and not self.comm.is_joining:
             self._determinism.check_same(self.comm)
 
     def _make_buffers(self) -> _BatchBuffers:
-        return _BatchBuffers(self, nn.ModuleList([*self._models, *(each.module for each in self._averages)]))
+        return _BatchBuffers(self, nn.ModuleList([*self._models, *(each.module for each in self.averages)]))
 
     def _look_at_model(self) -> None:
         """Give all workers rank 0's values of new parameters."""
         if self._changes.found():
-            self._prepare_model()
+            self.recovery.run(self._prepare_model)
             self._changes.note()
             self._buffers = self._make_buffers()
 
@@ -320,7 +346,9 @@ class _OwnLoop:
         elif isinstance(given, LRScheduler):
             _in_last_shard_only(given, self._acts)
         else:
-            return PreparedLoader(self, self._loader(given))
+            loader = self._loader(given)
+            self._most = min(self._most, loader.global_batch_size)
+            return PreparedLoader(self, loader)
         return given
 
     def _loader(self, given: Loader | DataLoader[Any]) -> Loader:
@@ -334,54 +362,68 @@ class _OwnLoop:
         return Loader(**settings, global_batch_size=size, seed=self.seed, comm=self.comm, virtual_workers=wanted)
 
     def _acts(self) -> bool:
-        """Return whether what acts once a step acts now: outside of a batch, and in the last shard of one."""
-        return self.current is None or self.current.last
+        """Return whether what acts once a step acts now: outside of a batch, and in the last shard of one.
+
+        Not in a body that runs again, because the workers have changed before its step.
+        """
+        return self.current is None or (self.current.last and not self.is_abandoned)
 
     # --- shards of a batch -------------------------------------------------------------------------------------------
 
     def shards(self, batch: Any) -> Iterator[Any]:
         """Yield the data of each of this worker's shards of a global batch, while its passes run."""
-        parts, total = self._parts(batch)
         if not torch.is_grad_enabled():
-            yield from (data for _, data, samples in parts if samples)
+            yield from (data for _, data, samples in self._parts(batch)[0] if samples)
             return
         if self.current is not None:
             raise ConfigError("shards", "one loop over the shards of a batch at a time", found="one inside another")
-        key = self._key(batch)
-        if not any(samples for *_, samples in parts):  # each worker must take part in each step
-            parts = [(self.local_shards[0], self._stand_in(batch), 0)]
-        empty = [shard for shard in self.local_shards if shard not in [number for number, *_ in parts]]
-        left_out = self._left_out(batch)
-        look = self._look(batch)
-        self._batch_size, self._after_batch = total, []
+        key, look, self._after_batch = self._key(batch), self._look(batch), []
         with ExitStack() as stack:
             if self._determinism is not None:
                 stack.enter_context(self._determinism.applied())
             stack.enter_context(preserve_generators(self.comm.device))
-            stack.callback(self._leave)
+            stack.callback(self._leave_batch)
             self._look_at_model()
-            self._buffers.begin()
-            for optimizer in self.optimizers.values():
-                optimizer.begin_batch(empty)
-            for position, (number, data, samples) in enumerate(parts):
-                last = position == len(parts) - 1
-                several, missing = len(self.local_shards) > 1, left_out if last else left_out and 0
-                shard = bodies.Shard(number, samples, samples / total, last, several, total, missing)
-                self._begin_shard(shard, data, first=position == 0, look=look)
-                seed_shard(self.seed, key, number, self.comm.device)
-                first = self._first_batch(total)
-                yield data
-                if first is not None:
-                    self._has_described = True
-                    first.tell()
-                self._buffers.end_shard(number, samples, last)
-                self._end_shard()
-            self._buffers.end(total, left_out)
-            for optimizer in self.optimizers.values():
-                optimizer.end_batch()
+            while not (yield from self._bodies(batch, key, look)):
+                # That of this worker among those that there are now.
+                batch = self.recovery.read(partial(self.recovery.part_of, batch))
             for call in self._after_batch:
                 call()
-            note_samples(sum(samples for *_, samples in parts))
+
+    def _bodies(self, batch: Any, key: int, look: int | None) -> Generator[Any, None, bool]:
+        """Yield the data of each shard; returns False if the workers have changed meanwhile, and before the step."""
+        parts, total = self._parts(batch)
+        if not any(samples for *_, samples in parts):  # each worker must take part in each step
+            parts = [(self.local_shards[0], self._stand_in(batch), 0)]
+        empty = [shard for shard in self.local_shards if shard not in [number for number, *_ in parts]]
+        left_out = self._left_out(batch)
+        self._batch_size = total
+        self._begin_bodies()
+        for optimizer in self.optimizers.values():
+            optimizer.begin_batch(empty)
+        for position, (number, data, samples) in enumerate(parts):
+            last = position == len(parts) - 1
+            several, missing = len(self.local_shards) > 1, left_out if last else left_out and 0
+            shard = bodies.Shard(number, samples, samples / total, last, several, total, missing)
+            self._begin_shard(shard, data, first=position == 0, look=look)
+            seed_shard(self.seed, key, number, self.comm.device)
+            first = self._first_batch(total)
+            yield data
+            if self.is_abandoned:
+                self._abandon_bodies()
+                return False
+            self._look_at_body()
+            if first is not None:
+                self._has_described = True
+                first.tell()
+            self._buffers.end_shard(number, samples, last)
+            self._end_shard()
+        if not self._end_bodies():
+            self._buffers.end(total, left_out)
+        for optimizer in self.optimizers.values():
+            optimizer.end_batch()
+        note_samples(sum(samples for *_, samples in parts))
+        return True
 
     def shards_beside(self, batch: Any) -> Iterator[Any]:
         """Yield the data of a second loader's batch in the bodies of the first one, which says what the parts weigh.
@@ -389,6 +431,7 @@ class _OwnLoop:
         Raises:
             ConfigError: if the two batches are divided into other shares.
         """
+        self.do_not_repeat("several loaders in one loop")
         parts, total = self._parts(batch)
         for number, data, samples in parts or [(self.local_shards[0], self._stand_in(batch), 0)]:
             shard = self.current
@@ -412,7 +455,7 @@ class _OwnLoop:
             self._buffers.restore()
         for optimizer in self.optimizers.values():
             optimizer.begin_shard(shard, first)
-        self._collectives = _recorded_collectives()
+        self._collectives, self._collectives_of_operations = _recorded_collectives(), 0
         if look is not None and shard.samples:
             models = [model for model in self._models if not is_compiled(model)]
             # The shards of virtual workers are the same on any number of workers, and so is what is compared in them.
@@ -428,6 +471,10 @@ class _OwnLoop:
             optimizer.end_shard(self.current)
         self._leave()
 
+    def _leave_batch(self) -> None:
+        self._leave()
+        self._has_bodies = False
+
     def _leave(self) -> None:
         self.current, self._deferred = None, []
         bodies.end(self)
@@ -435,6 +482,236 @@ class _OwnLoop:
             self._calls.close()
             self._inputs_before = self._calls.inputs
             self._calls = None
+
+    # --- elastic jobs -------------------------------------------------------------------------------------------------
+
+    def _begin_recovery(self, optimizers: int, loaders: int) -> None:
+        """Choose the recovery, and say so if nothing can be repeated."""
+        self.recovery = recovery_of(self.comm, can_regroup=optimizers == 1 and loaders > 0)
+        self._why_not = ""  # the loss of a worker starts all again, instead of a repeated batch
+        self._is_tried = self.comm.is_joining  # whether a batch has shown that the loop can be repeated
+        self._is_repeated = False  # whether the batch in progress is, so that its buffers are summed up in the step
+        self._regrouped = self._began = 0  # how often the workers have changed: ever, and before the bodies that run
+        self._has_bodies, self._has_stepped = False, False  # whether bodies run; whether their step is done
+        self._collectives_of_operations = 0  # in the running body
+        self._state: OwnLoopState | None = None  # of the loop that runs
+        self._requests: list[HostCopy] = []  # of steps that have not been read yet
+        if self.recovery.is_missing:
+            several = f"{optimizers} optimizers" if optimizers != 1 else "no loader"
+            self._say_not_repeated(several)
+        elif not self.recovery.has_fixed_workers:
+            repeat_by(self._repeat)  # evaluations before the first loop, too
+
+    def _say_not_repeated(self, why: str) -> None:
+        if self.comm.rank == 0 and not self.comm.is_joining:
+            _log.warning(
+                "lockstep.prepare() in an elastic job, with %s: no worker can join or leave, and the loss of a worker "
+                "starts all workers again, from the beginning of the program",
+                why,
+            )
+
+    def do_not_repeat(self, why: str) -> None:
+        """Let the loss of a worker start all workers again from here on, because of something that the loop does."""
+        if not self.recovery.has_fixed_workers and not self._why_not:
+            if self.is_abandoned:
+                expected = "a loop that does in each batch of an elastic job what it does in the first one"
+                raise ConfigError("loop", expected, found=f"{why}, in a batch that is repeated")
+            self._why_not = why
+            self.recovery.suspend()
+            self._say_not_repeated(why)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The only optimizer of a loop that can be repeated."""
+        return self._only.optimizer
+
+    @property
+    def _only(self) -> PreparedOptimizer:
+        (prepared,) = self.optimizers.values()
+        return prepared
+
+    @property
+    def steps_done(self) -> int:
+        """The number of its steps."""
+        return self._only.steps_done
+
+    @steps_done.setter
+    def steps_done(self, steps: int) -> None:
+        self._only.steps_done = steps
+
+    @property
+    def is_within_batch(self) -> bool:
+        """Whether bodies of a batch run whose step has not been done."""
+        return self._has_bodies and not self._has_stepped
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the running body is one of a batch that has not been done before the workers have changed."""
+        return self.is_within_batch and self._regrouped != self._began
+
+    def batches(self, loader: Loader) -> Iterator[Batch]:
+        """Yield the global batches of the next epoch of a loader."""
+        if self.recovery.is_running and torch.is_grad_enabled():
+            self.do_not_repeat("several loaders in one loop")
+        if self.recovery.has_fixed_workers or self.recovery.is_running or not torch.is_grad_enabled():
+            yield from loader
+            return
+        if loader.is_iterable:
+            self.do_not_repeat("an iterable data set")
+        repeat_by(self._repeat)
+        state = self._state = OwnLoopState(self, loader)
+        repeats = self._is_tried and not self._why_not
+        with self.recovery.training(state, self._most, repeats=repeats) as takes_part:
+            if takes_part:
+                with suppress(GeneratorExit), self.recovery.until_all_have_ended():  # the loop may be left
+                    yield from self._until_end(state, loader)
+        self._state = None
+
+    def _until_end(self, state: OwnLoopState, loader: Loader) -> Iterator[Batch]:
+        """Yield the batches from the position of the loop on, and let workers join and leave after each of them."""
+        for batch in state.feed.epoch(state.at[0]):
+            state.at = batch.epoch, batch.step
+            self._has_stepped = False
+            yield batch
+            state.at = batch.epoch, batch.step + 1
+            if not self._is_tried and not self._has_stepped:
+                self.do_not_repeat("a batch without a step of the optimizer")
+            if not self._is_tried and not self._why_not:
+                self.recovery.resume()
+            self._is_tried = True
+            requests = self._read_requests()
+            if requests % REGROUP:
+                interrupt(self.recovery, self.steps_done)
+            self.recovery.boundary(requests)
+
+    def note_requests(self, requests: torch.Tensor) -> None:
+        """Note the sum of the workers' requests in a step."""
+        if self.recovery.repeats:
+            self._requests.append(HostCopy(requests.detach().reshape(1)))
+
+    def _read_requests(self) -> float:
+        """Return the requests that have arrived; on a device those of a step that nothing waits for."""
+        lag = 0 if self.comm.device.type == "cpu" else LAG
+        found = 0.0
+        while len(self._requests) > lag:
+            found = max(found, self._requests.pop(0).read()[0])
+        return found
+
+    def _begin_bodies(self) -> None:
+        """Prepare the bodies of a batch, which may run again."""
+        if self._regrouped != self._began:
+            self._buffers = self._make_buffers()
+        self._began, self._has_bodies, self._has_stepped = self._regrouped, True, False
+        self._is_repeated = self.recovery.repeats
+        if self._state is not None and self._is_repeated:
+            self._state.begin_batch()
+        self._buffers.begin()
+
+    def _abandon_bodies(self) -> None:
+        """End the bodies of a batch that run again."""
+        self._leave()
+        self._has_bodies = False
+        for optimizer in self.optimizers.values():
+            optimizer.abandon()
+        assert self._state is not None
+        self._state.begin_again()
+
+    def _look_at_body(self) -> None:
+        """Look whether a body that has ended can be repeated."""
+        if self.recovery.has_fixed_workers or self._why_not:
+            return
+        now, before = _recorded_collectives(), self._collectives
+        is_same_group = self._regrouped == self._began and now is not None and before is not None
+        if is_same_group and now - before > self._collectives_of_operations:  # type: ignore[operator]
+            self.do_not_repeat("collectives in its bodies")
+        if self._buffers.have_changed_since_step():
+            if self._is_repeated:
+                raise ConfigError(
+                    "model",
+                    "forward passes before optimizer.step() in each batch of an elastic job, as in the first one",
+                    found="one after it, in training mode, which has changed buffers",
+                )
+            self.do_not_repeat("forward passes after the optimizer's step")
+
+    def _end_bodies(self) -> bool:
+        """End the bodies of a batch; returns whether the buffers have been set in the step."""
+        self._has_bodies = False
+        if self._is_repeated and not self._has_stepped:
+            self.do_not_repeat("a batch without a step of the optimizer")
+        return self._is_repeated and self._has_stepped
+
+    def buffers_of_shard(self, shard: bodies.Shard) -> torch.Tensor | None:
+        """Return what a shard has made of the buffers, if they are summed up in the step."""
+        if not (self._is_repeated and self._has_bodies):
+            return None
+        return self._buffers.of_shard(shard.number, shard.samples, shard.last)
+
+    def set_buffers(self, sums: torch.Tensor, samples: float | torch.Tensor) -> None:
+        """Set the buffers in a step."""
+        self._buffers.set(sums, samples)
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        """Take the step of a batch; None if the workers have changed before it."""
+        if self.recovery.has_fixed_workers:
+            return step()
+        if not self._has_bodies:
+            self.do_not_repeat("a step outside of its bodies")
+            return step()
+        before = _recorded_collectives()
+        done = self.recovery.attempt(step) if self._is_repeated else step()
+        self._note_collectives(before)
+        if done is not None:
+            self._has_stepped = True
+            self._buffers.note_step()
+        return done
+
+    def note_deferred(self) -> None:
+        """Note that the step of a body is put off until this worker's last shard."""
+        self._buffers.note_step()
+
+    def _note_collectives(self, before: int | None) -> None:
+        now = _recorded_collectives()
+        if now is not None and before is not None:
+            self._collectives_of_operations += now - before
+
+    def _repeat(self, operation: Callable[[], Any]) -> Any:
+        """Return the result of an evaluation, within a loop or beside loops; see `repeat_by`."""
+        if self.recovery.is_running:
+            before = _recorded_collectives()
+            result = self.recovery.run(operation, meets=False)
+            self._note_collectives(before)
+            return result
+        if getattr(self.comm, "keeps_values", True) is False:  # a part of another training
+            return operation()
+        state = OwnLoopState(self, None)
+        with self.recovery.training(state, self._most, repeats=not self._why_not) as takes_part:
+            if takes_part:
+                with self.recovery.until_all_have_ended():
+                    state.result = self.recovery.run(operation, meets=False)
+        return state.result
+
+    def restore_buffers(self) -> None:
+        """Restore the buffers of the beginning of the batch."""
+        self._buffers.restore()
+
+    def counters(self) -> dict[str, Any]:
+        """Return what the loop has counted of batches and passes, for `set_counters`."""
+        passes = {key: count for key, count in self._passes.items() if key is None}
+        return {"passes": passes, "looks": dict(self._looks), "counts": self.counts}
+
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        """Set what another worker has counted."""
+        self._passes |= counters["passes"]
+        self._looks, self.counts = Counter(counters["looks"]), counters["counts"]
+
+    def regroup(self) -> None:
+        """Adapt to the communicator's new workers, which have the same state."""
+        self._regrouped += 1
+        self._has_described = True
+        self._requests.clear()
+        self._divide()
+        for optimizer in self.optimizers.values():
+            optimizer.regroup()
 
     # --- what the body calls -----------------------------------------------------------------------------------------
 
@@ -447,6 +724,7 @@ class _OwnLoop:
                 self.virtual_workers,
                 "A worker computes its shards one after another, so that the outputs of all are never there at once.",
             )
+        self.do_not_repeat("lockstep.whole_batch()")
         shard = self.current
         assert shard is not None
         rows = len(output) if output.dim() else 0
@@ -533,8 +811,14 @@ class _OwnLoop:
 
     def check_scheduler(self, scheduler: LRScheduler) -> None:
         """Check that a scheduler of a prepared optimizer acts once a batch."""
-        if id(scheduler.optimizer) in self.optimizers and not self._acts():
-            raise _not_given("scheduler", "scheduler.step()")
+        if id(scheduler.optimizer) not in self.optimizers:
+            return
+        if not any(each is scheduler for each in self.schedulers):
+            if self.current is not None and not self.current.last:
+                raise _not_given("scheduler", "scheduler.step()")
+            self.do_not_repeat("a scheduler in its bodies that lockstep.prepare() was not given")
+        elif self.is_within_batch:
+            self.do_not_repeat("a scheduler that is stepped before the optimizer")
 
     def update_average(self, average: AveragedModel, model: Any, update: Callable[[], None]) -> None:
         """Update an average of a prepared model once a batch.
@@ -544,10 +828,17 @@ class _OwnLoop:
         known = {id(p) for p in self.model.parameters()}
         if not any(id(p) in known for p in model.parameters()):
             update()
-        elif not self._acts():
-            if not any(each is average for each in self._averages):
-                raise _not_given("average", "update_parameters()")
-        elif self.virtual_workers == 1 or not any(True for _ in model.buffers()):
+            return
+        is_given = any(each is average for each in self.averages)
+        if not is_given and self.current is not None and not self.current.last:
+            raise _not_given("average", "update_parameters()")
+        if not is_given:
+            self.do_not_repeat("an AveragedModel in its bodies that lockstep.prepare() was not given")
+        if not self._acts():
+            return
+        if self.is_within_batch:
+            self.do_not_repeat("an AveragedModel that is updated before the optimizer's step")
+        if self.virtual_workers == 1 or not any(True for _ in model.buffers()):
             update()
         elif average.use_buffers:
             self._after_batch.append(update)
@@ -704,22 +995,43 @@ class _BatchBuffers:
 
     def __init__(self, job: _OwnLoop, model: nn.Module) -> None:
         self._shards = job.local_shards
-        self._buffers = Buffers(model, job.comm, saves=len(self._shards) > 1, at_once=job.exact)
+        saves = len(self._shards) > 1 or not job.recovery.has_fixed_workers
+        self._buffers = Buffers(model, job.comm, saves=saves, at_once=job.exact)
         self._reducer = Reducer(job.comm, job.virtual_workers, one_pass=False)  # of numbers alone
         self._of_shards: dict[int, torch.Tensor] = {}
+        self._model, self._watches = job.model, not job.recovery.has_fixed_workers
+        self._seen: list[int] | None = None  # versions after the step of a body
 
     def begin(self) -> None:
         """Save the buffers before a batch."""
         self._buffers.begin()
-        self._of_shards = {}
+        self._of_shards, self._seen = {}, None
 
     def restore(self) -> None:
         """Restore them before the next shard."""
         self._buffers.restore()
+        self._seen = None
+
+    def of_shard(self, shard: int, samples: int, last: bool) -> torch.Tensor:
+        """Return what the passes of a shard have made of them so far; empty if there are none."""
+        self.end_shard(shard, samples, last)
+        return self._of_shards[shard] if self._buffers else torch.zeros(0)
+
+    def note_step(self) -> None:
+        """Note that the step of a body was done, or put off."""
+        self._seen = self._versions() if self._watches else None
+
+    def have_changed_since_step(self) -> bool:
+        """Return whether passes of the running body have changed them after its step."""
+        return self._seen is not None and self._seen != self._versions()
+
+    def _versions(self) -> list[int]:
+        return [buffer._version for buffer in self._model.buffers()]
 
     def end_shard(self, shard: int, samples: int, last: bool) -> None:
-        """Keep what the passes of a shard have made of them."""
-        self._of_shards[shard] = self._buffers.of_shard(samples, first=shard == 0, last=last)
+        """Keep what the passes of a shard have made of them, unless that was done in its step."""
+        if shard not in self._of_shards:
+            self._of_shards[shard] = self._buffers.of_shard(samples, first=shard == 0, last=last)
 
     def end(self, samples: int, left_out: int | None) -> None:
         """Set them after the last shard, equally on every worker.
@@ -740,4 +1052,9 @@ class _BatchBuffers:
         self._reducer.finish()
         sums = self._reducer.sums
         assert sums is not None
-        self._buffers.set(sums[:-1], samples if left_out is None else samples - sums[-1])
+        self.set(sums[:-1], samples if left_out is None else samples - sums[-1])
+
+    def set(self, sums: torch.Tensor, samples: float | torch.Tensor) -> None:
+        """Set them to the sums over all shards, equally on every worker."""
+        if self._buffers:
+            self._buffers.set(sums, samples)

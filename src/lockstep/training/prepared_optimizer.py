@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,11 +21,18 @@ from .in_flight import LAG, HostCopy
 from .loss_graphs import Refusal, common_number, ignored_labels_error
 from .mean_check import is_due
 from .precision import clip, scale_gradients
+from .recovery import Recovery
 from .replica_check import ReplicaCheck
 from .shard_gradients import ShardGradients, multiply
 from .step import parameters_of, refuse_closure
 
 __all__ = ["PreparedOptimizer"]
+
+T = TypeVar("T")
+
+# In the sums beside the gradients: the loss, its denominator, four marks of the replicas, samples left out of this
+# batch and of accumulated ones, ignored labels, and requests. The buffers follow, where they are part of the step.
+_NUMBERS = 10
 
 
 class Job(Protocol):
@@ -39,6 +46,36 @@ class Job(Protocol):
     max_grad_norm: float | None
     current: Shard | None
     counts: bool
+    recovery: Recovery
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the running body is one of a batch that has not been done before the workers have changed."""
+        ...
+
+    def do_not_repeat(self, why: str) -> None:
+        """Let the loss of a worker start all workers again from here on."""
+        ...
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        """Take the step of a batch; None if the workers have changed before it."""
+        ...
+
+    def note_deferred(self) -> None:
+        """Note that the step of a body is put off until this worker's last shard."""
+        ...
+
+    def buffers_of_shard(self, shard: Shard) -> torch.Tensor | None:
+        """Return what a shard has made of the buffers, if they are summed up in the step."""
+        ...
+
+    def set_buffers(self, sums: torch.Tensor, samples: float | torch.Tensor) -> None:
+        """Set the buffers in a step."""
+        ...
+
+    def note_requests(self, requests: torch.Tensor) -> None:
+        """Note the sum of the workers' requests in a step."""
+        ...
 
     def shards(self, batch: Any) -> Any:
         """Yield the data of each of this worker's shards of a global batch."""
@@ -71,24 +108,32 @@ class _Unread(NamedTuple):
     copy: HostCopy
     check: Callable[[float], None]
 
+    def settle(self) -> None:
+        """Wait for the number, and check it."""
+        self.check(self.copy.read()[0])
+
 
 class PreparedOptimizer:
     """Replaces `step` and `zero_grad` of an optimizer, and sums the gradients of its parameters over all shards.
 
     Gradients that stay for a later batch are rescaled to the weight of the shard then, because the parts of a smaller
     batch may have other weights.
+
+    Attributes:
+        optimizer: the optimizer.
+        steps_done: the number of its steps.
     """
 
     def __init__(self, optimizer: Optimizer, job: Job) -> None:
         if hasattr(optimizer, "shards"):
             raise ConfigError("optimizer", "each optimizer in one call of prepare() only", found="one in two")
         refuse_closure(optimizer)
-        self._optimizer, self._job = optimizer, job
+        self.optimizer, self._job = optimizer, job
         self._original_step, self._original_zero_grad = optimizer.step, optimizer.zero_grad
         self._replicas = ReplicaCheck(job.comm, job.model, optimizer, exact=job.exact)
         self._gradients = ShardGradients()
         self._reducer = Reducer(job.comm, job.virtual_workers, one_pass=False)
-        self._steps = 0
+        self.steps_done = 0
         self._empty: list[int] = []  # shards of the batch for which no body runs
         self._waiting: list[int] = []  # those of them that are not in the sums yet
         self._stepped: list[int] = []
@@ -96,13 +141,15 @@ class PreparedOptimizer:
         self._accumulates = False  # whether a shard of this batch has gradients of an earlier one
         self._left_out_before = 0  # samples left out of batches whose gradients stay for a later one
         self._settings: dict[tuple[int, str], Any] = {}  # of the first shard that has stepped
+        self._sums_buffers = False  # in the step, with the gradients
         self._unread: list[_Unread] = []  # numbers of earlier steps, see `_check_later`
+        self._of_step: list[_Unread] = []  # those of the step in progress
         self._ignored: list[torch.Tensor] = []  # numbers of labels that losses of the running shard have ignored
         self._refresh()
 
     def install(self) -> None:
         """Replace the optimizer's methods."""
-        optimizer: Any = self._optimizer
+        optimizer: Any = self.optimizer
 
         def step(_: Optimizer, closure: Any = None, *, loss: Any = None, count: Any = None) -> torch.Tensor | None:
             return self.step(closure, loss, count)
@@ -132,15 +179,27 @@ class PreparedOptimizer:
 
     def _refresh(self) -> None:
         """Find out which parameters are trained now."""
-        trained = [p for p in parameters_of(self._job.model, self._optimizer) if p.requires_grad]
+        trained = [p for p in parameters_of(self._job.model, self.optimizer) if p.requires_grad]
         self._gradients.train(trained)
+
+    # --- elastic jobs -------------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """End the bodies of a batch whose step was not done, and which run again."""
+        self._gradients.zero(everywhere=True)
+        self._set_stepped(False)
+
+    def regroup(self) -> None:
+        """Adapt to the communicator's new workers, which have the same state."""
+        self._reducer = Reducer(self._job.comm, self._job.virtual_workers, one_pass=False)
+        self._replicas.regroup()
 
     # --- shards -------------------------------------------------------------------------------------------------------
 
     def begin_batch(self, empty: list[int]) -> None:
         """Begin a global batch, of which this worker's shards `empty` have no samples."""
         self._refresh()
-        self._gradients.begin_batch(is_due(self._steps))
+        self._gradients.begin_batch(is_due(self.steps_done))
         self._begin(empty)
 
     def _begin(self, empty: list[int]) -> None:
@@ -175,7 +234,7 @@ class PreparedOptimizer:
         self._gradients.zero(everywhere=self._job.current is None)
 
     def _set_stepped(self, stepped: bool) -> None:
-        self._optimizer.stepped = stepped  # type: ignore[attr-defined]
+        self.optimizer.stepped = stepped  # type: ignore[attr-defined]
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -184,20 +243,41 @@ class PreparedOptimizer:
         if closure is not None:
             hint = "It could call it any number of times, on each worker another."
             raise ConfigError("closure", "none for an optimizer of prepare()", found="one", hint=hint)
+        if self._job.is_abandoned:  # its bodies run again
+            return None
         shard = self._job.current or self._outside()
         self._check_step(shard, count)
+        if self._job.recovery.repeats and self._gradients.any_carried_over():
+            self._job.do_not_repeat("gradients that stay for a later step")
         if self._job.current is None:
             self._job.look_at_repeated(self._gradients.current())
-        self._collect(shard, loss, count)
-        self._job.note_used(self._gradients)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's own wrapper does
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's own wrapper does
         if not shard.last:
+            self._collect(shard, loss, count)
+            self._job.note_used(self._gradients)
             self._gradients.release()
             self._job.record_deferred_step()
+            self._job.note_deferred()
             return None
+        done = self._job.attempt(partial(self._complete, shard, loss, count))
+        if done is None:
+            return None
+        mean, norm = done
+        if norm is not None:
+            self.optimizer.grad_norm = norm  # type: ignore[attr-defined]
+        self._gradients.release()
+        self._set_stepped(True)
+        return mean
+
+    def _complete(self, shard: Shard, loss: Any, count: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Take the step after this worker's last shard; returns the mean loss, and the norm of the gradient."""
+        self._of_step = []
+        self._collect(shard, loss, count)
+        self._job.note_used(self._gradients)
         self._reducer.finish()
         sums = self._reducer.sums
         assert sums is not None
+        norm = None
         if self._counted:
             self._divide_by_count(sums[1])
         elif shard.left_out is not None:
@@ -210,14 +290,19 @@ class PreparedOptimizer:
             self._check_later(sums[8], _check_ignored)
         if self._job.max_grad_norm is not None:
             norm = clip(self._gradients.trained, self._job.max_grad_norm)
-            self._optimizer.grad_norm = norm  # type: ignore[attr-defined]
+            self.optimizer.grad_norm = norm  # type: ignore[attr-defined]  # for hooks of the optimizer
         self._check_replicas(sums[2:6])
-        with self._job.update():
+        if self._sums_buffers:
+            samples = shard.total if shard.left_out is None else shard.total - sums[6]
+            self._job.set_buffers(sums[_NUMBERS:], samples)
+        with self._job.update():  # from here on nobody waits for others: the step is done, or none of it
             self._original_step()
-        self._steps += 1
-        self._gradients.release()
-        self._set_stepped(True)
-        return None if loss is None else sums[0] / sums[1]
+        self._unread += self._of_step
+        while len(self._unread) > LAG:
+            self._unread.pop(0).settle()
+        self._job.note_requests(sums[9])
+        self.steps_done += 1
+        return None if loss is None else sums[0] / sums[1], norm
 
     def _check_left_out(self, left_out: float) -> None:
         """Check that no samples were left out of batches whose gradients are accumulated.
@@ -236,10 +321,11 @@ class PreparedOptimizer:
         Nothing waits for the device: the check comes at most a few steps later, or at the end of the epoch, see
         `settle`. It is the same step on every worker.
         """
-        self._unread.append(_Unread(HostCopy(number.detach().reshape(1)), check))
-        lag = 0 if number.device.type == "cpu" else LAG
-        while len(self._unread) > lag:
-            self._settle_first()
+        unread = _Unread(HostCopy(number.detach().reshape(1)), check)
+        if number.device.type == "cpu":
+            unread.settle()
+        else:
+            self._of_step.append(unread)
 
     def settle(self) -> None:
         """Check the numbers of the latest steps; this waits for the device.
@@ -248,11 +334,7 @@ class PreparedOptimizer:
             ConfigError: see `step`.
         """
         while self._unread:
-            self._settle_first()
-
-    def _settle_first(self) -> None:
-        first = self._unread.pop(0)
-        first.check(first.copy.read()[0])
+            self._unread.pop(0).settle()
 
     def _outside(self) -> Shard:
         """Return what stands for the shard of a step outside of a loop over a loader or `shards`."""
@@ -317,7 +399,7 @@ class PreparedOptimizer:
 
     def _collect(self, shard: Shard, loss: Any, count: Any) -> None:
         """Add the weighted gradients and the numbers of `shard` to the sums, in order with those of empty shards."""
-        marks = self._replicas.marks(self._steps) if shard.last else None
+        marks = self._replicas.marks(self.steps_done) if shard.last else None
         if self._waiting:
             self._gradients.drop_in(self._empty)
         device = self._job.comm.device
@@ -329,7 +411,11 @@ class PreparedOptimizer:
             # The sum of a part that counts nothing may be divided by something else, as by clamp(count, min=1).
             number = float(divisor) if divisor.device.type == "cpu" else divisor.to(weight.dtype)
             scale = torch.where(weight == 0, number, weight)
-        numbers = torch.zeros(9, dtype=weight.dtype, device=device)
+        of_buffers = self._job.buffers_of_shard(shard)
+        self._sums_buffers = of_buffers is not None
+        numbers = torch.zeros(_NUMBERS, dtype=weight.dtype, device=device)
+        if of_buffers is not None:
+            numbers = torch.cat([numbers, of_buffers.to(device)])
         if loss is not None and shard.samples:
             # Where nothing counts, a mean is no number.
             numbers[0] = torch.where(scale == 0, 0.0, torch.as_tensor(loss).detach() * scale)
@@ -342,6 +428,8 @@ class PreparedOptimizer:
         if shard.left_out is not None:
             numbers[6].fill_(shard.left_out)  # an assignment of a number waits for a device
             numbers[7].fill_(self._left_out_before + shard.left_out if self._accumulates else 0)
+        if shard.last and (requests := self._job.recovery.requests):
+            numbers[9].fill_(requests)
         if self._waiting and self._waiting[0] < shard.number:
             present = self._gradients.current()
             self._add_empty(numbers, before=shard.number)
@@ -387,14 +475,14 @@ class PreparedOptimizer:
 
         Off the CPU nothing waits: where nothing counts, gradients are zero, and the error comes a few steps later.
         """
-        self._check_later(total, partial(_check_counts, self._steps))
+        self._check_later(total, partial(_check_counts, self.steps_done))
         if self._job.virtual_workers > 1:
             gradients = [p.grad for p in self._gradients.trained if p.grad is not None]
             scale_gradients(gradients, torch.where(total == 0, 0.0, 1 / total))
 
     def _check_replicas(self, marks: torch.Tensor) -> None:
-        if self._job.comm.size > 1 and (marks.device.type == "cpu" or self._steps & (self._steps - 1) <= 0):
-            self._replicas.settle(self._steps, marks.tolist())
+        if self._job.comm.size > 1 and (marks.device.type == "cpu" or self.steps_done & (self.steps_done - 1) <= 0):
+            self._replicas.settle(self.steps_done, marks.tolist())
 
 
 def _check_ignored(ignored: float) -> None:

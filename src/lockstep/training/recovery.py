@@ -16,27 +16,45 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Protocol, TypeVar, cast
+from signal import SIGTERM, Signals
+from typing import Any, NoReturn, Protocol, TypeVar, cast
+from weakref import WeakMethod
 
 import torch
 
+from .. import interruption
 from ..checkpoint.serialization import pack, unpack
 from ..communicator import Communicator
 from ..communicator.elastic_communicator import ElasticCommunicator, failure_reason
 from ..data.loader import Batch
-from ..elastic.client import MembershipClient, WorkerLeft
+from ..elastic.client import MembershipClient
 from ..elastic.membership import NO_STATE, Commit, View
 from ..errors import InterruptedRunError, MembershipChangedError
 from ..flight_recorder import named
 from ..parallel.nested import map_tensors
 from .stop_signals import StopSignals
 
-__all__ = ["REGROUP", "STOP", "ElasticRecovery", "Recovery", "TrainingState", "as_bytes", "from_bytes", "recovery_of"]
+__all__ = [
+    "REGROUP",
+    "STOP",
+    "ElasticRecovery",
+    "Recovery",
+    "TrainingState",
+    "as_bytes",
+    "from_bytes",
+    "interrupt",
+    "recovery_of",
+    "repeat_by",
+    "repeated",
+]
 
 T = TypeVar("T")
 
 STOP, REGROUP = 1.0, 65536.0
 """What a worker adds to the sum of a step's requests if it requests a stop, or to regroup; no job has more workers."""
+
+
+_OUTSIDE = -1  # in place of the number of a training: the loss of a worker is not survived
 
 
 class TrainingState(Protocol):
@@ -109,6 +127,16 @@ class Recovery:
     is_missing = False
 
     @property
+    def is_running(self) -> bool:
+        """Whether a training of it runs."""
+        return False
+
+    @property
+    def repeats(self) -> bool:
+        """Whether operations are repeated after a loss."""
+        return False
+
+    @property
     def requests(self) -> float:
         """What this worker adds to the requests of a step, see `STOP` and `REGROUP`."""
         return 0.0
@@ -124,7 +152,12 @@ class Recovery:
 
     @contextmanager
     def training(
-        self, state: TrainingState, most: int, folder: str = "", signals: StopSignals | None = None
+        self,
+        state: TrainingState,
+        most: int,
+        folder: str = "",
+        signals: StopSignals | None = None,
+        repeats: bool = True,
     ) -> Iterator[bool]:
         """Return a context in which operations are repeated; its value is whether this worker takes part.
 
@@ -133,6 +166,7 @@ class Recovery:
             most: the largest number of workers that it can have.
             folder: of the run; "" without one.
             signals: those that this worker receives.
+            repeats: whether operations are repeated from the beginning on, and not only after `resume`.
 
         Raises:
             WorkerLeft: this worker has left the job, which goes on.
@@ -157,6 +191,23 @@ class Recovery:
             meets: whether no worker can complete it before all have begun it, as a sum over all workers.
         """
         return operation(*args)
+
+    def attempt(self, operation: Callable[..., T], *args: Any) -> T | None:
+        """Return the result of an operation, which is not None; None after a loss, unless others have done it.
+
+        The caller then prepares another attempt, with what this worker has to do now.
+
+        Args:
+            operation: see `run`; no worker can complete it before all have begun it.
+            args: its arguments.
+        """
+        return operation(*args)
+
+    def suspend(self) -> None:
+        """From here on nothing is repeated: a loss ends the training, and no worker joins or leaves it."""
+
+    def resume(self) -> None:
+        """From here on, again, operations are repeated; called by all workers between two of them."""
 
     def read(self, load: Callable[[], T]) -> T:
         """Return what `load` returns, which changes nothing that workers have alike; called again after a loss."""
@@ -185,6 +236,10 @@ class ElasticRecovery(Recovery):
         self._comm, self._client = comm, comm.client
         self._state: TrainingState | None = None  # of the training that runs
         self._signals = StopSignals()
+        self._given_signals: StopSignals | None = None
+        self._held = ExitStack()  # the signals, while operations are repeated
+        self._most, self._folder = 1, ""
+        self._is_suspended = False
         self._training = -1
         self._done = 0
         self._last: Any = None  # the result of the last operation
@@ -192,9 +247,19 @@ class ElasticRecovery(Recovery):
         self._is_within = False  # an operation
 
     @property
+    def is_running(self) -> bool:
+        """See `Recovery.is_running`."""
+        return self._state is not None
+
+    @property
+    def repeats(self) -> bool:
+        """See `Recovery.repeats`."""
+        return self._state is not None and not self._is_suspended
+
+    @property
     def requests(self) -> float:
         """See `Recovery.requests`."""
-        if self._state is None:
+        if not self.repeats:
             return 0.0
         return STOP * bool(self._client.stop_signal) + REGROUP * self._client.wants_to_regroup
 
@@ -211,31 +276,65 @@ class ElasticRecovery(Recovery):
 
     @contextmanager
     def training(
-        self, state: TrainingState, most: int, folder: str = "", signals: StopSignals | None = None
+        self,
+        state: TrainingState,
+        most: int,
+        folder: str = "",
+        signals: StopSignals | None = None,
+        repeats: bool = True,
     ) -> Iterator[bool]:
         """See `Recovery.training`."""
         comm = self._comm
         self._training, comm.trainings = comm.trainings, comm.trainings + 1
-        earlier = comm.earlier_result()
-        if earlier is not None:  # the others had completed this training before this worker joined
-            state.result = earlier
-            yield False
-            return
         self._state, self._done, self._last, self._has_state = state, 0, None, not comm.is_joining
+        self._most, self._folder, self._given_signals, self._is_suspended = most, folder, signals, True
         comm.keeps_values = False
         try:
-            with ExitStack() as stack:
-                self._signals = stack.enter_context(StopSignals()) if signals is None else signals
-                if comm.is_joining:
-                    self._regroup()
-                else:
-                    self._client.enter(self._training, most, folder)
-                    state.commit(None)
-                yield True
+            with self._held:
+                takes_part = not comm.is_joining or self._join(state)
+                if repeats and takes_part:
+                    self.resume()
+                yield takes_part
                 leave_later(self._signals, self._client)
         finally:
             self._state, comm.keeps_values = None, True
-        comm.note_result(state.result)
+        if takes_part:
+            comm.note_result(state.result)
+
+    def _join(self, state: TrainingState) -> bool:
+        """Become a member at the next boundary; False if the others have completed this training before that."""
+        comm = self._comm
+        if comm.joins_before_result():
+            self._hold_signals()
+            try:
+                self._regroup()
+            except _LateError:
+                comm.is_joining = True  # in the training that the others are in
+                self._held.close()
+            else:
+                self._is_suspended = False
+                return True
+        state.result = comm.earlier_result()
+        return False
+
+    def _hold_signals(self) -> None:
+        given = self._given_signals
+        self._signals = self._held.enter_context(StopSignals()) if given is None else given
+
+    def suspend(self) -> None:
+        """See `Recovery.suspend`."""
+        if self.repeats:
+            self._is_suspended = True
+            self._client.enter(_OUTSIDE, self._most, self._folder)
+            self._held.close()
+
+    def resume(self) -> None:
+        """See `Recovery.resume`."""
+        if self._state is not None and self._is_suspended:
+            self._hold_signals()
+            self._client.enter(self._training, self._most, self._folder)
+            self._is_suspended = False
+            self._state.commit(None)
 
     @contextmanager
     def until_all_have_ended(self) -> Iterator[None]:
@@ -245,11 +344,15 @@ class ElasticRecovery(Recovery):
         except InterruptedRunError:  # on all workers
             self._complete()
             raise
+        except GeneratorExit:  # the program has left its loop, or an error has ended that: nobody is waited for
+            leave_later(self._signals, self._client)
+            self.suspend()
+            raise
         self._complete()
 
     def _complete(self) -> None:
-        assert self._state is not None
-        while True:
+        while self.repeats:
+            assert self._state is not None
             with suppress(MembershipChangedError):
                 self._state.note_seen(self._note_seen)
                 if self._client.complete():
@@ -264,14 +367,22 @@ class ElasticRecovery(Recovery):
 
     def run(self, operation: Callable[..., T], *args: Any, meets: bool = True) -> T:
         """See `Recovery.run`."""
-        if self._state is None or self._is_within:  # outside of a training, or a part of another operation
+        if self._state is None or self._is_suspended or self._is_within:  # or it is a part of another operation
             return operation(*args)
         number = self._done
         while self._done == number:
-            self._attempt(self._state, operation, args, meets)
+            self._try(self._state, operation, args, meets)
         return cast(T, self._last)
 
-    def _attempt(self, state: TrainingState, operation: Callable[..., Any], args: Any, meets: bool) -> None:
+    def attempt(self, operation: Callable[..., T], *args: Any) -> T | None:
+        """See `Recovery.attempt`."""
+        if self._state is None or self._is_suspended or self._is_within:
+            return operation(*args)
+        number = self._done
+        self._try(self._state, operation, args, meets=True)
+        return cast(T, self._last) if self._done > number else None
+
+    def _try(self, state: TrainingState, operation: Callable[..., Any], args: Any, meets: bool) -> None:
         self._is_within = True
         try:
             self._leave_if_signalled()
@@ -306,7 +417,7 @@ class ElasticRecovery(Recovery):
             try:
                 return load()
             except RuntimeError as error:
-                if self._state is None or self._is_within:
+                if not self.repeats or self._is_within:
                     raise
                 self._regroup(failure_reason(error))
 
@@ -315,7 +426,7 @@ class ElasticRecovery(Recovery):
         try:
             hook(*args)
         except RuntimeError as error:
-            if self._state is None or self._is_within:
+            if not self.repeats or self._is_within:
                 raise
             self._regroup(failure_reason(error))
 
@@ -341,13 +452,16 @@ class ElasticRecovery(Recovery):
         """Take part in the next view, again and again until its group is complete and all have the same state."""
         assert self._state is not None
         self._state.leave()
-        self._comm.regroup_until(self._arrive, self._adapt, reason, at_boundary)
+        self._comm.regroup_until(self._arrive, self._adapt, reason, at_boundary, self._check)
+
+    def _check(self, view: View) -> None:
+        """Check, before its group is formed, that a view is of the training that this worker is about to join."""
+        if not self._has_state and view.fit > self._training:
+            raise _LateError
 
     def _adapt(self, view: View) -> None:
         assert self._state is not None
         best = max(view.commits)
-        if best[:1] > (self._training,):  # the others are in a later training than this worker, which has just joined
-            raise WorkerLeft
         if any(commit != best for commit in view.commits):
             self._share(self._state, view, best)
         self._state.regroup(view.states, all_seen=tuple(view.events) >= tuple(self._commit()))
@@ -376,6 +490,36 @@ class ElasticRecovery(Recovery):
         self._last = state.from_others(result)
         self._done, self._has_state = best[1], True
         state.commit(None if is_new else self._last)
+
+
+_repeat: WeakMethod[Callable[[Callable[[], Any]], Any]] | None = None
+
+
+def repeat_by(repeat: Callable[[Callable[[], Any]], Any]) -> None:
+    """Let a loop of one's own in an elastic job repeat the evaluations that the program calls in it, and beside it.
+
+    Args:
+        repeat: a method that returns the result of an operation; its object is not kept alive.
+    """
+    global _repeat
+    _repeat = WeakMethod(repeat)
+
+
+def repeated(operation: Callable[[], T]) -> T:
+    """Return the result of an operation that the program calls, on all workers, and that changes nothing."""
+    repeat = None if _repeat is None else _repeat()
+    return operation() if repeat is None else cast(T, repeat(operation))
+
+
+def interrupt(recovery: Recovery, steps_done: int) -> NoReturn:
+    """End a loop of one's own after a signal to the job, on all workers."""
+    number = recovery.stop_signal or SIGTERM
+    interruption.install()
+    raise InterruptedRunError(f"stopped by {Signals(number).name} after step {steps_done}", number)
+
+
+class _LateError(Exception):
+    """The others are in a later training than this worker, which joins them."""
 
 
 def recovery_of(comm: Communicator, can_regroup: bool = True) -> Recovery:

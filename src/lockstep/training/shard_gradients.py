@@ -267,6 +267,10 @@ class ShardGradients:
         """Return whether gradients of an earlier batch are a part of the running shard's."""
         return self.carried and any(self._is_kept(number) for number in range(len(self.trained)))
 
+    def any_carried_over(self) -> bool:
+        """Return whether the running shard's gradients have something in them with which it began."""
+        return any(self._is_kept(number) for number in range(len(self.trained)))
+
     def check_not_of_step(self) -> None:
         """Check that no shard has added to the sum that an earlier step has left; others have not got it.
 

@@ -659,3 +659,36 @@ def test_a_loss_outside_of_the_training_is_not_survived() -> None:
         coordinator.receive(number, Ready())
     coordinator.lost(0)
     assert "outside of the training" in coordinator.failure
+
+
+def test_a_loss_is_not_survived_by_those_that_have_left_their_training() -> None:
+    coordinator = formed(3)
+    for number in range(3):
+        coordinator.receive(number, Enter(2, 8))
+    coordinator.receive(1, Enter(-1, 8))
+    coordinator.lost(0)
+    assert coordinator.failure == "a worker was lost outside of the training"
+
+
+def test_a_loss_is_not_survived_if_the_others_are_in_a_later_training() -> None:
+    coordinator = formed(3)
+    for number, fit in ((0, 2), (1, 2), (2, 2), (1, -1), (2, -1), (1, 3), (2, 3)):
+        coordinator.receive(number, Enter(fit, 8))
+    coordinator.lost(0)
+    assert coordinator.failure == "a worker was lost outside of the training"
+
+
+def test_members_that_leave_their_training_before_they_meet_after_a_loss_start_again() -> None:
+    coordinator = formed(3)
+    coordinator.lost(0)
+    assert not coordinator.failure
+    coordinator.receive(1, Enter(-1, 8))
+    assert coordinator.failure == "a worker was lost outside of the training"
+
+
+def test_who_waits_to_join_is_told_what_rank_0_sends_meanwhile() -> None:
+    coordinator = formed(1)
+    start(coordinator, 1)
+    told(coordinator)
+    coordinator.receive(0, Publish(b"result", 7))
+    assert told(coordinator) == [(1, Publish(b"result", 7))]

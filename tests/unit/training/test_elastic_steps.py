@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.data.loader import Loader
-from lockstep.elastic.membership import View
 from lockstep.errors import ConfigError, MembershipChangedError
 from lockstep.training import recovery
-from lockstep.training.model_state import ModelState
+from lockstep.training.model_state import StateOfStep
 from lockstep.training.step import TrainStep
+from support.elastic_group import Group, share
 
 
 def make(virtual_workers: int | None = None, own_scheduler: bool = True) -> tuple[Loader, TrainStep]:
@@ -98,68 +97,6 @@ def test_bad_arguments(change: dict[str, Any], said: str) -> None:
 
 
 # --- in an elastic job, with one worker at a time ---------------------------------------------------------------------
-
-
-class Client:
-    """A membership in which nothing happens of itself."""
-
-    wants_to_regroup = leaving = False
-    stop_signal = 0
-
-    def enter(self, fit: int, most: int, folder: str) -> None:
-        """Do nothing."""
-
-    def check(self) -> None:
-        """Do nothing."""
-
-    def complete(self) -> bool:
-        return True
-
-
-class Group:
-    """A communicator whose next view consists of a worker that is ahead, rank 0, and another one.
-
-    Args:
-        rank: which of them this is.
-        sent: what the first has sent.
-        behind: the commit of the other one, () if it joins.
-    """
-
-    def __init__(self, rank: int, sent: list[Any], behind: Any = ()) -> None:
-        self.rank, self.size, self.device, self.client = rank, 1, torch.device("cpu"), Client()
-        self.is_joining, self.keeps_values, self.trainings, self.sent = rank == 1 and not behind, True, 0, sent
-        self.commits: list[Any] = []
-        self.behind = behind
-
-    def earlier_result(self) -> None:
-        """Return none."""
-
-    def note_result(self, result: object) -> None:
-        """Do nothing."""
-
-    def barrier(self) -> None:
-        """Do nothing."""
-
-    def broadcast_object(self, value: Any, root: int) -> Any:
-        if self.rank == root:
-            self.sent.append(pickle.dumps(value))
-        return pickle.loads(self.sent.pop(0) if self.rank != root else self.sent[-1])
-
-    def regroup_until(self, commit: Any, adapt: Any, reason: str = "", at_boundary: bool = False) -> None:
-        ahead = commit() if self.rank == 0 else self.commits[0]
-        self.commits.append(ahead)
-        self.is_joining = False
-        self.client.wants_to_regroup = False
-        behind = commit() if self.rank == 1 else self.behind
-        assert behind == self.behind and at_boundary == (not self.behind and self.rank == 0)
-        adapt(View(1, (0, 1), (0, 0), (ahead, behind), 0))
-
-
-def share(comm: Any, source: int, state: Any, wanted: bool) -> Any:
-    if comm.rank == source:
-        comm.sent.append(pickle.dumps(state))
-        return {}
-    return pickle.loads(comm.sent.pop(0))
 
 
 def train(comm: Any, fails: str, own_scheduler: bool = True, hook: Any = None) -> dict[str, Any]:
@@ -245,7 +182,7 @@ def test_a_model_that_the_body_has_changed_is_not_given_to_who_would_change_it_a
 
 def test_what_an_operation_has_changed_that_was_not_done_is_no_change_of_the_program() -> None:
     _, step = make()
-    state = ModelState(step)
+    state = StateOfStep(step)
 
     def touch() -> None:
         with torch.no_grad():

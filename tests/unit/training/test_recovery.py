@@ -84,8 +84,8 @@ class Group:
     def ended(self) -> bool:
         return self.endings.pop()
 
-    def earlier_result(self) -> Any:
-        return None
+    def joins_before_result(self) -> bool:
+        return True
 
     def note_result(self, result: object) -> None:
         self.noted.append(result)
@@ -93,7 +93,9 @@ class Group:
     def barrier(self) -> None:
         self.noted.append("barrier")
 
-    def regroup_until(self, commit: Any, adapt: Any, reason: str = "", at_boundary: bool = False) -> None:
+    def regroup_until(
+        self, commit: Any, adapt: Any, reason: str = "", at_boundary: bool = False, check: Any = None
+    ) -> None:
         self.reasons.append((reason, at_boundary))
         adapt(View(len(self.reasons), (0,), (0,), (commit(),), 0))
 
@@ -180,7 +182,7 @@ def test_who_has_ended_waits_for_all_others_also_after_a_signal_to_the_job() -> 
 
 def test_a_worker_that_comes_after_the_end_of_a_training_takes_no_part() -> None:
     comm: Any = Group()
-    comm.earlier_result = lambda: ["a row"]
+    comm.is_joining, comm.joins_before_result, comm.earlier_result = True, lambda: False, lambda: ["a row"]
     state: Any = State()
     with ElasticRecovery(comm).training(state, 1) as takes_part:
         assert not takes_part and state.result == ["a row"]

@@ -14,11 +14,18 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 
 @pytest.mark.parametrize(
-    ("program", "backend", "count"),
-    [("elastic_chaos.py", "shm", 18), ("elastic_chaos.py", "gloo", 12), ("own_loop_chaos.py", "shm", 16)],
+    ("program", "options", "backend", "count"),
+    [
+        ("elastic_chaos.py", [], "shm", 18),
+        ("elastic_chaos.py", [], "gloo", 12),
+        ("own_loop_chaos.py", [], "shm", 16),
+        ("own_loop_chaos.py", ["--prepare"], "shm", 12),
+    ],
 )
-def test_faults_change_no_bit(program: str, backend: str, count: int, tmp_path: Path, warm: None) -> None:
-    words = [SUPPORT / program, count, "--first", 100, "--backend", backend]
+def test_faults_change_no_bit(
+    program: str, options: list[str], backend: str, count: int, tmp_path: Path, warm: None
+) -> None:
+    words = [SUPPORT / program, count, "--first", 100, "--backend", backend, *options]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT.parent)}
     done = warm_python.run(words, tmp_path, variables, timeout=110.0)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
