@@ -12,11 +12,13 @@ of its own: it draws from that of the CPU. A process that has called `register` 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +33,9 @@ MEMORY = 1 << 34  # bytes that it says it has
 ONE_EACH = {"CUDA_VISIBLE_DEVICES": "0"}  # for workers of which each sees a device of its own
 
 WAITS: Counter[str] = Counter()
-"""How often the host has waited for the device, by cause; see `_wait`."""
+"""How often the host has waited for the device, by cause and place."""
 
+_TORCH = str(Path(torch.__file__).parent)
 _aten = torch.ops.aten
 _AUTOCAST_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # type: ignore[attr-defined]
@@ -98,8 +101,16 @@ _queue = _Queue()
 
 def _wait(cause: str) -> None:
     """Count that the host waits until the device has done all that was queued."""
-    WAITS[cause] += 1
+    WAITS[f"{cause}, {_place()}"] += 1
     _queue.arrive(_queue.operations)
+
+
+def _place() -> str:
+    """Return the file and line that made the host wait."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or _TORCH in frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 class _Event:
@@ -116,7 +127,7 @@ class _Event:
 
     def synchronize(self) -> None:
         if self.recorded == _queue.operations:
-            WAITS["event of the latest work"] += 1
+            WAITS[f"event of the latest work, {_place()}"] += 1
         _queue.arrive(self.recorded)
 
     def wait(self, stream: Any = None) -> None: ...
@@ -399,9 +410,28 @@ def _over_gloo(name: str) -> Callable[..., Any]:
     def call(group: _ToyGroup, *args: Any, **kwargs: Any) -> Any:
         _queue.operations += 1
         given, named = pytree.tree_map(lambda each: _host(each) if _is_toy(each) else each, (args, kwargs))
-        return getattr(group._gloo, name)(*given, **named)
+        work = getattr(group._gloo, name)(*given, **named)
+        return _ToyWork(work, args[0] if args and isinstance(args[0], list) else [])
 
     return call
+
+
+class _ToyWork(dist.Work):
+    """A started collective, whose result are the tensors of the device."""
+
+    def __init__(self, inner: Any, result: list[Any]) -> None:
+        super().__init__()
+        self._inner, self._result = inner, result
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._inner.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def get_future(self) -> Any:
+        return self._inner.get_future().then(lambda _: self._result)
 
 
 # --- Operations that torch does not leave to the fallback -------------------------------------------------------------

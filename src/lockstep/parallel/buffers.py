@@ -13,6 +13,9 @@ from .strategy import accumulation_dtype
 
 __all__ = ["Buffers", "is_running_statistic"]
 
+# Their buffers, such as the weights of classes, are never changed by a pass, and need not be looked for there.
+_TORCH_LOSSES = "torch.nn.modules.loss"
+
 
 def is_running_statistic(layer: nn.Module, buffer: torch.Tensor) -> bool:
     """Return whether a buffer of `layer` is a running mean or variance, of which parts of a batch have an average."""
@@ -50,7 +53,7 @@ class Buffers:
         self._others = [
             _OtherBuffer(layer, name, saves)
             for layer in model.modules()
-            if id(layer) not in norms
+            if id(layer) not in norms and type(layer).__module__ != _TORCH_LOSSES
             for name in layer._buffers
         ]
         self._averaged: list[torch.Tensor] = []  # running statistics in this step
