@@ -42,7 +42,7 @@ class Waits:
         self.seen: Counter[str] = Counter()
 
     def note(self, step: int, passes: int = 1) -> None:
-        """Count those since the last call, if this pass of so many for each update has no reason to wait."""
+        """Count those since the last call, if this one of so many passes for each update has no reason to wait."""
         if step in QUIET and not is_due(step // passes):
             self.seen += toy_device.WAITS
         toy_device.WAITS.clear()
@@ -91,7 +91,8 @@ def own_loop(
     options: dict[str, Any], accumulation: int = 1, make_model: Callable[[], nn.Module] = model
 ) -> dict[str, int]:
     waits = Waits()
-    _, trained, optimizer = start(make_model)
+    comm, trained, optimizer = start(make_model)
+    turns = accumulation * options.get("virtual_workers", comm.size) // comm.size
     loader = DataLoader(data(), 16, shuffle=True)
     trained, optimizer, loader = lockstep.prepare(trained, optimizer, loader, **options)
     for number, (inputs, labels) in enumerate(loader):
@@ -99,7 +100,7 @@ def own_loop(
         if number % accumulation == accumulation - 1:
             optimizer.step()
             optimizer.zero_grad()
-        waits.note(number, accumulation)
+        waits.note(number, turns)
     return dict(waits.seen)
 
 
