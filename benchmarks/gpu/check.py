@@ -4,7 +4,7 @@ Runs the tests marked `gpu`, the examples on the GPU, `lockstep doctor`, and the
 process of its own with a time limit; goes on after a failure. What was found is in one JSON file and one page.
 
     make gpu-check                                  # with the Python of PYTHON, which has a build of torch with CUDA
-    python benchmarks/gpu/check.py --only tests     # a part; also examples, doctor, epochs, small_steps, ...
+    python benchmarks/gpu/check.py --only tests     # a part once more: the others stay as they were found before
     python benchmarks/gpu/check.py --device cpu --quick    # to see that the scripts run; the figures say nothing
     python benchmarks/gpu/check.py --write          # also puts the page into docs/gpus.md
 
@@ -247,7 +247,7 @@ def measurement(part: Part, setting: Setting) -> dict[str, Any]:
 PARTS = [
     Part("doctor", 40, doctor),
     Part("tests", 190, tests),
-    Part("small_steps", 60, measurement),
+    Part("small_steps", 110, measurement),
     Part("epochs", 150, measurement),
     Part("language_model", 60, measurement),
     Part("examples", 90, examples),
@@ -320,11 +320,11 @@ def page(result: dict[str, Any]) -> str:
     host, parts = result["host"], result["parts"]
     lines = [
         f"{host['date']}: {host['device']}; driver {host['driver']}; {host['cores']} cores; Python {host['python']}, "
-        f"torch {host['torch']} (CUDA {host['cuda']}); Lockstep at {host['commit']}.",
+        f"torch {host['torch']} (CUDA {host['cuda']}).",
         "",
-        "| Part | Result | Seconds |",
-        "|---|---|---:|",
-        *(f"| {name} | {_state(part)} | {part['seconds']:.0f} |" for name, part in parts.items()),
+        "| Part | Result | Seconds | Commit |",
+        "|---|---|---:|---|",
+        *(f"| {name} | {_state(part)} | {part['seconds']:.0f} | {part['commit']} |" for name, part in parts.items()),
         "",
         "| Aim | Found | |",
         "|---|---:|---|",
@@ -385,6 +385,7 @@ def describe_host(device: str) -> dict[str, Any]:
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
         ) if _exists("nvidia-smi") else None  # fmt: skip
         driver = (asked.stdout.strip() or "unknown") if asked is not None else "unknown"
+    known = os.environ.get("CHECKED_COMMIT", "")  # where the folder of git is not that of the files
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -394,7 +395,7 @@ def describe_host(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda or "none",
-        "commit": commit.stdout.strip() or "an unknown commit",
+        "commit": known or commit.stdout.strip() or "an unknown commit",
     }
 
 
@@ -437,7 +438,8 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("error: torch sees no GPU here. `lockstep doctor` says why; --device cpu shows that the scripts run.")
         return 2
-    result: dict[str, Any] = {"host": describe_host(args.device), "parts": {}}
+    host = describe_host(args.device)
+    result: dict[str, Any] = {"host": host, "parts": found_before(args.output, host) if args.only else {}}
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         setting = Setting(args.device, args.quick, Path(folder), time.monotonic() + WHOLE)
@@ -450,7 +452,8 @@ def main() -> int:
                 found = part.run(part, setting) if left > _LEAST_S else {"state": f"not run: {max(0, left):.0f} s left"}
             except Exception as error:  # the other parts are still worth to be run
                 found = {"state": f"failed: {type(error).__name__}: {error}"}
-            result["parts"][part.name] = {**found, "seconds": round(time.monotonic() - began, 1)}
+            seconds = round(time.monotonic() - began, 1)
+            result["parts"][part.name] = {**found, "seconds": seconds, "commit": host["commit"]}
             print(f"{part.name}: {_state(found)}, {time.monotonic() - began:.0f} s", flush=True)
             write(result, args.output)
     text = page(result)
@@ -460,7 +463,17 @@ def main() -> int:
         from common import write_between
 
         write_between(ROOT / "docs" / "gpus.md", "gpu", text)
-    return 0 if all(part["state"].startswith("passed") for part in result["parts"].values()) else 1
+    return 0 if all(result["parts"][name]["state"].startswith("passed") for name in args.parts) else 1
+
+
+def found_before(folder: Path, host: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier check has found on the same device with the same versions; empty if there is none."""
+    path = folder / "gpu.json"
+    if not path.exists():
+        return {}
+    before = json.loads(path.read_text())
+    same = all(before["host"][name] == host[name] for name in ("device", "driver", "python", "torch", "cuda"))
+    return before["parts"] if same else {}
 
 
 def write(result: dict[str, Any], folder: Path) -> None:

@@ -18,7 +18,7 @@ from timing import Options, Side, finish, medians, options, ratio_of, take_turns
 from torch import nn
 
 import lockstep
-from gpt_text import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, Sizes
+from gpt_text import BETAS, CLIP, LEARNING_RATE, SIZES, WEIGHT_DECAY, Sizes
 from side_nanogpt import NanoGPT, make_optimizer
 
 # peak operations per second in bf16 without sparsity, from NVIDIA's data sheets (SXM)
@@ -93,7 +93,7 @@ def utilisation(tokens_per_second: float, parameters: int, sizes: Sizes, name: s
 def main() -> None:
     given, path = options(__doc__, 15.0)
     lockstep.init(given.device.type)
-    sizes = Sizes(layers=2, heads=2, width=32, context=16) if given.quick else Sizes(6, 6, 384, 256)
+    sizes = Sizes(layers=2, heads=2, width=32, context=16) if given.quick else SIZES["characters"]
     batch, steps = (4, 2) if given.quick else (64, 30)
     block, parameters = ours(sizes, batch, steps, given)
     sides: dict[str, Callable[[], Side]] = {

@@ -2,13 +2,15 @@
 
 - The watchdog on against off: all-reduces of 4 bytes and steps of DDP over NCCL, in a job of one rank.
 - The most memory of a step of ResNet-18 with 256 images: by hand and with `TrainStep`.
-- A checkpoint of 1 GB while training: how much longer some steps take with one, written at once and in the background.
+- A checkpoint of 1 GB while training: for how long the training stands still, where it is written at once and in the
+  background.
 
     PYTHONPATH=src:benchmarks python benchmarks/gpu/overheads.py
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import tempfile
@@ -25,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
-from lockstep.training.callbacks import Checkpoints
+from lockstep.training.callbacks import Callback, Checkpoints
 
 # --- The watchdog -----------------------------------------------------------------------------------------------------
 
@@ -97,8 +99,23 @@ def large(quick: bool) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, width), *(nn.Linear(width, width) for _ in range(layers - 1)))
 
 
+class Clock(Callback):
+    """Notes when each step begins."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_step_start(self, trainer: Any, batch: Any) -> None:
+        """Note the time."""
+        self.times.append(time.perf_counter())
+
+    def longest(self) -> float:
+        """Return the longest time between two of them, in seconds."""
+        return max(after - before for before, after in itertools.pairwise(self.times))
+
+
 def checkpoints(given: Options) -> dict[str, float]:
-    """Seconds of the same steps without a checkpoint, with one, and with one in the background."""
+    """The longest time between two steps, in seconds: without a checkpoint, with one, and one in the background."""
     comm, steps = lockstep.init(), 6 if given.quick else 60
     data = torch.utils.data.TensorDataset(torch.randn(512, 784), torch.zeros(512, dtype=torch.long))
     found = {}
@@ -106,23 +123,22 @@ def checkpoints(given: Options) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
             model = large(given.quick).to(comm.device)
-            callbacks = [] if options_of_side is None else [Checkpoints(f"{steps + steps // 6}steps")]
+            clock = Clock()
+            writing = [] if options_of_side is None else [Checkpoints(f"{steps + steps // 6}steps")]
             trainer = lockstep.Trainer(
                 model,
                 torch.optim.SGD(model.parameters(), lr=1e-6),
                 nn.CrossEntropyLoss(),
                 64,
-                callbacks=callbacks,
+                callbacks=[clock, *writing],
                 run_dir=Path(folder, "run"),
                 async_save=bool(options_of_side),
             )
             loader = trainer.loader(data)
             trainer.fit(loader, max_steps=steps)  # warm
-            wait_for(comm.device)
-            began = time.perf_counter()
+            clock.times.clear()
             trainer.fit(loader, max_steps=2 * steps)
-            wait_for(comm.device)
-            found[name] = time.perf_counter() - began
+            found[name] = clock.longest()
             del trainer, model, loader
     return found
 
@@ -134,7 +150,7 @@ def main() -> None:
     lockstep.init(given.device.type)
     found["memory, GiB"] = memory(given)
     keep(path, found)
-    finish(path, {**found, "checkpoint, seconds": checkpoints(given)})
+    finish(path, {**found, "longest time between two steps, seconds": checkpoints(given)})
 
 
 if __name__ == "__main__":

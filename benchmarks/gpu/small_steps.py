@@ -119,7 +119,7 @@ def is_installed(*names: str) -> bool:
 
 def measure(name: str, given: Options) -> dict[str, Any]:
     """Microseconds of a step of each side, and what they take more than the loop by hand with batches like theirs."""
-    device, make, steps = given.device, MODELS[name], 4 if given.quick else 200
+    device, make, steps = given.device, MODELS[name], 4 if given.quick else 50
     batches = batches_on(device, 8, BATCH)
     images = lockstep.data.synthetic(train=BATCH * 2 * steps, test=8)[0].to(device)
     steps_of: dict[str, Callable[[], Step]] = {
@@ -148,7 +148,7 @@ def measure(name: str, given: Options) -> dict[str, Any]:
 
 def virtual_workers(given: Options) -> dict[str, Any]:
     """Microseconds of a step of LeNet on 256 images in V passes."""
-    device, steps, size = given.device, 2 if given.quick else 50, 256
+    device, steps, size = given.device, 2 if given.quick else 20, 256
     batches, one = batches_on(given.device, 4, 256), partial(train_step, MODELS["LeNet"], device)
     sides: dict[str, Callable[[], Side]] = {"one pass": partial(repeated, one, batches, steps)}
     for count in VIRTUAL:
@@ -157,7 +157,7 @@ def virtual_workers(given: Options) -> dict[str, Any]:
 
 
 def main() -> None:
-    given, path = options(__doc__, 8.0)
+    given, path = options(__doc__, 12.0)
     lockstep.init(given.device.type)
     found: dict[str, Any] = {}
     for name in ("LeNet", "MLP"):

@@ -84,8 +84,13 @@ def describe(name: str, remark: str, result: Result | None) -> tuple[str, Proble
     if result is None:
         return remark or "not in this build of torch", None
     if "error" in result:
+        error = str(result["error"])
         fix = _FIXES.get(name, "Run a small program on it with LOCKSTEP_DEBUG=1 to see more.")
-        return f"failed: {result['error']}", Problem(f"two ranks cannot sum over {name}: {result['error']}", fix)
+        if "run as root" in error:
+            fix = (
+                "Run it as another user: Open MPI starts nothing for root, unless mpiexec is given --allow-run-as-root."
+            )
+        return f"failed: {error}", Problem(f"two ranks cannot sum over {name}: {error}", fix)
     times = f"4 B in {_time(result['small']):>7}, 4 MiB in {_time(result['large']):>7}"
     return f"{times}, {remark}" if remark else times, None
 
