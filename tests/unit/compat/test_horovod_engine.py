@@ -296,7 +296,7 @@ def test_groups() -> None:
     assert gradient_groups([a, b, c], [[c, torch.zeros(1), a], []]) == [[c, a], [b]]
 
 
-@pytest.mark.parametrize("wrong", [-1, "x", [1], 1.5])
+@pytest.mark.parametrize("wrong", [-1, "x", [1], 1.5, True])
 def test_wrong_groups(wrong: object) -> None:
     with pytest.raises(ValueError, match="groups: expected"):
         gradient_groups(parameters(1), wrong)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ... import devices
+from ... import arguments, devices
 from ...errors import ConfigError, LockstepError
 from .scatter import Device, as_devices, leaves
 
@@ -70,8 +70,7 @@ class Threads:
     """
 
     def __init__(self, count: int, cores: int | None = None) -> None:
-        if count < 1:
-            raise ConfigError("count", "at least one thread", count)
+        count = arguments.whole("count", count, least=1)
         self._cores = max(1, torch.get_num_threads() // count) if cores is None else cores
         self._start(count)
 

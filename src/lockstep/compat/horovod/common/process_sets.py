@@ -31,9 +31,11 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
         if hasattr(ranks_or_comm, "Get_rank"):
             ranks_or_comm = _global_ranks(ranks_or_comm)
-        ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
-        if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) != len(ranks):
-            raise ConfigError("ranks", "different integers, or a communicator of mpi4py", ranks_or_comm)
+        expected = "different whole numbers, or a communicator of mpi4py"
+        found = ranks_or_comm if isinstance(ranks_or_comm, Iterable) else [ranks_or_comm]
+        ranks = [arguments.whole("ranks", rank, expected=expected) for rank in found]
+        if len(set(ranks)) < len(ranks) or not isinstance(ranks_or_comm, Iterable):
+            raise ConfigError("ranks", expected, ranks_or_comm)
         self.ranks: list[int] = sorted(ranks)
 
     def __repr__(self) -> str:

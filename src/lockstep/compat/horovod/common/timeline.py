@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep import environment
+from lockstep import arguments, environment
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.flight_recorder import Record, read_log, read_log_header
 from lockstep.timeline import write_trace
@@ -159,7 +159,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     global _timeline
     comm = current_job("start_timeline").comm
     close_timeline()
-    path = Path(file_path).expanduser().absolute()
+    path = arguments.path("file_path", file_path, "a file that can be written").expanduser().absolute()
     folder = path.with_name(f".{path.name}.records-{_timeline_id()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)

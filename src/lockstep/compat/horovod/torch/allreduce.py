@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lockstep import arguments
 from lockstep.errors import ConfigError
 
 from ..common.process_sets import ProcessSet, global_process_set
@@ -59,6 +60,13 @@ def reduction_options(op: int | None, average: bool | None, prescale: float, pos
     op = Average if op is None else op
     if op not in range(len(OP_NAMES)):
         raise ConfigError("op", f"one of hvd.{', hvd.'.join(OP_NAMES)}", op)
+    return _options(op, prescale, postscale)
+
+
+def _options(op: int, prescale: float, postscale: float) -> ReductionOptions:
+    for name, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        if not isinstance(factor, (float, torch.Tensor)):
+            arguments.number(name, factor)
     return {"op": int(op), "prescale_factor": float(prescale), "postscale_factor": float(postscale)}
 
 
@@ -109,7 +117,7 @@ def reducescatter_request(tensors: Tensors, name: str | None, op: int, prescale:
     for tensor in tensors:
         _check_dtype(tensor.dtype, op)
         handles.check_dimensions(tensor)
-    options = {"op": int(op), "prescale_factor": float(prescale), "postscale_factor": float(postscale)}
+    options = _options(op, prescale, postscale)
     signature = (*_options_signature(*options.values()), *handles.tensor_signature(tensors))
     return Request("reducescatter", name or "", tensors, (), options, signature)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep import arguments
 from lockstep.errors import ConfigError
 
 from ..common import basics as _basics  # noqa: F401 - some programs use its further names
@@ -331,9 +332,11 @@ def _split_counts(rows: int, splits: torch.Tensor | Sequence[int] | None, size: 
         return [rows // size] * size
     if isinstance(splits, torch.Tensor) and (splits.is_floating_point() or splits.dim() != 1):
         raise ConfigError("splits", "a vector of integers", found=f"{splits.dtype} of shape {tuple(splits.shape)}")
-    counts = [int(count) for count in splits]
-    if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
-        raise ConfigError("splits", f"{size} numbers, one for each rank, with the sum {rows}", counts)
+    expected = f"{size} whole numbers, one for each rank, with the sum {rows}"
+    given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    counts = [arguments.whole("splits", count, least=0, expected=expected) for count in given]
+    if len(counts) != size or sum(counts) != rows:
+        raise ConfigError("splits", expected, counts)
     return counts
 
 

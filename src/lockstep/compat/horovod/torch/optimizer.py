@@ -77,12 +77,14 @@ def gradient_groups(
     Raises:
         ConfigError: for other values, or for a parameter in two groups.
     """
-    if groups is None or (isinstance(groups, int) and groups == 0):
+    expected = "a whole number of at least 0, or a list of lists of parameters"
+    if isinstance(groups, int):
+        groups = arguments.whole("groups", groups, least=0, expected=expected)
+        return split_list(parameters, groups) if groups else [[p] for p in parameters]
+    if groups is None:
         return [[p] for p in parameters]
-    if isinstance(groups, int) and groups > 0:
-        return split_list(parameters, groups)
     if not isinstance(groups, (list, tuple)) or not all(map(_is_list_of_tensors, groups)):
-        raise ConfigError("groups", "a number of at least 0, or a list of lists of parameters", groups)
+        raise ConfigError("groups", expected, groups)
     trained, group_of = set(parameters), dict[Parameter, list[Parameter]]()
     for group in groups:
         members = [p for p in group if p in trained]
@@ -357,6 +359,7 @@ def _check_arguments(optimizer: Any, compression: Any, op: int, predivide: float
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ConfigError("compression", "hvd.Compression.fp16 or a class like it", compression)
     reduction_options(op, None, 1.0, 1.0)
-    if predivide <= 0 or (predivide != 1.0 and op != Average):
-        expected = "a number above 0, and 1 if op is not hvd.Average"
+    expected = "a finite number above 0, and 1 if op is not hvd.Average"
+    arguments.number("gradient_predivide_factor", predivide, above=0, finite=True, expected=expected)
+    if predivide != 1 and op != Average:
         raise ConfigError("gradient_predivide_factor", expected, predivide)
