@@ -26,6 +26,7 @@ __all__ = [
     "TransportError",
     "WorkerError",
     "counted",
+    "ranks_in_words",
     "unexpected_argument",
     "unknown_name",
 ]
@@ -249,6 +250,12 @@ class WorkerError(LockstepError):
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is one: "1 step", "1,437 samples"."""
     return f"{number:,} {noun}{'s'[: number != 1]}"
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ranks, at least one, in ascending order: "rank 3", or "ranks 1, 2 and 5"."""
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def unknown_name(

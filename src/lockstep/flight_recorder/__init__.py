@@ -1,7 +1,7 @@
 """The flight recorder: each rank records its collectives in shared memory that other processes of its host can read."""
 
 from . import layout
-from .log import RecordLog, read_log, read_log_header
+from .log import LogFile, RecordLog, read_log, read_log_header
 from .reader import RankState, RawRecord, Record, RecorderReader, decode_batch, describe, open_job
 from .writer import (
     CallSignature,
@@ -18,6 +18,7 @@ from .writer import (
 __all__ = [
     "CallSignature",
     "FlightRecorder",
+    "LogFile",
     "RankState",
     "RawRecord",
     "Record",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,54 @@ from typing import Any
 from .layout import RING, StateWords
 from .reader import Record, RecorderReader
 
-__all__ = ["RecordLog", "read_log", "read_log_header"]
+__all__ = ["LogFile", "RecordLog", "read_log", "read_log_header"]
 
 _FORMAT = 1
 _NAMES = {field.name for field in fields(Record)}
+
+
+class LogFile:
+    """A log that is being written, in whole lines, so that it can be read even if this process is killed.
+
+    Args:
+        folder: an existing folder.
+        rank: this rank.
+        header: the other values of the header, see `read_log_header`.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, folder: Path, rank: int, **header: Any) -> None:
+        self.path = folder / f"rank-{rank}.records"
+        self._file = self.path.open("wb", buffering=0)
+        self._write([json.dumps({"lockstep_records": _FORMAT, "rank": rank, **header})])
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed, because of an error too."""
+        return self._file.closed
+
+    def write(self, records: Iterable[Record]) -> None:
+        """Append records.
+
+        Raises:
+            OSError: the file cannot be written (a full disk, for example); it is closed, after a complete record.
+        """
+        self._write([json.dumps(asdict(record)) for record in records])
+
+    def _write(self, lines: Sequence[str]) -> None:
+        data = memoryview("".join(f"{line}\n" for line in lines).encode())
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 class RecordLog:
@@ -28,11 +72,8 @@ class RecordLog:
     def __init__(self, folder: Path, reader: RecorderReader) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._reader, self._next = reader, 1
-        self._file = (folder / f"rank-{reader.rank}.records").open("wb", buffering=0)
-        header = {"lockstep_records": _FORMAT}
-        for name in ("rank", "world_size", "host", "pid", "unix_offset", "program"):
-            header[name] = getattr(reader, name)
-        self._write([json.dumps(header)])
+        header = {name: getattr(reader, name) for name in ("world_size", "host", "pid", "unix_offset", "program")}
+        self._file = LogFile(folder, reader.rank, **header)
 
     @property
     def behind(self) -> bool:
@@ -48,25 +89,16 @@ class RecordLog:
         Raises:
             OSError: the file cannot be written (a full disk, for example); it ends with a complete record.
         """
-        count, lines = self._reader.state_word(StateWords().records), []
+        count, records = self._reader.state_word(StateWords().records), []
         self._next = max(self._next, count + 1 - RING)
         while self._next <= count:
             raw = self._reader.raw(self._next)
             if raw is not None and not raw.left and not at_end and count - self._next < RING // 2:
                 break
             if raw is not None:
-                lines.append(json.dumps(asdict(self._reader.record(raw))))
+                records.append(self._reader.record(raw))
             self._next += 1
-        self._write(lines)
-
-    def _write(self, lines: Sequence[str]) -> None:
-        data = memoryview("".join(f"{line}\n" for line in lines).encode())
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError:
-            self._file.close()
-            raise
+        self._file.write(records)
 
     def close(self) -> None:
         """Write the remaining records and close the file.

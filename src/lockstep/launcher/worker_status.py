@@ -25,7 +25,7 @@ import torch
 from msgspec import structs
 
 from .. import environment, messages
-from ..errors import ConfigError, InterruptedRunError, LockstepError, MissingPackageError, WorkerError
+from ..errors import ConfigError, InterruptedRunError, LockstepError, MissingPackageError, WorkerError, ranks_in_words
 from ..pickling import Pickler, pickled
 from ..system.job_folders import JobFolderLock
 from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
@@ -483,13 +483,7 @@ def later_failures(results: WorkerResults, first: WorkerError) -> str:
     for report in results.reports:
         if not (report.stopped or report.repeats_watchdog) and results.first_rank + report.rank != first.rank:
             kinds.setdefault(report.kind, []).append(results.first_rank + report.rank)
-    return "; ".join(f"{ranks_as_text(ranks)} failed later with {kind}" for kind, ranks in kinds.items())
-
-
-def ranks_as_text(ranks: Sequence[int]) -> str:
-    """Return `ranks` as text, such as "rank 3" or "ranks 1, 2 and 5"."""
-    *most, last = map(str, sorted(ranks))
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+    return "; ".join(f"{ranks_in_words(ranks)} failed later with {kind}" for kind, ranks in kinds.items())
 
 
 def _error_from_report(report: WorkerReport, results: WorkerResults) -> WorkerError:

@@ -18,6 +18,7 @@ from msgspec import structs
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from .. import messages
+from ..errors import ranks_in_words
 from ..flight_recorder import RecorderReader
 from ..flight_recorder.layout import GROUP_SLOTS, StateWords
 from ..gloo import SocketTracker
@@ -27,7 +28,6 @@ from .deadlock import CrossHostCycles, current_wait
 from .diagnosis import (
     OWN_WORK_FACTOR,
     SIMULTANEOUS_S,
-    describe_ranks,
     exception_finding,
     exit_finding,
     lost_finding,
@@ -646,7 +646,7 @@ class CrossHost:
         limits = self._state.limits
         for wait in find_waits(self._job_hosts(), self._states):
             allowed_s = max(limits.stall_s, wait.limit_s)
-            who = describe_ranks(wait.missing)
+            who = ranks_in_words(wait.missing).capitalize()
             if self._state.seconds_since_solo(wait.seconds) >= allowed_s:
                 text = f"{who} did not reach {wait.call} within {allowed_s:.0f} s."
                 return Finding("stall", text, tuple(wait.missing), "", _STALL_ADVICE, wait.key, wait.sequence)

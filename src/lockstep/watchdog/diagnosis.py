@@ -21,7 +21,6 @@ __all__ = [
     "SIMULTANEOUS_S",
     "ObservationClock",
     "describe_call",
-    "describe_ranks",
     "diagnose_missing",
     "exception_finding",
     "exception_line",
@@ -77,14 +76,6 @@ class ObservationClock:
 
 
 # --- Texts ------------------------------------------------------------------------------------------------------------
-
-
-def describe_ranks(ranks: Iterable[int]) -> str:
-    """Return "Rank 1" or "Ranks 1, 2 and 5"."""
-    numbers = [str(rank) for rank in sorted(ranks)]
-    if len(numbers) == 1:
-        return f"Rank {numbers[0]}"
-    return f"Ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
 def describe_call(state: WatchdogState, number: int) -> str:

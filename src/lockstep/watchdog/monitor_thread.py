@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from ..errors import ranks_in_words
 from ..flight_recorder import RawRecord, RecordLog
 from ..flight_recorder.layout import StateWords
 from .channels import explained, is_message_sent, is_receive_posted, is_recv
@@ -18,7 +19,6 @@ from .diagnosis import (
     OWN_WORK_FACTOR,
     ObservationClock,
     describe_call,
-    describe_ranks,
     diagnose_missing,
     find_exception,
 )
@@ -215,7 +215,7 @@ class MonitorThread:
         if state.seconds_since_solo(stalled) >= allowed_s:
             return Finding(
                 "stall",
-                f"{describe_ranks(culprits)} did not reach {where} within {allowed_s:.0f} s.",
+                f"{ranks_in_words(culprits).capitalize()} did not reach {where} within {allowed_s:.0f} s.",
                 tuple(culprits),
                 f"{'It is' if len(culprits) == 1 else 'They are'} slow or in an endless loop, as the stack shows, "
                 "or only some ranks call this collective.",
@@ -247,8 +247,8 @@ class MonitorThread:
         readers = [state.peers[rank] for rank in missing if rank in state.peers]
         stacks = collect_stacks(state.folder, readers)
         verb = "has" if len(missing) == 1 else "have"
-        who = f"{describe_ranks(waiting).lower()} {'waits' if len(waiting) == 1 else 'wait'}"
-        text = f"{describe_ranks(missing).lower()} {verb} not reached {where} for {waited:.1f} s; {who}."
+        who = f"{ranks_in_words(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+        text = f"{ranks_in_words(missing)} {verb} not reached {where} for {waited:.1f} s; {who}."
         if state.seconds_since_solo(waited) >= _TICK_S and not self._is_any_stopped(missing):
             text += f" This becomes an error after {allowed_s:.0f} s."
         for reader in readers[:3]:

@@ -33,7 +33,7 @@ def test_a_full_disk_ends_the_log_and_not_the_watch(tmp_path: Path) -> None:
     with RecorderReader(recorder.path) as own:
         log = RecordLog(tmp_path, own)
         log._file.close()
-        log._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the log closes it
+        log._file._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the log closes it
         recorder.enter(1, recorder.open_group(1), 1, CallSignature(1, "barrier()", 0), 0, 0, 0, 0, -1)
         recorder.leave(1, 1.0)
         thread_, said = bare_thread()

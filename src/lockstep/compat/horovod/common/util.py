@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from lockstep import arguments, environment
 from lockstep.errors import ConfigError
+from lockstep.parallel.shards import bounds
 
 from . import basics
 
@@ -72,10 +72,8 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 def split_list(values: Sequence[T], num_parts: int) -> list[list[T]]:
     """Split `values` into at most `num_parts` non-empty lists, in order; the first lists get the remaining values."""
-    quotient, remainder = divmod(len(values), num_parts)
-    ends = [part * quotient + min(part, remainder) for part in range(num_parts + 1)]
-    parts = [list(values[start:end]) for start, end in itertools.pairwise(ends)]
-    return [part for part in parts if part]
+    cuts = [bounds(len(values), num_parts, part) for part in range(num_parts)]
+    return [list(values[start:stop]) for start, stop in cuts if stop > start]
 
 
 def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from lockstep import Communicator
+from lockstep.errors import ranks_in_words
 
 from .request import KEY_BYTES, RequestMessage, Signature
 
@@ -20,7 +21,6 @@ __all__ = [
     "mismatch_message",
     "missing_ranks_message",
     "negotiation_device",
-    "ranks_text",
 ]
 
 
@@ -143,7 +143,7 @@ def mismatch_message(kind: str, name: str, signatures: Mapping[int, Signature]) 
         for rank, signature in signatures.items():
             ranks.setdefault(_value_text(dict(signature).get(label)), []).append(rank)
         if len(ranks) > 1:
-            values = ", ".join(f"{value} on {ranks_text(members)}" for value, members in ranks.items())
+            values = ", ".join(f"{value} on {ranks_in_words(members)}" for value, members in ranks.items())
             return f"{kind} {name!r}: the ranks do not agree on {label}: {values}"
     return f"{kind} {name!r}: the ranks do not agree"
 
@@ -151,13 +151,8 @@ def mismatch_message(kind: str, name: str, signatures: Mapping[int, Signature]) 
 def missing_ranks_message(kind: str, name: str, joined: Sequence[int]) -> str:
     """Return a sentence for an operation that cannot run, because the ranks `joined` do not take part."""
     verb = "has" if len(joined) == 1 else "have"
-    return f"{kind} {name!r} needs all ranks, but {ranks_text(joined)} {verb} joined. Only all-reduces run without them"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 1", or "ranks 0, 2 and 3"."""
-    numbers = [str(rank) for rank in ranks]
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+    who = f"{ranks_in_words(joined)} {verb} joined"
+    return f"{kind} {name!r} needs all ranks, but {who}. Only all-reduces run without them"
 
 
 def _value_text(value: Any) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from lockstep.flight_recorder import Record
+from lockstep.flight_recorder import LogFile, Record
 from lockstep.watchdog.call_sites import describe, is_internal
 
 from .request import Request
@@ -35,12 +33,17 @@ class OperationLog:
         self._lock = threading.Lock()
         self._count = 0
         self._call_sites: dict[Request, tuple[str, str]] = {}
-        self.path = folder / f"rank-{rank}.records"
-        self._file = self.path.open("w", encoding="utf-8", buffering=1)  # whole lines, even if the rank is killed
+        self._file = LogFile(
+            folder,
+            rank,
+            world_size=size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            unix_offset=time.time() - time.monotonic(),
+            program=" ".join(sys.argv)[:256],
+        )
+        self.path = self._file.path
         self._cycles = self.path.with_suffix(".cycles").open("w", buffering=1) if mark_cycles else None
-        offset = time.time() - time.monotonic()
-        header = {"lockstep_records": 1, "rank": rank, "world_size": size, "host": socket.gethostname()}
-        self._write({**header, "pid": os.getpid(), "unix_offset": offset, "program": " ".join(sys.argv)[:256]})
 
     def submitted(self, request: Request) -> None:
         """Log that the program submits `request` now; to be called by the method that the program calls."""
@@ -68,7 +71,8 @@ class OperationLog:
         with self._lock:
             self._count += 1
             times = request.submitted_at, time.monotonic()
-            self._write(asdict(Record(self._count, what, *call_site, group, number, None, False, *times)))
+            if not self._file.closed:
+                self._file.write([Record(self._count, what, *call_site, group, number, None, False, *times)])
 
     def close(self) -> None:
         """Close the files."""
@@ -76,10 +80,6 @@ class OperationLog:
             self._file.close()
             if self._cycles is not None:
                 self._cycles.close()
-
-    def _write(self, line: dict[str, object]) -> None:
-        if not self._file.closed:
-            self._file.write(json.dumps(line) + "\n")
 
 
 def _is_default(label: str, value: object) -> bool:

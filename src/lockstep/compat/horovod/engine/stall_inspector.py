@@ -23,13 +23,13 @@ from lockstep.errors import (
     RankLostError,
     StallError,
     TransportError,
+    ranks_in_words,
 )
 from lockstep.stores import get_available
 from lockstep.system.processes import ProcessLiveness
 from lockstep.transports.runtime.host_identity import host_key
 from lockstep.watchdog.error_delivery import is_transport_error
 
-from .negotiation import ranks_text
 from .request import JOIN_KEY, KEY_BYTES, Request
 
 __all__ = ["HostPeers", "StallInspector", "StallLimits", "StalledOps", "StatusBoard", "group_stalled"]
@@ -164,7 +164,7 @@ class StalledOps:
 
 
 def _ranks_have(ranks: Sequence[int]) -> str:
-    return f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+    return f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'}"
 
 
 def group_stalled(

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.full_state import load_optimizer
+from lockstep.parallel.nested import map_tensors, tensors_of
 from lockstep.pickling import pickled
 
 from ..common.process_sets import ProcessSet, checked_process_set, global_process_set
@@ -80,12 +81,13 @@ def broadcast_optimizer_state(
     if process_set.size() == 1:
         return
     is_root = process_set.rank() == process_set.root_of(root_rank)
-    tensors: list[torch.Tensor] = []
-    skeleton = broadcast_object(_remove_tensors(state, tensors), root_rank, process_set=process_set)
+    without_values = map_tensors(lambda tensor: tensor.detach().to("meta"), state)
+    devices = [tensor.device.type for tensor in tensors_of(state)]
+    without_values, devices = broadcast_object((without_values, devices), root_rank, process_set=process_set)
     if not is_root:
-        tensors = []
-        state = _insert_tensors(skeleton, tensors)
-    broadcast_parameters(tensors, root_rank, process_set)
+        in_order = iter(devices)
+        state = map_tensors(lambda tensor: torch.empty_like(tensor, device=next(in_order)), without_values)
+    broadcast_parameters(tensors_of(state), root_rank, process_set)
     if not is_root:
         load_optimizer(optimizer, state)
 
@@ -98,39 +100,6 @@ def _set_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module
             p.grad = torch.zeros_like(p)
             if p in sparse or isinstance(optimizer, torch.optim.SparseAdam):
                 p.grad = p.grad.to_sparse()
-
-
-class _TensorPlaceholder:
-    """Takes the place of a tensor in a state."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device.type
-
-    def empty_tensor(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-def _remove_tensors(value: Any, removed: list[torch.Tensor]) -> Any:
-    """Return `value` with a placeholder for each tensor, and append the tensors to `removed`."""
-    if isinstance(value, torch.Tensor):
-        removed.append(value)
-        return _TensorPlaceholder(value)
-    return _map_items(value, lambda item: _remove_tensors(item, removed))
-
-
-def _insert_tensors(value: Any, inserted: list[torch.Tensor]) -> Any:
-    """Return `value` with an empty tensor for each placeholder, and append the tensors to `inserted`."""
-    if isinstance(value, _TensorPlaceholder):
-        inserted.append(value.empty_tensor())
-        return inserted[-1]
-    return _map_items(value, lambda item: _insert_tensors(item, inserted))
-
-
-def _map_items(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a dict, list or tuple with ``function(item)`` for each item; other values unchanged."""
-    if isinstance(value, dict):
-        return {key: function(item) for key, item in value.items()}
-    return type(value)(function(item) for item in value) if type(value) in (list, tuple) else value
 
 
 def broadcast_object(
