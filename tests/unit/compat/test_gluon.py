@@ -121,6 +121,22 @@ def test_a_step_is_that_of_the_whole_batch(ctx: list[Context]) -> None:
         assert all(torch.equal(parameter.data(ctx[0]), other) for other in parameter.list_data())
 
 
+def test_losses_on_one_device_add_to_one_gradient() -> None:
+    """As those of several heads of a model do; MXNet computes all heads in one pass."""
+    x, y = images(8), torch.arange(8) % 3
+    steps = []
+    for ctx in ([cpu(0)], [cpu(0), cpu(0)]):
+        net = nn.Dense(3, in_units=64)
+        torch.manual_seed(3)
+        net.initialize(init=init.Xavier(), ctx=ctx)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5})
+        for _ in range(2):
+            autograd.backward(losses(net, x, y, ctx))
+            trainer.step(len(x))
+        steps.append(net.params.get("weight").data(cpu(0)).detach())
+    torch.testing.assert_close(steps[1], steps[0])
+
+
 def test_a_gradient_of_an_earlier_step_is_not_taken_for_a_new_one() -> None:
     net, y = make_net(), torch.tensor([0, 1, 2, 0])
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})

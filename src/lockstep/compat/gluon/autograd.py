@@ -64,9 +64,9 @@ def is_training() -> bool:
 
 
 def backward(heads: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Compute the gradients of the sum of the elements of each of `heads`."""
-    for head in [heads] if isinstance(heads, torch.Tensor) else heads:
-        head.backward(torch.ones_like(head))
+    """Compute the gradients of the sum of all elements of `heads`, in one pass: they replace earlier ones once."""
+    of_all = [heads] if isinstance(heads, torch.Tensor) else list(heads)
+    torch.autograd.backward(of_all, [torch.ones_like(head) for head in of_all])
 
 
 def set_grad_req(leaf: torch.Tensor, grad_req: str = "write") -> None:

@@ -91,7 +91,8 @@ class Block(nn.Module):
                 stacklevel=2,
             )
             return
-        contexts = as_contexts(cpu() if ctx is None else ctx)
+        # one copy for each device: its parts of a batch, if it is listed several times, add to the same gradient
+        contexts = list(dict.fromkeys(as_contexts(cpu() if ctx is None else ctx)))
         for layer in self.modules():
             vars(layer)["_placement"] = Placement(contexts)
         self._initializer = init or Uniform()
