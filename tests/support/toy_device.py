@@ -12,6 +12,7 @@ of its own: it draws from that of the CPU. A process that has called `register` 
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections import Counter
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,7 +64,10 @@ _played: Callable[[str], None] | None = None
 
 
 def play(fault: Callable[[str], None] | None) -> None:
-    """Call `fault` with the name of each operation before it runs, such as "addmm"; it may raise. None: no more."""
+    """Call `fault` with the name of each operation before it runs; it may raise. None: no more.
+
+    Names are such as "addmm", and "copy to the device" or "copy to the host" for copies.
+    """
     global _played
     _played = fault
 
@@ -196,6 +201,15 @@ class _DeviceModule:
 
     def set_device(self, device: Any) -> None: ...
 
+    def get_device_properties(self, device: Any) -> Any:
+        return SimpleNamespace(uuid=os.environ.get("TOY_UUID", f"TOY-{os.getpid()}"))
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return MEMORY // 4, MEMORY
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return MEMORY // 2
+
     def device(self, device: Any) -> Any:
         return nullcontext()
 
@@ -272,7 +286,7 @@ def _become(tensor: torch.Tensor, host: torch.Tensor) -> None:
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation on the host's memory; the fallback for all operations of the device."""
-    if _played is not None:
+    if _played is not None and op not in _COPIES:
         _played(op._schema.name.removeprefix("aten::"))
     _queue.operations += 1
     if op in _COPIES:
@@ -349,8 +363,8 @@ def _copy(op: Any, args: Any, kwargs: Any) -> Any:
         source, wanted = args[0], kwargs.get("device") or args[0].device
         later = bool(kwargs.get("non_blocking"))
         if torch.device(wanted).type == NAME:
-            if not _is_toy(source) and not later:
-                _wait("copy to the device")  # of memory that may be paged out: torch waits until it has been read
+            if not _is_toy(source):
+                _to_device(later)
             kwargs = {**kwargs, "device": torch.device("cpu"), "pin_memory": False}
             return _toy(op(_host(source) if _is_toy(source) else source, **kwargs))
         values = _host(source)
@@ -365,13 +379,22 @@ def _copy(op: Any, args: Any, kwargs: Any) -> Any:
     if not _is_toy(target):
         _to_host(target, _host(source), later)
         return target
-    if not _is_toy(source) and not later:
-        _wait("copy to the device")
+    if not _is_toy(source):
+        _to_device(later)
     _host(target).copy_(_host(source) if _is_toy(source) else source)
     return target
 
 
+def _to_device(later: bool) -> None:
+    if _played is not None:
+        _played("copy to the device")
+    if not later:  # of memory that may be paged out: torch waits until it has been read
+        _wait("copy to the device")
+
+
 def _to_host(target: torch.Tensor, values: torch.Tensor, later: bool) -> None:
+    if _played is not None:
+        _played("copy to the host")
     if later:
         _queue.copy_later(target, values.to(target.dtype).expand_as(target))
     else:
@@ -516,7 +539,3 @@ def _complete_torch() -> None:
     accelerator: Any = torch.accelerator
     accelerator.current_stream = lambda device=None: _Stream.current
     accelerator.synchronize = lambda device=None: _wait("synchronize")
-    accelerator.get_memory_info = lambda device=None: (MEMORY // 4, MEMORY)
-    accelerator.memory_reserved = lambda device=None: MEMORY // 2
-    accelerator.max_memory_allocated = lambda device=None: MEMORY // 2
-    accelerator.reset_peak_memory_stats = lambda device=None: None

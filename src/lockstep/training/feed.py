@@ -5,9 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..data.loader import Batch, Loader
+from ..errors import counted
+from .out_of_memory import explained, is_out_of_memory
 from .recovery import Recovery
 
-__all__ = ["Feed"]
+__all__ = ["Feed", "copied"]
+
+_ADVICE = "Try a smaller global batch, or more workers: several passes over a batch need all of it on the device."
+
+
+def copied(loader: Loader, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield the batches of a loader, which are copied to the device meanwhile.
+
+    Raises:
+        OutOfMemoryError: the memory of the device is full; says after which step, and what to try.
+    """
+    last: Batch | None = None
+    while True:
+        try:
+            batch = next(batches, None)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            before = "before the first step" if last is None else f"after step {last.step} of epoch {last.epoch}"
+            samples = counted(loader.global_batch_size, "sample")
+            what = f"the copy of a batch {before}, with global batches of {samples}"
+            raise explained(error, loader.comm, what, _ADVICE) from error
+        if batch is None:
+            return
+        last = batch
+        yield batch
 
 
 class Feed:
@@ -55,6 +82,6 @@ class Feed:
             if self._is_lost and not self._seek(self._epoch):
                 return None
             self._is_lost = False
-            self._stream = iter(self.loader.epoch(self._epoch))
+            self._stream = copied(self.loader, self.loader.epoch(self._epoch))
         self._batch = next(self._stream, None)
         return self._batch

@@ -49,8 +49,9 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 def explained(error: RuntimeError, comm: Communicator, what: str, advice: str) -> OutOfMemoryError:
     """Return the error to raise in place of torch's; see `explaining_out_of_memory`."""
-    where = f"rank {comm.rank}: {comm.device} is out of memory in {what}"
-    return OutOfMemoryError(f"{where} ({_asked(error)}{_taken(comm.device)}). {advice}")
+    full = comm.device if isinstance(error, torch.OutOfMemoryError) else torch.device("cpu")
+    where = f"rank {comm.rank}: {full} is out of memory in {what}"
+    return OutOfMemoryError(f"{where} ({_asked(error)}{_taken(full)}). {advice}")
 
 
 def _asked(error: BaseException) -> str:

@@ -34,6 +34,7 @@ from ..parallel.reducer import Reducer
 from ..parallel.shards import bounds, check_virtual_workers, mix
 from ..parallel.unsupported_layers import check_supported
 from . import bodies
+from .feed import copied
 from .in_flight import LAG, HostCopy
 from .loss_graphs import Refusal, divisor, refusal_of
 from .mean_check import is_due
@@ -554,7 +555,7 @@ class _OwnLoop:
         if self.recovery.is_running and torch.is_grad_enabled():
             self.do_not_repeat("several loaders in one loop")
         if self.recovery.has_fixed_workers or self.recovery.is_running or not torch.is_grad_enabled():
-            yield from loader
+            yield from copied(loader, iter(loader))
             return
         if loader.is_iterable:
             self.do_not_repeat("an iterable data set")
