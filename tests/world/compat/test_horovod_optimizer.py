@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import nn
 
 import lockstep.compat.horovod.torch as hvd
 from lockstep.communicator.adasum import combine
+from lockstep.compat.horovod.engine import engine
+from lockstep.compat.horovod.engine.negotiation import NegotiationMessages
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -255,6 +258,39 @@ def test_sparse_gradients(pool: Any) -> None:
 
     for as_dense in (False, True):
         assert pool.run(body, as_dense) == [[[-1.0], [-0.5], [-1.0]]] * 2
+
+
+def test_sparse_gradients_are_negotiated_together_with_the_others(pool: Any) -> None:
+    def body() -> list[int]:
+        engine._IDLE_S = 60.0  # type: ignore[attr-defined]  # how long a busy host takes decides nothing
+        negotiated: list[int] = []
+        exchange = NegotiationMessages.exchange
+
+        def counting(self: NegotiationMessages, messages: Any) -> Any:
+            negotiated.append(len(messages))
+            return exchange(self, messages)
+
+        NegotiationMessages.exchange = counting  # type: ignore[method-assign]
+        try:
+            hvd.init()
+            table, layer = nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1)
+            inner = torch.optim.SGD([*table.parameters(), *layer.parameters()], lr=1.0)
+            optimizer = hvd.DistributedOptimizer(inner)
+            negotiated.clear()
+            for step in range(3):
+                optimizer.zero_grad()
+                layer(table(torch.tensor([0, hvd.rank() + 1]))).sum().backward()
+                time.sleep(0.2)  # in which a thread would negotiate what cannot wait
+                assert len(negotiated) == step
+                optimizer.step()
+            found = list(negotiated)
+            hvd.shutdown()
+        finally:
+            NegotiationMessages.exchange = exchange  # type: ignore[method-assign]
+            engine._IDLE_S = 0.05  # type: ignore[attr-defined]
+        return found
+
+    assert pool.run(body, backend="shm") == [[4, 4, 4]] * 2  # indices, values, weight and bias
 
 
 def test_adasum_combines_what_steps_change(pool: Any) -> None:

@@ -25,7 +25,7 @@ from lockstep.parallel.gradient_buckets import Bucket, Gradients
 from ..common.process_sets import ProcessSet
 from .allreduce import start_gradient_allreduce
 from .handles import synchronize
-from .mpi_ops import sparse_allreduce_async
+from .mpi_ops import start_sparse_allreduce
 
 __all__ = ["EngineExchange", "NoExchange", "Reduction"]
 
@@ -130,7 +130,7 @@ class EngineExchange:
 
     def _start_sparse(self, p: Parameter, gradient: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
         reduction = self._reduction
-        wait = sparse_allreduce_async(gradient, reduction.names[p], reduction.op, reduction.process_set)
+        wait = start_sparse_allreduce(gradient, reduction.names[p], reduction.op, reduction.process_set, urgent=False)
         return lambda: [wait().coalesce()]
 
     def add_up(self) -> None:

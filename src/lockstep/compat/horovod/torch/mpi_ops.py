@@ -453,8 +453,23 @@ def sparse_allreduce_async(
     if op not in (Average, Sum):
         raise ConfigError("op", "Average or Sum of a sparse tensor", found=op_text(op))
     name = name or checked_process_set(process_set).engine.name_for("sparse_allreduce")
-    indices_handle = allgather_async(tensor._indices().t(), f"{name}.indices", process_set)
-    values_handle = allgather_async(tensor._values(), f"{name}.values", process_set)
+    return start_sparse_allreduce(tensor, name, op, process_set, urgent=True)
+
+
+def start_sparse_allreduce(
+    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet, urgent: bool
+) -> Callable[[], torch.Tensor]:
+    """Start a `sparse_allreduce_async`, whose arguments are valid.
+
+    Args:
+        tensor, name, op, process_set: see there.
+        urgent: whether it is negotiated at once; gradients wait until they are negotiated together.
+    """
+    indices_request = _allgather_request([tensor._indices().t()], f"{name}.indices")
+    values_request = _allgather_request([tensor._values()], f"{name}.values")
+    indices_request.urgent = values_request.urgent = urgent
+    indices_handle = handles.submit(process_set, indices_request, handles.single_result)
+    values_handle = handles.submit(process_set, values_request, handles.single_result)
 
     def finish() -> torch.Tensor:
         values, indices = synchronize(values_handle), synchronize(indices_handle)
