@@ -166,7 +166,8 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 def doctor(part: Part, setting: Setting) -> dict[str, Any]:
     ended = run_process([sys.executable, "-m", "lockstep", "doctor"], part.limit, setting)
-    return {"state": ended.state, "output": ended.output.strip()}
+    _, heading, findings = ended.output.partition("What to fix")  # the host is described by `describe_host`
+    return {"state": ended.state, "output": (heading + findings).strip() if heading else ended.tail}
 
 
 def tests(part: Part, setting: Setting) -> dict[str, Any]:
