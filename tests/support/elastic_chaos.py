@@ -340,24 +340,42 @@ class Count(lockstep.callbacks.Callback):
             time.sleep(0.002)
 
 
+class Starts(lockstep.callbacks.Callback):
+    """On every rank: what an evaluation gives before the first step, also on workers that join later."""
+
+    every_rank = True
+
+    def __init__(self) -> None:
+        self.measured: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.measured = trainer.evaluate(trainer.held_out)
+
+
 def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
     """Train, as one worker, and write what has come out."""
-    losses, count = Losses(), Count(result.with_name("hold"))
-    callbacks: list[Any] = [losses, count]
+    losses, count, starts = Losses(), Count(result.with_name("hold")), Starts()
+    callbacks: list[Any] = [losses, count, starts]
     if run_dir is not None:
         callbacks += [lockstep.callbacks.CSVLog(), lockstep.callbacks.Checkpoints("2steps")]
+        callbacks.append(lockstep.callbacks.TensorBoard(1))
+    if plan.virtual:
+        callbacks.append(lockstep.callbacks.GradientNoise(1))
     trainer, net, data = make_trainer(plan, run_dir, callbacks)
+    trainer.held_out = data
     chaos = Chaos(number, plan.faults)
     if hasattr(trainer.comm, "client"):
         arm(chaos, trainer, net)
     history = trainer.fit(data, EPOCHS, validate=data)
-    rows = [
-        {name: value for name, value in row.items() if name not in ("seconds", "samples_per_second")} for row in history
-    ]
+    timed = "seconds", "samples_per_second"
+    rows: list[dict[str, Any]] = [{name: row[name] for name in row if name not in timed} for row in history]
+    for row in rows:
+        row["noise_scale"] = str(row.get("noise_scale"))  # which may be nan, that is equal to nothing
     found: dict[str, Any] = {
         "fingerprint": lockstep.fingerprint(net, trainer.optimizer),
         "history": rows,
         "steps": count.steps,
+        "at the start": starts.measured if plan.virtual else None,
     }
     if trainer.comm.rank == 0:
         found["losses"] = losses.losses
@@ -481,6 +499,10 @@ class _Job:
                     os.kill(pid, signal.SIGKILL)
             self.roster.close()
         results = [json.loads(path.read_text()) for path in self.folder.glob("result-*") if path.suffix != ".draft"]
+        if results and (self.folder / "run" / "tensorboard").exists():
+            steps = steps_of_events(self.folder / "run" / "tensorboard")
+            if steps != list(range(1, 1 + EPOCHS * STEPS_PER_EPOCH)):
+                self.errors.append(f"other steps in TensorBoard: {steps}")
         return Outcome(results, self.events, self.coordinator.failure, self.errors, len(self.joined))
 
     def hold(self) -> None:
@@ -531,6 +553,14 @@ class _Job:
             self.events.append(f"--- worker {number}\n" + (self.folder / f"log-{number}").read_text())
 
 
+def steps_of_events(folder: Path) -> list[int]:
+    """Return the steps whose losses are in the event files of a run, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return [event.step for event in events.Scalars("loss/train")]
+
+
 def check(plan: Plan, outcome: Outcome, expected: dict[str, Any]) -> str:
     """Return what is wrong with an outcome; "" if nothing is."""
     if outcome.failure in (
@@ -562,6 +592,8 @@ def _compare(plan: Plan, result: dict[str, Any], expected: dict[str, Any]) -> st
         return f"steps that rank 0's callbacks have seen: {len(seen)}"
     if plan.virtual and seen != expected.get("losses", []):
         return f"other losses seen by callbacks: {seen}"
+    if result.get("at the start") != expected.get("at the start"):
+        return f"another evaluation before the first step: {result['at the start']}"
     if result.get("steps") != expected.get("steps"):
         return f"steps that a callback of every rank has seen: {result['steps']}"
     return ""

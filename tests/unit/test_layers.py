@@ -42,7 +42,6 @@ PLUG_INS = [
     *(f"lockstep.models.{name}" for name in ("conv_net", "le_net", "perceptron", "resnet")),
     "lockstep.training.callbacks.learning_rates",  # callbacks have a file each
     "lockstep.training.callbacks.pretrained",
-    "lockstep.training.callbacks.tensorboard",
     # where programs look for them: MXNet's and Horovod's own modules
     *("lockstep.compat.gluon.loss", "lockstep.compat.gluon.utils", "lockstep.compat.horovod.torch.sync_batch_norm"),
 ]

@@ -20,7 +20,7 @@ from .in_flight import StepsInFlight
 from .model_state import StateOfStep
 from .modes import TrainingModes
 from .recovery import REGROUP
-from .run_state import EpochTotals, Position, Row, RunState
+from .run_state import EpochTotals, Position, Row, RunState, check_frozen
 from .step import StepResult
 from .stop_signals import StopSignals
 from .stopping import StoppableLoader, StopRequests
@@ -342,6 +342,7 @@ class _StateOfRun(StateOfStep):
     def __init__(self, run: Run, loop: Loop, callbacks: CallbackGroup) -> None:
         super().__init__(run.step)
         self._run, self._loop, self._callbacks = run, loop, callbacks
+        self._pretrained = {} if run.state.saves_frozen else {id(p): p._version for p in run.model.parameters()}
 
     @property
     def result(self) -> list[Row]:
@@ -369,12 +370,31 @@ class _StateOfRun(StateOfStep):
 
     def of_operations(self) -> dict[str, Any]:
         """See `TrainingState`."""
-        last = self._run.checkpoint_manager.last
-        return {**super().of_operations(), "last_checkpoint": None if last is None else [last[0], str(last[1])]}
+        last, state = self._run.checkpoint_manager.last, super().of_operations()
+        frozen = self._left_out()
+        model = {name: value for name, value in state["model"].items() if name not in frozen["names"]}
+        last_checkpoint = None if last is None else [last[0], str(last[1])]
+        return {**state, "model": model, "frozen": frozen, "last_checkpoint": last_checkpoint}
+
+    def _left_out(self) -> dict[str, Any]:
+        """Return the parameters that others have: with save_frozen=False, those that were never trained."""
+        nothing: dict[str, Any] = {"names": [], "checksum": ""}
+        left_out = nothing if self._run.state.saves_frozen else self._run.state.left_out()
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        pretrained = [parameters[name] for name in left_out["names"]]
+        is_same = all(self._pretrained.get(id(p)) == p._version for p in pretrained)
+        return left_out if is_same else nothing
 
     def load_operations(self, state: dict[str, Any]) -> None:
-        """See `TrainingState`."""
-        super().load_operations(state)
+        """See `TrainingState`.
+
+        Raises:
+            CheckpointError: with save_frozen=False, if this worker has other pretrained weights.
+        """
+        frozen = state["frozen"]
+        check_frozen(self.model, frozen, "the other workers have sent")
+        super().load_operations({**state, "model": {**self.model.state_dict(), **state["model"]}})
+        self._pretrained |= {id(p): p._version for name, p in self.model.named_parameters() if name in frozen["names"]}
         last = state["last_checkpoint"]
         self._run.checkpoint_manager.last = None if last is None else (last[0], Path(last[1]))
 

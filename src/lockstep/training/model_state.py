@@ -33,6 +33,10 @@ class ModelState:
         model: the model.
         optimizer: the optimizer of its parameters.
         comm: of the workers.
+
+    Attributes:
+        has_changed_parameters: whether the program was seen to change parameters since the last operation. A worker
+            that is behind could not be given what they were before.
     """
 
     result: Any = True
@@ -42,6 +46,7 @@ class ModelState:
         self._left: list[dict[str, Any]] = []  # the hyperparameters, as the last operation has left them
         self._versions: list[int] = []  # of parameters and buffers, when they were last looked at
         self._has_changed = False  # whether the program has changed them since the last operation
+        self.has_changed_parameters = False
         self._generators: list[Any] = []  # the states of the global generators then, or before an operation
 
     def part_of(self, batch: Batch) -> Batch:
@@ -49,8 +54,14 @@ class ModelState:
         return batch
 
     def begin(self) -> None:
-        """See `TrainingState`."""
+        """See `TrainingState`.
+
+        Raises:
+            ConfigError: if the program has changed parameters since the last operation.
+        """
         self._look_for_changes()
+        if self.has_changed_parameters:
+            raise _refused_change()
         self._generators = self._generator_states()
 
     def note_seen(self, note: Callable[[bytes | None], None]) -> None:
@@ -64,7 +75,7 @@ class ModelState:
     def commit(self, result: Any) -> None:
         """See `TrainingState`."""
         self._left, self._versions = self._hyperparameters(), self._current_versions()
-        self._has_changed = False
+        self._has_changed = self.has_changed_parameters = False
         self._generators = self._generator_states()
 
     def for_others(self, result: Any) -> Any:
@@ -94,12 +105,7 @@ class ModelState:
                 as the operation has left it is gone.
         """
         if state["changed"] and self._left:
-            raise ConfigError(
-                "callbacks",
-                "parameters and buffers that only the steps of an elastic job change",
-                found="a change between two steps, which cannot be repeated on a worker that has lost its group",
-                hint="Make it in optimizer.register_step_post_hook(), which is a part of the step.",
-            )
+            raise _refused_change()
         _load_buffers_beside(self.model, state["buffers"])
         load_model(self.model, state["model"], self.comm)
         load_optimizer(self.optimizer, read_optimizer_state(self.optimizer, state["optimizer"], self.comm))
@@ -150,10 +156,21 @@ class ModelState:
 
     def _look_for_changes(self) -> None:
         before, self._versions = self._versions, self._current_versions()
-        self._has_changed = self._has_changed or before != self._versions
+        parameters = sum(1 for _ in self.model.parameters())
+        self.has_changed_parameters |= before[:parameters] != self._versions[:parameters]
+        self._has_changed |= before != self._versions
 
     def _current_versions(self) -> list[int]:
         return [tensor._version for tensor in (*self.model.parameters(), *self.model.buffers())]
+
+
+def _refused_change() -> ConfigError:
+    return ConfigError(
+        "callbacks",
+        "parameters and buffers that only the steps of an elastic job change",
+        found="a change between two steps, which could not be repeated on a worker that has lost its group",
+        hint="Make it in optimizer.register_step_post_hook(), which is a part of the step.",
+    )
 
 
 class StateOfStep(ModelState):

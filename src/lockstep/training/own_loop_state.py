@@ -40,6 +40,10 @@ class Job(Protocol):
         """Whether bodies of a batch run whose step has not been done."""
         ...
 
+    def do_not_repeat(self, why: str) -> None:
+        """Let the loss of a worker start all workers again from here on."""
+        ...
+
     def restore_buffers(self) -> None:
         """Restore the buffers of the beginning of the batch."""
         ...
@@ -121,6 +125,8 @@ class OwnLoopState(ModelState):
     def begin_batch(self) -> None:
         """The bodies of a batch begin, for the first time or again."""
         self._look_for_changes()
+        if self.has_changed_parameters:
+            self._job.do_not_repeat("parameters that are changed beside the step")
         self._begun = self._hyperparameters()
 
     def begin_again(self) -> None:
@@ -137,7 +143,8 @@ class OwnLoopState(ModelState):
     def begin(self) -> None:
         """See `TrainingState`: what has changed was looked for before the bodies, whose passes change buffers."""
         if not self._job.is_within_batch:
-            super().begin()
+            self._look_for_changes()
+            self._generators = self._generator_states()
 
     def undo(self) -> None:
         """See `TrainingState`: draws in bodies are keyed, and those that run again begin anew."""

@@ -182,6 +182,14 @@ class Recovery:
         """Return what of a global batch this worker has now."""
         return batch
 
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Return a context for what a program does before its first step, also on a worker that joins later.
+
+        The results of its operations are kept: such a worker gets them, as nobody else does them with it.
+        """
+        yield
+
     def run(self, operation: Callable[..., T], *args: Any, meets: bool = True) -> T:
         """Return the result of an operation; it is called again after a loss, unless others have done it.
 
@@ -245,6 +253,10 @@ class ElasticRecovery(Recovery):
         self._last: Any = None  # the result of the last operation
         self._has_state = False
         self._is_within = False  # an operation
+        self._has_joined = False  # a training in which others have done the first steps
+        self._is_beginning = False
+        self._kept_results: list[Any] = []  # of the operations before the first step
+        self._first_results: Iterator[Any] = iter(())
 
     @property
     def is_running(self) -> bool:
@@ -288,6 +300,7 @@ class ElasticRecovery(Recovery):
         self._training, comm.trainings = comm.trainings, comm.trainings + 1
         self._state, self._done, self._last, self._has_state = state, 0, None, not comm.is_joining
         self._most, self._folder, self._given_signals, self._is_suspended = most, folder, signals, True
+        self._has_joined, self._kept_results = comm.is_joining, []
         comm.keeps_values = False
         try:
             with self._held:
@@ -369,10 +382,23 @@ class ElasticRecovery(Recovery):
         """See `Recovery.run`."""
         if self._state is None or self._is_suspended or self._is_within:  # or it is a part of another operation
             return operation(*args)
+        if self._is_beginning and self._has_joined:
+            return cast(T, self._state.from_others(next(self._first_results)))
         number = self._done
         while self._done == number:
             self._try(self._state, operation, args, meets)
+        if self._is_beginning:
+            self._kept_results.append(self._state.for_others(self._last))
         return cast(T, self._last)
+
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """See `Recovery.beginning`."""
+        self._is_beginning, self._first_results = True, iter(self._kept_results)
+        try:
+            yield
+        finally:
+            self._is_beginning = False
 
     def attempt(self, operation: Callable[..., T], *args: Any) -> T | None:
         """See `Recovery.attempt`."""
@@ -476,7 +502,7 @@ class ElasticRecovery(Recovery):
         if comm.rank == source:
             sent = {"operations": state.of_operations(), "program": {}}
             if NO_STATE in view.commits:
-                sent["program"] = state.of_program()
+                sent["program"] = {**state.of_program(), "beginning": as_bytes(self._kept_results)}
         is_late = any(commit not in (best, NO_STATE) for commit in view.commits)  # a member, by one operation
         result = state.for_others(self._last) if is_late and comm.rank == source else None
         with named("result for workers that are behind"):
@@ -487,6 +513,7 @@ class ElasticRecovery(Recovery):
         state.load_operations(received["operations"])
         if is_new:
             state.load_program(received["program"])
+            self._kept_results = from_bytes(received["program"]["beginning"], torch.device("cpu"))
         self._last = state.from_others(result)
         self._done, self._has_state = best[1], True
         state.commit(None if is_new else self._last)

@@ -372,9 +372,23 @@ def check_fits(state: Mapping[str, Any], model: nn.Module, hyperparameters: Sequ
     frozen = state.get("frozen") or {"names": (), "checksum": ""}
     _check_same_model(state["model"], model, frozen["names"])
     check_same_parameters(state["hyperparameters"], hyperparameters)
+    check_frozen(model, frozen, "the checkpoint has")
+
+
+def check_frozen(model: nn.Module, frozen: Mapping[str, Any], who: str) -> None:
+    """Check that the parameters that a state leaves out are those that the model has.
+
+    Args:
+        model: the model.
+        frozen: their names and checksum, see `RunState.left_out`.
+        who: has the state: "the checkpoint has".
+
+    Raises:
+        CheckpointError: otherwise.
+    """
     if frozen["checksum"] not in ("", ours := _checksum(model, frozen["names"])):
         raise CheckpointError(
-            "the checkpoint has trained parameters only, and this model's other ones are not those that it was trained "
+            f"{who} trained parameters only, and this model's other ones are not those that it was trained "
             f"with: expected the checksum {frozen['checksum']}, got {ours}. Load the same pretrained weights first."
         )
 
@@ -510,7 +524,7 @@ class RunState:
         allow_different_hardware: bool = False,
         saves_frozen: bool = True,
     ) -> None:
-        self.step, self.global_batch_size, self._saves_frozen = step, global_batch_size, saves_frozen
+        self.step, self.global_batch_size, self.saves_frozen = step, global_batch_size, saves_frozen
         self._frozen: dict[str, Any] = {}
         self._allow_different = allow_different_hardware
         self.hyperparameters = named_param_groups(step.model, step.optimizer)
@@ -540,7 +554,7 @@ class RunState:
         strategy, model, optimizer = self.step.strategy, self.step.model, self.step.optimizer
         added = named_param_groups(model, optimizer)[len(self.hyperparameters) :]
         saved = strategy.model_state(model) if full else model.state_dict()
-        frozen = {} if self._saves_frozen else self._left_out()
+        frozen = {} if self.saves_frozen else self.left_out()
         return {
             "model": {name: value for name, value in saved.items() if name not in frozen.get("names", ())},
             **({"frozen": frozen} if frozen else {}),
@@ -553,7 +567,7 @@ class RunState:
             "determinism_settings": self.determinism_settings(),
         }
 
-    def _left_out(self) -> dict[str, Any]:
+    def left_out(self) -> dict[str, Any]:
         """Return the names of the parameters that are not trained, and their checksum, which is computed once."""
         parameters = self.step.model.named_parameters(remove_duplicate=False)
         names = [name for name, parameter in parameters if not parameter.requires_grad]

@@ -471,6 +471,9 @@ _NOT_FINITE_AT_FIRST = (
 )
 
 
+_NOTHING: Mapping[str, torch.Tensor] = {}
+
+
 class StepResult:
     """The result of one step; the same on every worker. It cannot be changed, see `replaced`.
 
@@ -487,9 +490,21 @@ class StepResult:
         replicas: the comparison of the workers' hyperparameters and weights; None if that has been done.
         grad_norm: 0-dim tensor on the device, the 2-norm of the whole gradient before clipping; None without
             `max_grad_norm`, which measures it without clipping if it is ``float("inf")``.
+        measured: what hooks have measured in the step, by name; equal on all workers.
     """
 
-    __slots__ = ("_count", "_loss", "_stop", "grad_norm", "learning_rate", "marks", "replicas", "samples", "step")
+    __slots__ = (
+        "_count",
+        "_loss",
+        "_stop",
+        "grad_norm",
+        "learning_rate",
+        "marks",
+        "measured",
+        "replicas",
+        "samples",
+        "step",
+    )
 
     _loss: Number
     _stop: Number
@@ -500,6 +515,7 @@ class StepResult:
     marks: torch.Tensor | None
     replicas: ReplicaCheck | None
     grad_norm: torch.Tensor | None
+    measured: Mapping[str, torch.Tensor]
 
     def __init__(
         self,
@@ -512,6 +528,7 @@ class StepResult:
         marks: torch.Tensor | None = None,
         replicas: ReplicaCheck | None = None,
         grad_norm: torch.Tensor | None = None,
+        measured: Mapping[str, torch.Tensor] = _NOTHING,
     ) -> None:
         put = partial(object.__setattr__, self)
         put("step", step)
@@ -523,6 +540,7 @@ class StepResult:
         put("marks", marks)
         put("replicas", replicas)
         put("grad_norm", grad_norm)
+        put("measured", measured)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a StepResult cannot be changed: {name}")
@@ -538,6 +556,7 @@ class StepResult:
             "marks": self.marks,
             "replicas": self.replicas,
             "grad_norm": self.grad_norm,
+            "measured": self.measured,
         }
 
     def replaced(self, **changes: Any) -> StepResult:
@@ -547,7 +566,7 @@ class StepResult:
     def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
         """Return a result with `fn` of each tensor."""
         changed = {name: fn(value) for name, value in self._arguments().items() if isinstance(value, torch.Tensor)}
-        return self.replaced(**changed)
+        return self.replaced(**changed, measured={name: fn(value) for name, value in self.measured.items()})
 
     def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
         return StepResult, tuple(self._arguments().values())
@@ -700,6 +719,7 @@ class TrainStep:
         self._key = mix((seed, _RANDOM))
         self.steps_done = 0
         self._last_rates = _rates(optimizer)  # of the last step
+        self.measured: dict[str, torch.Tensor] = {}  # by hooks of the step in progress, for its result
         self.strategy.check(optimizer, precision)
         if sync_batchnorm:
             _synchronise_batch_norm(model, self.strategy)
@@ -789,6 +809,7 @@ class TrainStep:
         self._passes = make_passes(self.strategy, self._seed, self._accumulation_steps, self.precision)
         self._trained = [p.requires_grad for p in self._changes.parameters]
         self._replicas.regroup()
+        self.measured = {}
 
     def _run(self, batch: Batch, requests: float) -> StepResult:
         key = mix((self.steps_done,), self._key)
@@ -829,6 +850,8 @@ class TrainStep:
             self._last_rates = _rates(self.optimizer)
             self.scheduler.end_step()
         note_samples(batch.size)
+        if self.measured:
+            result, self.measured = result.replaced(measured=self.measured), {}
         return result if norm is None else result.replaced(grad_norm=norm)
 
     def _checked_result(self, lr: Number, totals: Totals, problem: Any) -> StepResult:

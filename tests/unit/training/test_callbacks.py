@@ -30,6 +30,7 @@ from lockstep.training.callbacks.base import Row
 from lockstep.training.callbacks.curve import StepLosses, draw
 from lockstep.training.callbacks.group import CallbackGroup
 from lockstep.training.callbacks.progress import as_duration, as_line
+from lockstep.training.recovery import Recovery
 from support.clock import Clock
 
 ROWS: list[Row] = [
@@ -54,7 +55,7 @@ def trainer(out: Path | None) -> Any:
     parts = {
         "run_dir": out,
         "history": [],
-        "step": SimpleNamespace(steps_done=0),
+        "step": SimpleNamespace(steps_done=0, recovery=Recovery()),
         "comm": comm,
         "global_batch_size": 16,
     }
@@ -144,6 +145,49 @@ def test_events_have_a_tag_for_each_curve(tmp_path: Path) -> None:
     steps = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     of_rows = ("loss/val", "accuracy/val", "loss/train_epoch", "learning_rate", "samples_per_second")
     assert steps == {"loss/train": [2, 4, 6], "gradient_norm": [2, 4, 6], **{tag: [5, 10, 15] for tag in of_rows}}
+
+
+def test_each_event_is_there_once_after_a_worker_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
+    """What it has flushed, or not, after its state was sent last; another worker gets the hooks since then again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, changing = trainer(tmp_path), Recovery()
+    changing.has_fixed_workers = False
+    run.step.recovery = changing
+    writers: list[Any] = []
+
+    def begin(state: dict[str, Any]) -> TensorBoard:
+        monitor = TensorBoard(every_steps=2)
+        if state:
+            monitor.load_state_dict(state)
+        monitor.on_train_start(run)
+        writers.append(monitor._writer)
+        return monitor
+
+    def loss(monitor: TensorBoard, step: int) -> None:
+        run.step.steps_done = step + 1
+        monitor.on_loss(run, SimpleNamespace(step=step, grad_norm=None), float(step))
+
+    first = begin({})
+    for step in range(4):
+        loss(first, step)
+    state = first.state_dict()
+    first.on_row(run, {**ROWS[0], "step": 4})
+    loss(first, 5)
+    first._writer.flush()  # the state was not sent again
+    second = begin(state)
+    second.on_row(run, {**ROWS[0], "step": 4})
+    for step in (5, 6, 7):
+        loss(second, step)
+    third = begin(second.state_dict())
+    loss(third, 9)
+    for writer in writers[::2]:  # the second one is killed with events in its queue
+        writer.close()
+    shutil.copytree(tmp_path / "tensorboard", tmp_path / "copy")
+    writers[1].close()
+    events = EventAccumulator(str(tmp_path / "copy")).Reload()
+    steps = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert steps.pop("loss/train") == [2, 4, 6, 8, 10] and set(map(tuple, steps.values())) == {(4,)}
 
 
 def test_losses_of_many_steps_are_means_over_more_and_more() -> None:

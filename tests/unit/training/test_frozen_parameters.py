@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.callbacks import Callback, Checkpoints, Pretrained
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.training.loop import _StateOfRun
 from lockstep.training.trainer import Trainer
 
 DATA = TensorDataset(torch.rand(12, 3, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2)
@@ -132,3 +133,28 @@ def test_a_model_that_cannot_save_itself_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"Pretrained.*a Linear"):
         made.fit(DATA, 1)
+
+
+def test_pretrained_weights_that_are_not_saved_are_not_sent_to_workers_that_join() -> None:
+    def state_of_run(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+        trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), 4, save_frozen=False, callbacks=[])
+        return _StateOfRun(trainer, None, trainer._callbacks)  # type: ignore[arg-type]
+
+    sent, same, other = state_of_run(0), state_of_run(0), state_of_run(1)
+    with torch.no_grad():
+        sent.model[1].weight.add_(1.0)
+    sent.commit(None)
+    state = sent.of_operations()
+    assert list(state["model"]) == ["1.weight", "1.bias"]
+    same.load_operations(state)
+    assert torch.equal(same.model[1].weight, sent.model[1].weight)
+    assert list(same.of_operations()["model"]) == ["1.weight", "1.bias"]
+    with pytest.raises(CheckpointError, match="the other workers have sent trained parameters only"):
+        other.load_operations(state)
+    with torch.no_grad():
+        sent.model[0].weight.add_(1.0)  # which others do not have
+    assert len(sent.of_operations()["model"]) == 4

@@ -187,6 +187,9 @@ def beside(act: str) -> Callable[..., None]:
                 own_average.update_parameters(model)
             if act == "pass":
                 model(inputs)
+            if act == "clamp":
+                with torch.no_grad():
+                    model[0].weight.clamp_(-0.1, 0.1)
 
     return loop
 
@@ -202,6 +205,7 @@ def beside(act: str) -> Callable[..., None]:
         (beside("whole batch"), "lockstep.whole_batch()"),
         (beside("scheduler"), "a scheduler in its bodies that lockstep.prepare() was not given"),
         (beside("average"), "an AveragedModel in its bodies that lockstep.prepare() was not given"),
+        (beside("clamp"), "parameters that are changed beside the step"),
         (beside("pass"), "forward passes after the optimizer's step"),
     ],
 )

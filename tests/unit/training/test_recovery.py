@@ -139,6 +139,31 @@ def test_an_operation_is_repeated_where_it_was_called() -> None:
     assert comm.noted == [(0, 3, "folder"), "barrier", "the result"] and comm.keeps_values
 
 
+def test_operations_before_the_first_step_have_the_results_of_the_others_on_a_worker_that_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state: Any = State()
+    state.for_others = state.from_others = lambda result: result
+    recovery = ElasticRecovery(Group())  # type: ignore[arg-type]
+    with recovery.training(state, 3):
+        with recovery.beginning():
+            assert [recovery.run(lambda at=number: 7 * at) for number in range(3)] == [0, 7, 14]
+        assert recovery.run(lambda: 8) == 8
+        sent = list(recovery._kept_results)
+    comm: Any = Group()
+    comm.is_joining = True
+    joined = ElasticRecovery(comm)
+
+    def regroup() -> None:
+        joined._kept_results = sent
+
+    monkeypatch.setattr(joined, "_regroup", regroup)
+    with joined.training(state, 3):
+        with joined.beginning():
+            assert [joined.run(int, "no") for _ in range(3)] == [0, 7, 14]
+        assert joined.run(lambda: 9) == 9 and joined._done == 1
+
+
 def test_a_hook_that_a_loss_ends_is_not_called_again() -> None:
     comm: Any = Group()
     recovery, called = ElasticRecovery(comm), []

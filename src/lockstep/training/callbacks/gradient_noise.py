@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ...data.loader import Batch
-    from ..step import StepResult
+    from ..step import StepResult, TrainStep
 
 __all__ = ["GradientNoise"]
 
@@ -52,8 +52,8 @@ class GradientNoise(Callback):
     def __init__(self, every: int = 10) -> None:
         self._every = arguments.whole("every", every, least=1)
         self._hooks: list[RemovableHandle] = []
-        self._squares = torch.zeros(0)  # of the gradient of each virtual worker, in the step that is measured
-        self._total = torch.zeros(())  # of the whole gradient
+        self._squares = torch.zeros(0)  # of the gradient of each virtual worker, in the attempt of the step
+        self._reducer: Any = None  # of that attempt
         self._sums: Any = 0.0  # of the estimates (tr(Σ), |G|²), since the last row
         self._batch: Batch | None = None
 
@@ -75,6 +75,7 @@ class GradientNoise(Callback):
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
         """Watch the gradients of the step, if it is time."""
         self._stop_watching()
+        self._reducer = None
         if trainer.step.steps_done % self._every:
             return
         device, strategy = trainer.comm.device, trainer.step.strategy
@@ -84,15 +85,21 @@ class GradientNoise(Callback):
         add = partial(self._add, strategy)
         trained = [p for group in trainer.optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._hooks = [p.register_hook(add) for p in trained]
-        self._hooks.append(trainer.optimizer.register_step_pre_hook(self._note_total))
+        self._hooks.append(trainer.optimizer.register_step_pre_hook(partial(self._measure, trainer.step)))
 
     def _add(self, strategy: Invariant, gradient: torch.Tensor) -> None:
         """Add the square of a parameter's gradient in a backward pass."""
+        if self._reducer is not strategy.reducer:  # the workers have changed: the passes before were in vain
+            self._reducer = strategy.reducer
+            self._squares.zero_()
         self._squares[strategy.reducer.shard] += _square(gradient)
 
-    def _note_total(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _measure(self, step: TrainStep, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Sum up over the workers, as a part of the step, which in an elastic job is repeated with it."""
         trained = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._total = torch.stack([_square(gradient) for gradient in trained]).sum()
+        total = torch.stack([_square(gradient) for gradient in trained]).sum()
+        squares = step.comm.allreduce(self._squares)
+        step.measured["gradient noise"] = torch.cat([squares, total.to(squares.dtype).reshape(1)])
 
     def _stop_watching(self) -> None:
         for hook in self._hooks:
@@ -112,9 +119,9 @@ class GradientNoise(Callback):
         counts = by_shard.clamp(min=1).to(self._squares.dtype)
         # A pass is that of the sum of its samples' losses divided by `samples`; the step then divides by what counts.
         scale = (samples / counts) * (samples / result.count)
-        squares = trainer.comm.allreduce(self._squares) * scale.square() * has_samples
+        *_, total = measured = result.measured["gradient noise"]
+        squares = measured[:-1] * scale.square() * has_samples
         small, inverse = squares.sum() / has_samples.sum(), (has_samples / counts).sum() / has_samples.sum()
-        total = self._total.to(squares.dtype)
         if result.grad_norm is not None:  # the gradient was clipped
             total = result.grad_norm.to(squares.dtype).square()
         noise = (small - total) / (inverse - 1 / samples)

@@ -186,8 +186,9 @@ class CallbackGroup:
         self._started.clear()
         self._has_ended = False
         try:
-            for member in self._members:
-                self._start(member, trainer)
+            with self._recovery.beginning():
+                for member in self._members:
+                    self._start(member, trainer)
             yield
         except BaseException as raised:
             error = raised

@@ -41,15 +41,26 @@ class TensorBoard(Callback):
         self._every = arguments.whole("every_steps", every_steps, least=1)
         self._write_guard = WriteGuard()
         self._writer: Any = None
+        # Where another worker may take over: the events of the latest step, and the first step that is replaced then.
+        # A writer that is killed loses what it has not flushed, or has written what nobody knows of.
+        self._moves = False
+        self._latest: list[tuple[str, float, int]] = []
+        self._first = -1
 
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Open the event file; events of steps that a resumed run repeats are replaced."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        if trainer.run_dir is not None:
-            folder = trainer.run_dir / "tensorboard"
-            with self._write_guard.to(folder):
-                self._writer = SummaryWriter(str(folder), purge_step=trainer.step.steps_done + 1)
+        if trainer.run_dir is None:
+            return
+        self._moves = not trainer.step.recovery.has_fixed_workers
+        if self._first < 0 or not self._moves:
+            self._first, self._latest = trainer.step.steps_done + 1, []
+        folder, again = trainer.run_dir / "tensorboard", self._latest
+        with self._write_guard.to(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=self._first)
+            for tag, value, step in again:
+                self._writer.add_scalar(tag, value, step)
 
     def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
         """Write the loss of a step, and the norm of its gradient."""
@@ -65,8 +76,27 @@ class TensorBoard(Callback):
     def _write(self, scalars: Mapping[str, float], step: int) -> None:
         if self._writer is not None:
             with self._write_guard.to(Path(self._writer.log_dir)):
+                if self._moves:
+                    self._note(scalars, step)
                 for tag, value in scalars.items():
                     self._writer.add_scalar(tag, value, step)
+
+    def _note(self, scalars: Mapping[str, float], step: int) -> None:
+        """Note events that are written again if this worker is lost, and let go those that are in the file for good."""
+        if self._latest and self._latest[-1][2] != step:
+            self._writer.flush()
+            self._latest = []
+        self._first = step
+        self._latest += [(tag, float(value), step) for tag, value in scalars.items()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the events of the latest step, for a worker that takes over in an elastic job."""
+        return {"first": self._first, "latest": [list(event) for event in self._latest]} if self._moves else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self._first = int(state["first"])
+        self._latest = [(str(tag), float(value), int(step)) for tag, value, step in state["latest"]]
 
     def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
         """Close the event file."""

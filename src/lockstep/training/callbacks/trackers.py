@@ -198,6 +198,7 @@ class MLflow(_Tracker):
         self._experiment, self._name, self._uri = experiment, name, tracking_uri
         self._client: Any = None
         self._sent: deque[Any] = deque(maxlen=1000)  # to be waited for at the end
+        self._doubtful = -1  # the step up to which another worker may have sent values before it was lost
 
     def _open(self, trainer: TrainingContext, config: dict[str, Any]) -> str:
         import mlflow
@@ -206,6 +207,7 @@ class MLflow(_Tracker):
         self._client = mlflow.MlflowClient(tracking_uri=self._uri)
         if self._run_id:
             self._client.update_run(self._run_id, status="RUNNING")
+            self._doubtful = trainer.step.steps_done
             return self._run_id
         found = self._client.get_experiment_by_name(self._experiment)
         number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
@@ -217,9 +219,15 @@ class MLflow(_Tracker):
     def _send(self, values: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
+        if step <= self._doubtful:
+            values = {name: value for name, value in values.items() if not self._has(name, step)}
         now = round(time.time() * 1000)
         metrics = [Metric(name, float(value), now, step) for name, value in values.items()]
         self._sent.append(self._client.log_batch(self._run_id, metrics=metrics, synchronous=False))
+
+    def _has(self, name: str, step: int) -> bool:
+        """Return whether the run has a value of this step."""
+        return any(metric.step == step for metric in self._client.get_metric_history(self._run_id, name))
 
     def _close(self, error: BaseException | None) -> None:
         try:
