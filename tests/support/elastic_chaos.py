@@ -33,7 +33,7 @@ from lockstep.elastic import client as client_module
 from lockstep.elastic.membership import Coordinator
 from lockstep.elastic.roster import Roster
 from lockstep.environment import ElasticWorker
-from lockstep.parallel import reducer
+from lockstep.parallel import one_bucket, reducer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -67,6 +67,7 @@ class Plan:
     Attributes:
         waits: whether the training waits for workers that start to join, which it would be over before.
         virtual: whether there are virtual workers; without them, losses are equal up to rounding.
+        ddp: whether gradients are then averaged by DistributedDataParallel, as those of large models.
         loaders: the number of loader processes of each worker.
         parts: of an iterable data set with the samples; 0 for one whose samples have indices.
     """
@@ -82,6 +83,7 @@ class Plan:
     virtual: bool = True
     loaders: int = 0
     parts: int = 0
+    ddp: bool = False
 
     @classmethod
     def of(cls, seed: int, backend: str | None = None) -> Plan:
@@ -94,10 +96,15 @@ class Plan:
         plan = cls(workers, model, backend or chosen, faults, joins, draw.random() < 0.6, draw.random() < 0.5)
         if draw.random() < 0.2:
             plan = replace(plan, model="lenet")
-        if draw.random() < 0.15:  # over Gloo a wait of DDP may not end for half an hour, see docs/elastic.md
-            plan = replace(plan, model=draw.choice(["plain", "lenet"]), virtual=False, backend="shm")
+        if draw.random() < 0.15:
+            plan = plan.averaged(draw.choice(["plain", "lenet"]), ddp=draw.random() < 0.5)
         plan = replace(plan, waits=draw.random() < 0.3, loaders=2 * (draw.random() < 0.1))
         return replace(plan, parts=draw.choice([1, 3]) if draw.random() < 0.2 else 0)
+
+    def averaged(self, model: str, ddp: bool) -> Plan:
+        """Return the plan without virtual workers."""
+        # over Gloo a wait of DDP may not end for half an hour, see docs/elastic.md
+        return replace(self, model=model, virtual=False, ddp=ddp, backend="shm" if ddp else self.backend)
 
     @staticmethod
     def _fault(draw: random.Random, workers: int) -> Point:
@@ -257,6 +264,15 @@ class Chaos:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.setitimer(signal.ITIMER_REAL, random.Random(fault.count).random() * 0.003 + 1e-5)
 
+    def before(self, owner: Any, name: str, place: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            self.soon(place)
+            return original(*args)
+
+        setattr(owner, name, call)
+
     def around(self, owner: Any, name: str, place: str, after: str = "") -> None:
         original = getattr(owner, name)
 
@@ -281,13 +297,9 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     next(net.parameters()).register_hook(lambda _: chaos.pass_by("backward"))
     chaos.around(reducer.BucketExchange, "start", "bucket")
     chaos.around(reducer.BucketExchange, "add_up", "between")
-    finish = reducer.Reducer.finish
-
-    def late(self: Any) -> None:
-        chaos.soon("late")
-        finish(self)
-
-    reducer.Reducer.finish = late
+    chaos.around(one_bucket.OneBucket, "average", "bucket", "between")
+    for owner, name in ((reducer.Reducer, "finish"), (one_bucket.OneBucket, "average")):
+        chaos.before(owner, name, "late")
 
     def begin_update(*_: Any) -> None:
         chaos.pass_by("reduced")
@@ -417,6 +429,8 @@ def become_worker(plan: Plan, number: int, joins: bool, folder: Path, socket: st
 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if plan.ddp:
+        one_bucket.MOST_BYTES = 0
     code = 0
     try:
         train(plan, number, folder / "run" if plan.saves else None, folder / f"result-{number}")
@@ -605,6 +619,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--backend", choices=["shm", "gloo"])
     parser.add_argument("--kept", action="store_true", help="a model with state outside of its state dict")
+    parser.add_argument("--averaged", action="store_true", help="no virtual workers, DDP for every second seed")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -614,6 +629,8 @@ def main(words: list[str]) -> int:
         plan = Plan.of(seed, options.backend)
         if options.kept:
             plan = replace(plan, model="kept", virtual=True, loaders=0, parts=0, waits=True, replaces=True)
+        if options.averaged:
+            plan = plan.averaged(plan.model.replace("norm", "plain"), ddp=seed % 2 == 1)
         begun = time.monotonic()
         outcome = run_job(plan)
         wrong = check(plan, outcome, undisturbed(plan.model, plan.virtual, plan.loaders, plan.parts))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -66,6 +68,12 @@ class Buffers:
         """Whether the model has any buffers."""
         return bool(self._norms or self._others)
 
+    @property
+    def most_numbers(self) -> int:
+        """The most numbers that `of_shard` may return, where all normalisation layers are in training mode."""
+        of_norms = [buffer for layer in self._norms for buffer in layer._buffers.values() if buffer is not None]
+        return sum(buffer.numel() for buffer in of_norms) + bool(self._others)
+
     def begin(self) -> None:
         """Begin a step: each of its shards starts with the present values."""
         before = [*self._averaged, *self._counters]
@@ -112,10 +120,7 @@ class Buffers:
         Raises:
             ConfigError: if a normalisation layer was put into training mode by a forward pass.
         """
-        self._check_modes()
-        if first:
-            for other in self._others:
-                other.note_result()
+        self._note_shard(first)
         averaged = sum(buffer.numel() for buffer in self._averaged)
         counters = sum(buffer.numel() for buffer in self._counters)
         has_new = self._others and not self._is_alone
@@ -127,9 +132,34 @@ class Buffers:
             flat = [buffer.reshape(-1) for buffer in self._counters]
             torch.cat(flat, out=vector[averaged : averaged + counters])
         if has_new and last:
-            changed = sum(other.has_changed() and not other.is_broadcast for other in self._others)
-            vector[-1].fill_(changed)  # an assignment of a number waits for a device
+            vector[-1].fill_(self._newly_changed())  # an assignment of a number waits for a device
         return vector
+
+    def numbers_of_shard(self, *, first: bool, last: bool) -> list[float] | None:
+        """Return what `of_shard` does as numbers of the host; None in a step with running statistics, which are not.
+
+        Args:
+            first, last: see `of_shard`.
+
+        Raises:
+            ConfigError: see `of_shard`.
+        """
+        if self._averaged or self._counters:
+            return None
+        self._note_shard(first)
+        if not self._others or self._is_alone:
+            return []
+        return [float(self._newly_changed() if last else 0)]
+
+    def _note_shard(self, first: bool) -> None:
+        self._check_modes()
+        if first:
+            for other in self._others:
+                other.note_result()
+
+    def _newly_changed(self) -> int:
+        """Return how many buffers this worker's passes have changed that are not broadcast yet."""
+        return sum(other.has_changed() and not other.is_broadcast for other in self._others)
 
     def _check_modes(self) -> None:
         """Check that no layer that was in evaluation mode has counted a batch.
@@ -145,7 +175,7 @@ class Buffers:
                 hint="Call its train() before the step.",
             )
 
-    def set(self, sums: torch.Tensor, weight: float | torch.Tensor = 1) -> None:
+    def set(self, sums: torch.Tensor | Sequence[float | torch.Tensor], weight: float | torch.Tensor = 1) -> None:
         """Set the buffers at the end of a step, equally on every worker.
 
         Off the CPU, reading the number of newly changed buffers makes the host wait for the device. It is read at steps
@@ -153,23 +183,23 @@ class Buffers:
         next of them on.
 
         Args:
-            sums: the sum of all shards' `of_shard`.
+            sums: the sum of all shards' `of_shard`, or of their `numbers_of_shard`.
             weight: the sum of the weights.
         """
         changed = [other.has_changed() for other in self._others]
         averaged = sum(buffer.numel() for buffer in self._averaged)
         counters = sum(buffer.numel() for buffer in self._counters)
-        if averaged:
+        if isinstance(sums, torch.Tensor) and averaged:
             is_mean = isinstance(weight, int) and weight == 1
             _set(self._averaged, sums[:averaged] if is_mean else sums[:averaged] / weight)
-        if counters:
+        if isinstance(sums, torch.Tensor) and counters:
             _set(self._counters, sums[averaged : averaged + counters])
         for other in self._others:
             other.finish()
         if self._others and not self._is_alone:
             self._broadcast_changed(changed, sums[-1])
 
-    def _broadcast_changed(self, changed: list[bool], new: torch.Tensor) -> None:
+    def _broadcast_changed(self, changed: list[bool], new: float | torch.Tensor) -> None:
         """Broadcast rank 0's values of buffers that have changed, after the workers have agreed on which these are.
 
         Args:
@@ -177,10 +207,10 @@ class Buffers:
             new: how many have on any worker that are not broadcast yet.
         """
         assert self._comm is not None
-        due = self._at_once or new.device.type == "cpu" or self._steps & (self._steps - 1) <= 0
+        due = self._at_once or self._device.type == "cpu" or self._steps & (self._steps - 1) <= 0
         self._steps += 1
         if due and not all(other.is_broadcast for other in self._others) and float(new) > 0:
-            counts = self._comm.allreduce(torch.tensor(changed, dtype=torch.float32, device=new.device))
+            counts = self._comm.allreduce(torch.tensor(changed, dtype=torch.float32, device=self._device))
             for other, count in zip(self._others, counts.tolist(), strict=True):
                 other.is_broadcast |= count > 0
         buffers = [other.current for other in self._others if other.is_broadcast]

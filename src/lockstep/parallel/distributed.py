@@ -1,10 +1,11 @@
-"""Data parallelism with one process per device: gradients are averaged by DistributedDataParallel."""
+"""Data parallelism, a process for each device: torch averages the gradients, or one message those of a small model."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from ..communicator.elastic_communicator import ElasticCommunicator
 from ..flight_recorder import named
 from .buffers import Buffers
 from .invariant import Invariant
-from .module_sync import move_module, sync_module
-from .strategy import Strategy
-from .unused_parameters import ConnectAllParameters
+from .module_sync import check_same_layout, move_module, sync_module
+from .one_bucket import OneBucket
+from .strategy import MakeTotals, Strategy, Sums
+from .unused_parameters import ConnectAllParameters, sparse_parameters
 
 __all__ = ["Distributed"]
 
@@ -31,15 +33,16 @@ _BUFFER_SYNC = (
 )
 
 
-# A sum of the workers' shares of samples differs from 1 by no more than this.
-_ROUNDING = 1e-6
+_ROUNDING = 1e-6  # of a sum of the workers' shares of samples
+_MOST_TOTALS = 8  # a step's totals and the weight, see `Distributed.reduce_totals`
 
 
 class Distributed(Strategy):
     """Trains one model on all workers with PyTorch's DistributedDataParallel.
 
     Its reducer overlaps the reduction of gradients with the backward pass (Li et al., "PyTorch Distributed: Experiences
-    on accelerating data parallel training", VLDB 2020). With a single worker nothing is wrapped and nothing is sent.
+    on accelerating data parallel training", VLDB 2020). A small model, whose gradients are all there only when that
+    pass ends, is not wrapped: what a step sends is one message, see `OneBucket`. With a single worker nothing is sent.
 
     Args:
         comm: communicator over the workers.
@@ -48,9 +51,10 @@ class Distributed(Strategy):
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
         self._ddp: DistributedDataParallel | None = None
+        self._one_bucket: OneBucket | None = None
         self._buffers: Buffers | None = None
         self._in_step = False  # whether the buffers of the running step are noted
-        self._sums_late = _is_in_shared_memory(comm)
+        self._sums_late = False
 
     def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
         """Return the strategy that gives the same bits at any number of workers."""
@@ -72,8 +76,20 @@ class Distributed(Strategy):
         self._buffers, self._in_step = Buffers(self.with_loss(model), self.comm, saves=saves), False
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Wrap `module`, a step's forward pass with the prepared model; gradients are *averaged* over the workers."""
-        if self.comm.size == 1 or self.comm.is_joining or not any(p.requires_grad for p in module.parameters()):
+        """Wrap `module`, a step's forward pass with the prepared model; gradients are *averaged* over the workers.
+
+        Raises:
+            MismatchError: if the workers train different parameters.
+        """
+        self._unwrap()
+        self._sums_late = _is_in_shared_memory(self.comm)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if self.comm.size == 1 or self.comm.is_joining or not trained:
+            return module
+        check_same_layout(module, self.comm)
+        numbers = _MOST_TOTALS + (0 if self._buffers is None else self._buffers.most_numbers)
+        if not sparse_parameters(module) and OneBucket.fits(trained, self.comm, numbers):
+            self._one_bucket = OneBucket(trained, self.comm)
             return module
         no_buffer_sync: dict[str, Any] = {_BUFFER_SYNC: False}
         self._ddp = DistributedDataParallel(
@@ -85,6 +101,12 @@ class Distributed(Strategy):
         )
         return self._ddp
 
+    def _unwrap(self) -> None:
+        if self._ddp is not None:
+            # something may still refer to it, such as the frames of an error
+            self._ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        self._ddp, self._one_bucket = None, None
+
     def gradient_sync(self, now: bool) -> AbstractContextManager[object]:
         """Return a context manager for one pass of a step, see `Strategy.gradient_sync`."""
         if self._buffers is not None and self.comm.size > 1:
@@ -93,43 +115,43 @@ class Distributed(Strategy):
             self._in_step = not now
         return self._ddp.no_sync() if self._ddp is not None and not now else nullcontext()
 
-    def reduce_totals(self, totals: torch.Tensor, weight: float, add_up: bool = True) -> Callable[[], torch.Tensor]:
-        """Start to sum a step's `totals` over the workers, together with the running statistics.
+    def reduce_totals(self, totals: MakeTotals, weight: float, add_up: bool = True) -> Callable[[], Sums]:
+        """Start to sum a step's totals over the workers, together with the running statistics.
 
         See `Strategy.reduce_totals`. The returned function also sets the averaged running statistics and broadcasts
         rank 0's other buffers that forward passes change.
         """
-        buffers = self._buffers
+        buffers, first = self._buffers, self.comm.world.is_first
         if not buffers or self.comm.size == 1:
-            return self._start_sum(totals)
-        own = buffers.of_shard(weight, first=self.comm.world.is_first, last=True)
-        size = len(totals)
-        wait = self._start_sum(torch.cat([totals, totals.new_full((1,), weight), own]))
+            return self._start_sum(totals())
+        numbers = buffers.numbers_of_shard(first=first, last=True)
+        if numbers is None:
+            statistics = buffers.of_shard(weight, first=first, last=True)
+            size, vector = len(statistics), torch.cat([totals(weight), statistics])
+        else:
+            size, vector = len(numbers), totals(weight, *numbers)
+        wait, end = self._start_sum(vector), len(vector) - size - 1
 
-        def finish() -> torch.Tensor:
+        def finish() -> Sums:
             summed = wait()
-            weights = summed[size]
-            # A sum of shares that differs from 1 by rounding alone is 1.
-            whole = torch.where((weights - 1).abs() < _ROUNDING, 1.0, weights)
-            buffers.set(summed[size + 1 :], 1 if add_up else whole)
-            return summed[:size]
+            sums: Sums = summed.tolist() if numbers is not None and summed.is_cpu else summed
+            buffers.set(sums[end + 1 :], 1 if add_up else _rounded(sums[end]))
+            return sums[:end]
 
         return finish
 
     def _start_sum(self, vector: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to sum a small vector over the workers; returns a function that waits for the sum.
 
-        In shared memory it starts when it is waited for: an all-reduce in the background wakes a thread, which then
-        takes turns with the backward pass for the interpreter, and that takes ten times as long as the all-reduce.
+        With a small model the gradients are averaged there as well. In shared memory the sum starts when it is waited
+        for: an all-reduce in the background wakes a thread, which then takes turns with the backward pass for the
+        interpreter, and that takes ten times as long as the all-reduce.
         """
-        if not self._sums_late:
-            return self.comm.iallreduce(vector).wait
-
-        def start_and_wait() -> torch.Tensor:
-            with named(self.totals_name):
-                return self.comm.allreduce(vector)
-
-        return start_and_wait
+        if self._one_bucket is not None:
+            return partial(_call_named, self.backward_name, self._one_bucket.average, vector)
+        if self._sums_late:
+            return partial(_call_named, self.totals_name, self.comm.allreduce, vector)
+        return self.comm.iallreduce(vector).wait
 
     def begin_step(self) -> None:
         """Save the buffers that the forward pass may change."""
@@ -145,10 +167,7 @@ class Distributed(Strategy):
 
     def regroup(self, model: nn.Module) -> None:
         """Adapt to the communicator's new workers."""
-        if self._ddp is not None:
-            # something may still refer to it, such as the frames of an error
-            self._ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-        self._ddp = None  # it holds the old group
+        self._unwrap()  # what is there holds the old group
         self._make_buffers(model)
 
     def sync_buffers(self) -> None:
@@ -157,8 +176,20 @@ class Distributed(Strategy):
             self._buffers.broadcast()
 
 
+def _rounded(whole: float | torch.Tensor) -> float | torch.Tensor:
+    """Return a sum of the workers' shares, which is 1 where it differs from 1 by rounding alone."""
+    if isinstance(whole, float):
+        return 1.0 if abs(whole - 1) < _ROUNDING else whole
+    return torch.where((whole - 1).abs() < _ROUNDING, 1.0, whole)
+
+
+def _call_named(name: str, collective: Callable[[torch.Tensor], torch.Tensor], vector: torch.Tensor) -> torch.Tensor:
+    with named(name):
+        return collective(vector)
+
+
 def _is_in_shared_memory(comm: Communicator) -> bool:
-    """Return whether the collectives of the workers run in the memory of one host, in a job of fixed size."""
-    if type(comm) is not Communicator or comm.group is None or comm.device.type != "cpu" or comm.world.nodes > 1:
+    """Return whether the collectives of the workers run in the memory of one host."""
+    if comm.group is None or comm.device.type != "cpu" or comm.world.nodes > 1:
         return False
     return bool(dist.get_backend(comm.group) == "shm")

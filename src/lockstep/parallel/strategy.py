@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,13 @@ from ..errors import ConfigError
 from .fingerprints import fingerprint
 from .full_state import load_model, load_optimizer, read_optimizer_state
 
-__all__ = ["Strategy", "accumulation_dtype", "number_on"]
+__all__ = ["MakeTotals", "Strategy", "Sums", "accumulation_dtype", "number_on"]
+
+MakeTotals = Callable[..., torch.Tensor]
+"""(*further numbers) → this worker's totals of a step and these numbers, 1-d floating tensor on the device."""
+
+Sums = torch.Tensor | Sequence[float | torch.Tensor]
+"""Sums over the workers: a 1-d tensor, or numbers if there is one worker or they are on the host in any case."""
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -101,7 +107,7 @@ class Strategy:
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module that a step calls instead of `module`: (data, samples) → (sum of the loss, count).
 
-        Its gradients are *averaged* over the workers.
+        Its gradients are *averaged* over the workers, by its backward pass or by what `reduce_totals` returns.
         """
         return module
 
@@ -125,17 +131,18 @@ class Strategy:
         """
         return nullcontext()
 
-    def reduce_totals(self, totals: torch.Tensor, weight: float, add_up: bool = True) -> Callable[[], torch.Tensor]:
-        """Start to sum a step's `totals` over the workers; returns a function that waits for the sums.
+    def reduce_totals(self, totals: MakeTotals, weight: float, add_up: bool = True) -> Callable[[], Sums]:
+        """Start to sum a step's totals over the workers; returns a function that waits for the sums.
 
-        Called between the last forward pass and its backward pass, so that the reduction may overlap with the latter.
+        Called between the last forward pass and its backward pass, so that the reduction may overlap with the latter,
+        and the function that it returns after both.
 
         Args:
-            totals: 1-d floating tensor.
+            totals: returns this worker's, with further numbers behind them.
             weight: this worker's share of the step's samples, 0 to 1.
             add_up: whether the workers' weights add up to 1; otherwise they are divided by their sum.
         """
-        return self.comm.iallreduce(totals).wait
+        return self.comm.iallreduce(totals()).wait
 
     def cast_parameters(self, model: nn.Module, precision: str) -> list[int] | None:
         """Return the numbers of the parameters that a pass converts to a half-precision format.

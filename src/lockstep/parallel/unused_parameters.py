@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ConnectAllParameters", "connect_parameters"]
+__all__ = ["ConnectAllParameters", "connect_parameters", "sparse_parameters"]
 
 
 class _ConnectParameters(torch.autograd.Function):
@@ -45,7 +45,7 @@ def connect_parameters(
     return connected
 
 
-def _sparse_parameters(module: nn.Module) -> frozenset[int]:
+def sparse_parameters(module: nn.Module) -> frozenset[int]:
     """Return the id() of the parameters with sparse gradients."""
     layers = [layer for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
     return frozenset(id(layer.weight) for layer in layers if layer.sparse)
@@ -69,7 +69,7 @@ class ConnectAllParameters(nn.Module):
         super().__init__()
         self.module = module
         self._trained = [p for p in module.parameters() if p.requires_grad]
-        self._sparse = _sparse_parameters(module)
+        self._sparse = sparse_parameters(module)
         self._reentrant: bool | None = None
 
     def forward(self, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:

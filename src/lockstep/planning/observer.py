@@ -24,6 +24,7 @@ from ..data.loader import Batch, Loader
 from ..errors import ConfigError
 from ..messages import encode
 from ..parallel.nested import narrow, sample_count
+from ..parallel.one_bucket import OneBucket
 from ..parallel.ordered_reducer import OrderedReducer
 from ..parallel.reducer import Reducer
 from ..parallel.shards import bounds
@@ -166,6 +167,7 @@ class StepObserver:
             Replaced(Loader, "epoch", self._epoch),
             Replaced(Reducer, "begin", self._begin_reducer),
             Replaced(Reducer, "finish", self._finish_reducer),
+            Replaced(OneBucket, "average", self._average),
             Replaced(OrderedReducer, "part", self._part),
             Replaced(DistributedDataParallel, "forward", self._forward_of_ddp),
             Replaced(DistributedDataParallel, "__init__", self._make_ddp),
@@ -350,6 +352,15 @@ class StepObserver:
                 self._step.reduce_wait_s += self.now() - began
 
         return finish
+
+    def _average(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def average(bucket: OneBucket, numbers: torch.Tensor) -> torch.Tensor:
+            began = self.now()
+            sums: torch.Tensor = original(bucket, numbers)
+            self._step.reduce_wait_s += self.now() - began
+            return sums
+
+        return average
 
     def _watch_gradients(self) -> None:
         """Register hooks for the step that begins: on all parameters, or on the one whose gradient comes last."""

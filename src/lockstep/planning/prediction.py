@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..parallel.shards import sizes
 from .collective_costs import Cost, Fabric
 from .step_profile import ComputeCurve, ComputeTimes, Profile, merge
-from .step_simulation import Gradient, Message, StepPlan, ddp_buckets, equal_buckets, simulate
+from .step_simulation import FIRST_BUCKET, Gradient, Message, StepPlan, ddp_buckets, equal_buckets, simulate
 
 __all__ = ["STANDS_STILL", "Forecast", "Job", "Uncertainty", "critical_batch_size", "predict"]
 
@@ -236,7 +236,7 @@ def plan_step(job: Job, times: ComputeTimes, workers: int, network: _Network, sc
     if workers == 1:
         return StepPlan(compute, update)
     messages, copied = [], 0.0
-    if not job.first.ddp:
+    if not job.first.ddp and not _is_one_message(job, times.gradients):
         messages.append(Message(start, network.cost("all_reduce", _TOTALS, workers)))
     rows = _subtrees(job.first.virtual_workers, workers)
     # one all-reduce does where it adds in the order of the tree: between two workers, and in shared memory
@@ -250,6 +250,11 @@ def plan_step(job: Job, times: ComputeTimes, workers: int, network: _Network, sc
         else:
             messages.append(Message(ready, network.cost("all_reduce", bucket.size, workers)))
     return StepPlan(compute + copied, update, messages, slowdown, job.fabric.in_flight)
+
+
+def _is_one_message(job: Job, gradients: Sequence[Gradient]) -> bool:
+    """Return whether the gradients are so few that a step of Lockstep sends its totals with them."""
+    return not job.first.virtual_workers and sum(gradient.size for gradient in gradients) <= FIRST_BUCKET
 
 
 def _subtrees(virtual_workers: int, workers: int) -> int:

@@ -29,7 +29,7 @@ from ..parallel.randomness import seed_torch
 from ..parallel.replicas.scatter import Device
 from ..parallel.replicas_strategy import Replicas
 from ..parallel.shards import mix
-from ..parallel.strategy import Strategy
+from ..parallel.strategy import Strategy, Sums
 from ..parallel.sync_batchnorm import convert
 from ..parallel.unchanged_parameters import UnchangedParameters
 from .divided_batches import describe_division
@@ -47,6 +47,7 @@ from .replica_check import ReplicaCheck
 from .schedules import Schedule
 from .torch_calls import clear_gradients
 from .torch_schedulers import SchedulerOfTorch
+from .totals import as_float, make_totals
 from .virtual_worker_passes import ShardPasses
 
 __all__ = [
@@ -272,7 +273,7 @@ class Passes(Protocol):
 
     def run(
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
-    ) -> Totals:
+    ) -> Sums:
         """Run the passes; gradients are then sums over the global batch, divided by its number of samples.
 
         With fp16 they are scaled otherwise, see `Precision.correction`.
@@ -286,13 +287,8 @@ class Passes(Protocol):
             marks: 1-d tensor that is summed over the workers with the totals, see `ReplicaCheck.marks`.
 
         Returns:
-            Totals over the global batch: (sum of the loss, count, sum of the requests, *marks). A 1-d tensor if they
-            were summed over workers on a device, else numbers.
+            Totals over the global batch: (sum of the loss, count, sum of the requests, *marks).
         """
-
-
-Totals = torch.Tensor | Sequence[Number]
-"""See `Passes.run`."""
 
 
 def make_passes(strategy: Strategy, seed: int, gradient_accumulation_steps: int, precision: Precision) -> Passes:
@@ -322,11 +318,6 @@ def _parts(batch: Batch, passes: int) -> list[tuple[Any, int]]:
     return split(batch.data, size, passes)
 
 
-def _number(value: Number) -> float:
-    """Return a number that may be a 0-dim tensor on the CPU; it may require a gradient."""
-    return float(value.item() if isinstance(value, torch.Tensor) else value)
-
-
 class AlonePasses:
     """The passes of a single worker on the CPU: nothing is sent, and all numbers are on the host.
 
@@ -346,14 +337,14 @@ class AlonePasses:
 
     def run(
         self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
-    ) -> Totals:
+    ) -> Sums:
         """See `Passes`."""
         loss_sum = counted = 0.0
         factor = precision.pass_scale(batch.global_size)
         for data, size in self.parts(batch):
             total, count = precision.run_forward(loss.on, loss.model, data, size)
-            loss_sum += _number(total)
-            counted += _number(count)
+            loss_sum += as_float(total)
+            counted += as_float(count)
             precision.backward(total, factor)
         return loss_sum, counted, requests
 
@@ -373,7 +364,7 @@ class SinglePass:
 
     def run(
         self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
-    ) -> Totals:
+    ) -> Sums:
         """See `Passes`."""
         ((data, size),) = self.parts(batch)
         total, count = precision.run_forward(loss.on, loss.model, data, size)
@@ -405,58 +396,25 @@ class AccumulatedPasses:
 
     def run(
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
-    ) -> Totals:
+    ) -> Sums:
         """See `Passes`."""
         strategy, parts = self._strategy, self.parts(batch)
         # The reduction averages over workers; the mean over samples needs the sum.
         factor = precision.pass_scale(batch.global_size, self.averaged_over)
-        sums = _SumsOnHost(requests, marks) if marks.device.type == "cpu" else _SumsOnDevice(requests, marks)
-        for number, (data, size) in enumerate(parts):
-            last = number == len(parts) - 1
+        totals = make_totals(marks)
+        for index, (data, size) in enumerate(parts):
+            last = index == len(parts) - 1
             with strategy.gradient_sync(now=last):
                 total, count = precision.run_forward(loss, data, size)
-                sums.add(total, count)
+                totals.add(total, count)
                 if last:
                     with named(strategy.totals_name):
                         weight = sum(size for _, size in parts) / batch.global_size
-                        finish = strategy.reduce_totals(sums.tensor(), weight, add_up=batch.collated is None)
+                        made = partial(totals.tensor, requests)
+                        finish = strategy.reduce_totals(made, weight, add_up=batch.collated is None)
                 with named(strategy.backward_name):
                     precision.backward(total, factor)
         return finish()
-
-
-class _SumsOnHost:
-    """The totals of this worker's passes on the CPU, where reading a number takes less than adding two tensors."""
-
-    def __init__(self, requests: float, marks: torch.Tensor) -> None:
-        self._requests, self._marks = requests, marks
-        self._loss = self._count = 0.0
-
-    def add(self, total: torch.Tensor, count: Number) -> None:
-        """Add the sum of a pass's loss, and what it is a sum over."""
-        self._loss += _number(total)
-        self._count += _number(count)
-
-    def tensor(self) -> torch.Tensor:
-        """Return (sum of the loss, count, requests, *marks): shape (3 + len(marks),)."""
-        numbers = [self._loss, self._count, self._requests, *self._marks.tolist()]
-        return torch.tensor(numbers, dtype=self._marks.dtype)
-
-
-class _SumsOnDevice:
-    """The totals of this worker's passes on a device, which nothing waits for; see `_SumsOnHost`."""
-
-    def __init__(self, requests: float, marks: torch.Tensor) -> None:
-        self._totals = torch.nn.functional.pad(marks, (3, 0))
-        if requests:
-            self._totals[2].fill_(requests)  # an assignment of a number waits for the device
-
-    def add(self, total: torch.Tensor, count: Number) -> None:
-        self._totals[0].add_(total.detach())
-        self._totals[1].add_(count)
-
-    def tensor(self) -> torch.Tensor:
-        return self._totals
 
 
 # --- The training step ------------------------------------------------------------------------------------------------
@@ -854,7 +812,7 @@ class TrainStep:
             result, self.measured = result.replaced(measured=self.measured), {}
         return result if norm is None else result.replaced(grad_norm=norm)
 
-    def _checked_result(self, lr: Number, totals: Totals, problem: Any) -> StepResult:
+    def _checked_result(self, lr: Number, totals: Sums, problem: Any) -> StepResult:
         """Return the result of a step on the CPU, where its numbers can be checked before the update."""
         numbers = totals.tolist() if isinstance(totals, torch.Tensor) else totals
         loss_sum, count, stops, *marks = map(float, numbers)
@@ -867,7 +825,7 @@ class TrainStep:
         result.check()
         return result
 
-    def _unchecked_result(self, lr: Number, totals: Totals, batch: Batch) -> StepResult:
+    def _unchecked_result(self, lr: Number, totals: Sums, batch: Batch) -> StepResult:
         """Return the result of a step on a device, which nothing waits for; it is checked later."""
         marks, replicas = None, None  # of a single worker
         if isinstance(totals, torch.Tensor):

@@ -18,7 +18,8 @@ from ..parallel.nested import map_tensors, narrow
 from ..parallel.randomness import seed_shard
 from ..parallel.shards import bounds
 from .loss import LossModule
-from .precision import Number, Precision
+from .precision import Precision
+from .totals import make_totals
 
 __all__ = ["ShardPasses"]
 
@@ -88,16 +89,17 @@ class ShardPasses:
             if shard > reducer.local_shards.start:
                 buffers.restore()
             seed_shard(self._seed, step.number, shard, device)
-            totals = _new_totals(step.marks, part[1])
+            totals = make_totals(step.marks)
             total = None  # of an empty shard
             if part[1]:
-                with step.precision.autocast():
-                    total, count = step.loss(*part)
-                _set_sums(totals, total, count)
+                total, count = step.precision.run_forward(step.loss, *part)
+                totals.add(total, count)
             last = shard == reducer.local_shards[-1]
-            if last:
-                _set_worker_totals(totals, step)
-            reducer.add(torch.cat([totals, buffers.of_shard(part[1], first=shard == 0, last=last)]))
+            of_buffers = buffers.numbers_of_shard(first=shard == 0, last=last)
+            numbers = totals.tensor(step.requests if last else None, part[1], *(of_buffers or ()))
+            if of_buffers is None:
+                numbers = torch.cat([numbers, buffers.of_shard(part[1], first=shard == 0, last=last)])
+            reducer.add(numbers)
             if total is not None:
                 step.precision.backward(total, scale)
 
@@ -108,14 +110,16 @@ class ShardPasses:
         self._check_joint(step.precision, step.global_size)
         shards = [shard for shard, (_, size) in zip(reducer.local_shards, step.parts, strict=True) if size]
 
+        def requests_of(shard: int) -> float | None:
+            return step.requests if shard == reducer.local_shards[-1] else None
+
         def passes(shard: int) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
             seed_shard(self._seed, step.number, shard, comm.device)
-            part = step.parts[shard - reducer.local_shards.start]
-            totals = _new_totals(step.marks, part[1])
-            with step.precision.autocast():
-                total, count = step.loss(*part)
-            _set_sums(totals, total, count)
-            numbers = torch.cat([totals, buffers.of_shard(part[1], first=shard == 0, last=False)])
+            part, totals = step.parts[shard - reducer.local_shards.start], make_totals(step.marks)
+            total, count = step.precision.run_forward(step.loss, *part)
+            totals.add(total, count)
+            of_buffers = buffers.of_shard(part[1], first=shard == 0, last=False)
+            numbers = torch.cat([totals.tensor(requests_of(shard), part[1]), of_buffers])
             # In this thread, which waits at the barriers; not into .grad, which all shards share.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = torch.autograd.grad(total * (1 / step.global_size), trained, allow_unused=True)
@@ -129,12 +133,14 @@ class ShardPasses:
             expected = "no layer but batch norm that changes buffers, with sync_batchnorm and virtual workers"
             raise ConfigError("model", expected, found="another one", hint=hint)
         by_shard = dict(zip(shards, results, strict=True))
-        empty = torch.zeros_like(results[0][0]), [None] * len(trained)
+        no_buffers = torch.zeros_like(buffers.of_shard(0, first=False, last=False))
         for shard in reducer.shards(trained):
-            numbers, gradients = by_shard.get(shard, empty)
-            if shard == reducer.local_shards[-1]:
-                _set_worker_totals(numbers, step)
-            reducer.add(numbers.clone())
+            if shard in by_shard:
+                numbers, gradients = by_shard[shard]
+            else:  # it has no samples
+                totals = make_totals(step.marks).tensor(requests_of(shard), 0)
+                numbers, gradients = torch.cat([totals, no_buffers]), [None] * len(trained)
+            reducer.add(numbers)
             for p, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
                     p.grad = gradient if p.grad is None else p.grad.add_(gradient)
@@ -172,25 +178,6 @@ class ShardPasses:
         else:
             data = [narrow(batch.data, *cut, samples) for cut in cuts]
         return [(map_tensors(_aligned, part), size) for part, size in zip(data, sizes, strict=True)]
-
-
-def _new_totals(marks: torch.Tensor, samples: int) -> torch.Tensor:
-    """Return a shard's totals: loss sum, count, requests, marks, samples; all but the samples are zero."""
-    totals = marks.new_zeros(4 + len(marks))
-    totals[-1].fill_(samples)  # an assignment of a number waits for a device
-    return totals
-
-
-def _set_sums(totals: torch.Tensor, total: torch.Tensor, count: Number) -> None:
-    """Set the sum of the loss and what it is a sum over."""
-    totals[0].copy_(total.detach())
-    totals[1].fill_(count)
-
-
-def _set_worker_totals(totals: torch.Tensor, step: _Step) -> None:
-    """Set the values that a worker contributes once a step, in the totals of its last shard."""
-    totals[2].fill_(step.requests)
-    totals[3 : 3 + len(step.marks)] = step.marks
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

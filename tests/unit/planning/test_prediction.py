@@ -110,6 +110,13 @@ def test_latency_limits_where_it_is_long() -> None:
     assert eight.step_s == pytest.approx((1e-3 + 1e-5 * 32) / 3 + 5e-4 + 3 * 14 * 0.01, rel=1e-3)
 
 
+def test_the_totals_of_a_small_model_are_sent_with_its_gradients() -> None:
+    small = profile(gradients=(4_000, 40_000))
+    for ddp in (False, True):  # a script that wraps its model itself has no totals
+        (eight,) = predict(job(FAR, profile=msgspec.structs.replace(small, ddp=ddp)), [8])
+        assert eight.step_s == pytest.approx(step_s(32) + 14 * 0.01, rel=1e-3)
+
+
 def test_the_loader_limits_where_it_is_slow() -> None:
     steps = tuple(record(size, loader=0.01) for size in (256, 128) for _ in range(4))
     assert predict(job(profile=profile(steps=steps)), [2])[0].limit == "loader"

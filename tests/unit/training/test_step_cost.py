@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.training.callbacks import Callback
+from support.operation_counts import Operations
 
 BATCH, FEW, MANY = 32, 8, 24
 
@@ -22,46 +22,43 @@ Side = Callable[[TensorDataset], Callable[[], None]]
 """Data → a function that trains an epoch of them."""
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of torch, those of backward passes and of records for a profiler as well."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def objects() -> tuple[nn.Module, Optimizer, nn.Module]:
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10))
     return model, SGD(model.parameters(), lr=0.1, momentum=0.9), nn.CrossEntropyLoss()
 
 
-def by_hand(data: TensorDataset) -> Callable[[], None]:
-    model, optimizer, loss_fn = objects()
-    inputs, labels = data.tensors
+def in_passes(passes: int) -> Side:
+    """Return a loop by hand that computes each batch in so many passes, to save memory."""
 
-    def epoch() -> None:
-        order = torch.randperm(len(data))
-        for start in range(0, len(data), BATCH):
-            indices = order[start : start + BATCH]
-            optimizer.zero_grad(set_to_none=True)
-            loss_fn(model(inputs[indices]), labels[indices]).backward()
-            optimizer.step()
+    def side(data: TensorDataset) -> Callable[[], None]:
+        model, optimizer, loss_fn = objects()
+        inputs, labels = data.tensors
 
-    return epoch
+        def epoch() -> None:
+            order = torch.randperm(len(data))
+            for start in range(0, len(data), BATCH):
+                optimizer.zero_grad(set_to_none=True)
+                for indices in order[start : start + BATCH].chunk(passes):
+                    loss_fn(model(inputs[indices]), labels[indices]).backward()
+                optimizer.step()
+
+        return epoch
+
+    return side
 
 
-def train_step(data: TensorDataset) -> Callable[[], None]:
-    step, loader = lockstep.TrainStep(*objects()), lockstep.Loader(data, global_batch_size=BATCH)
+def with_options(**options: Any) -> Side:
+    def train_step(data: TensorDataset) -> Callable[[], None]:
+        step = lockstep.TrainStep(*objects(), **options)
+        loader = lockstep.Loader(data, global_batch_size=BATCH, virtual_workers=options.get("virtual_workers"))
 
-    def epoch() -> None:
-        for batch in loader:
-            step.run(batch)
+        def epoch() -> None:
+            for batch in loader:
+                step.run(batch)
 
-    return epoch
+        return epoch
+
+    return train_step
 
 
 def with_callbacks(*callbacks: Callback) -> Side:
@@ -105,10 +102,22 @@ def operations_of_a_step(side: Side) -> Counter[str]:
 
 @pytest.mark.usefixtures("as_in_a_new_process")
 @pytest.mark.parametrize(
-    "side", [train_step, with_callbacks(), with_callbacks(Reading())], ids=["TrainStep", "Trainer", "with on_loss"]
+    "side", [with_options(), with_callbacks(), with_callbacks(Reading())], ids=["TrainStep", "Trainer", "with on_loss"]
 )
 def test_a_step_has_no_more_operations_than_one_by_hand(side: Side) -> None:
-    hand, ours = operations_of_a_step(by_hand), operations_of_a_step(side)
+    hand, ours = operations_of_a_step(in_passes(1)), operations_of_a_step(side)
     more = {name: number - hand[name] for name, number in ours.items() if number > hand[name]}
     assert ours.total() <= hand.total(), f"{ours.total()} operations, by hand {hand.total()}; more than there: {more}"
     assert more.keys() <= {"aten._local_scalar_dense.default"}  # numbers that are read
+
+
+@pytest.mark.usefixtures("as_in_a_new_process")
+def test_another_shard_has_few_operations_more_than_another_pass_by_hand() -> None:
+    """More than those by hand are: three numbers are read, the totals are a tensor, and the shards' are added up."""
+
+    def of_another(few: Counter[str], many: Counter[str]) -> float:
+        return (many.total() - few.total()) / 6
+
+    hand = of_another(*(operations_of_a_step(in_passes(passes)) for passes in (2, 8)))
+    ours = of_another(*(operations_of_a_step(with_options(virtual_workers=shards)) for shards in (2, 8)))
+    assert ours <= hand + 7, f"{ours:.1f} operations, by hand {hand:.1f}"

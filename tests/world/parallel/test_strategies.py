@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from lockstep.parallel.distributed import Distributed
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.training.evaluate import evaluate
 from lockstep.training.step import StepResult, TrainStep
+from support.gradient_ways import WAYS, check_way, way
 from support.pool import Pool
 
 Answer = tuple[list[float], dict[str, torch.Tensor]]
@@ -41,6 +43,7 @@ def train(
     sync_batchnorm: bool = False,
     before: Callable[[TrainStep], None] | None = None,
     shuffle: bool = True,
+    by: str = "message",
     **options: Any,
 ) -> Answer:
     """Losses and final values of two epochs, in float64 with an optimizer that never stands still."""
@@ -48,15 +51,17 @@ def train(
     torch.manual_seed(0)
     model = lockstep.prepare_model(make().double(), comm, sync_batchnorm=sync_batchnorm)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)
-    step = TrainStep(model, optimizer, loss_fn or nn.CrossEntropyLoss(), strategy=Distributed(comm), **options)
     wide = TensorDataset(dataset.tensors[0].double(), dataset.tensors[1])
     loader = Loader(wide, global_batch_size, comm=comm, shuffle=shuffle)
     losses = []
-    for epoch in range(2):
-        for batch in loader.epoch(epoch):
-            if before is not None:
-                before(step)
-            losses.append(float(step(batch)))
+    with way(by):
+        step = TrainStep(model, optimizer, loss_fn or nn.CrossEntropyLoss(), strategy=Distributed(comm), **options)
+        for epoch in range(2):
+            for batch in loader.epoch(epoch):
+                if before is not None:
+                    before(step)
+                losses.append(float(step(batch)))
+    check_way(step.strategy, by)
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -64,8 +69,8 @@ def check_same(
     pool: Pool, *args: Any, sizes: tuple[int, ...] = (2, 3), tolerance: float = 1e-9, **options: Any
 ) -> Answer:
     alone: Answer = pool.run(train, *args, workers=1, **options)[0]
-    for size in sizes:
-        for losses, values in pool.run(train, *args, workers=size, **options):
+    for size, by in itertools.product(sizes, WAYS):
+        for losses, values in pool.run(train, *args, workers=size, by=by, **options):
             assert losses == pytest.approx(alone[0], rel=tolerance, abs=tolerance)
             for name, value in values.items():
                 torch.testing.assert_close(value, alone[1][name], rtol=tolerance, atol=tolerance, msg=name)
@@ -112,9 +117,10 @@ def test_an_unused_parameter_may_be_infinite(pool: Pool) -> None:
         model.second.weight.data.fill_(float("inf"))
         return model
 
-    for losses, values in pool.run(train, make, samples(21), workers=2):
-        assert torch.tensor(losses).isfinite().all()
-        assert values["body.weight"].isfinite().all()
+    for by in WAYS:
+        for losses, values in pool.run(train, make, samples(21), workers=2, by=by):
+            assert torch.tensor(losses).isfinite().all()
+            assert values["body.weight"].isfinite().all()
 
 
 class Checkpointed(nn.Module):
@@ -592,7 +598,8 @@ def regroup_after_an_interrupted_backward() -> None:
     model = Summed()
     strategy = Distributed(lockstep.init("cpu"))
     strategy.prepare(model)
-    wrapped = strategy.wrap(model)
+    with way("ddp"):
+        wrapped = strategy.wrap(model)
     loss, _ = wrapped(torch.ones(1, 3), 1)
 
     def interrupt(grad: torch.Tensor) -> None:
@@ -604,7 +611,8 @@ def regroup_after_an_interrupted_backward() -> None:
     handle.remove()
     strategy.regroup(model)
     model.zero_grad()
-    loss, _ = strategy.wrap(model)(torch.ones(1, 3), 1)
+    with way("ddp"):
+        loss, _ = strategy.wrap(model)(torch.ones(1, 3), 1)
     loss.backward()
     assert wrapped is not None  # as the frames of an error may refer to it
     assert model.last.bias.grad is not None and model.last.bias.grad.tolist() == [1.0, 1.0]

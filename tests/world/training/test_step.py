@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError, DivergedError, MismatchError
 from lockstep.parallel.distributed import Distributed
 from lockstep.training.step import TrainStep
+from support.gradient_ways import WAYS, check_way, way
 from support.pool import Pool
 
 Losses = list[float]
@@ -52,22 +54,31 @@ def train(
     sync_batchnorm: bool = False,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     loss_fn: Any = None,
+    by: str = "message",
     **options: Any,
 ) -> tuple[Losses, Values]:
     comm = lockstep.init("cpu")
     torch.manual_seed(0)
     model = lockstep.prepare_model(make().to(dtype), comm, sync_batchnorm=sync_batchnorm)
     made = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    step = TrainStep(model, made, loss_fn or nn.CrossEntropyLoss(), strategy=Distributed(comm), **options)
+    with way(by):
+        step = TrainStep(model, made, loss_fn or nn.CrossEntropyLoss(), strategy=Distributed(comm), **options)
+    check_way(step.strategy, by)
     loader = Loader(images(n, dtype), global_batch_size, comm=comm)
     losses = [float(step(batch)) for epoch in range(epochs) for batch in loader.epoch(epoch)]
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def check_same(pool: Pool, sizes: tuple[int, ...] = (2, 3), tolerance: float = 2e-5, **options: Any) -> None:
+def check_same(
+    pool: Pool,
+    sizes: tuple[int, ...] = (2, 3),
+    tolerance: float = 2e-5,
+    ways: tuple[str, ...] = WAYS,
+    **options: Any,
+) -> None:
     alone_losses, alone = pool.run(train, workers=1, **options)[0]
-    for size in sizes:
-        for losses, values in pool.run(train, workers=size, **options):
+    for size, by in itertools.product(sizes, ways):
+        for losses, values in pool.run(train, workers=size, by=by, **options):
             assert losses == pytest.approx(alone_losses, rel=tolerance, abs=tolerance)
             for name, value in values.items():
                 torch.testing.assert_close(value, alone[name], rtol=tolerance, atol=tolerance, msg=name)
@@ -154,10 +165,11 @@ def test_accumulation_is_only_a_matter_of_memory(pool: Pool) -> None:
 def test_totals_are_summed_after_the_backward_pass_where_memory_is_shared(pool: Pool, backend: str) -> None:
     """In shared memory an operation in the background takes turns with the backward pass for the interpreter."""
 
-    def run() -> list[str]:
+    def run(by: str) -> list[str]:
         comm, called = lockstep.init("cpu"), []
         model = small()
-        step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.05), nn.CrossEntropyLoss())
+        with way(by):
+            step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.05), nn.CrossEntropyLoss())
         next(model.parameters()).register_hook(lambda _: called.append("backward"))
         for name in ("allreduce", "iallreduce"):
             original = getattr(comm, name)
@@ -170,8 +182,9 @@ def test_totals_are_summed_after_the_backward_pass_where_memory_is_shared(pool: 
         step(next(iter(Loader(images(16), 16, comm=comm).epoch(0))))
         return called[:2]
 
-    expected = ["backward", "allreduce"] if backend == "shm" else ["iallreduce", "backward"]
-    assert pool.run(run, workers=2, backend=backend) == [expected, expected]
+    late, early = ["backward", "allreduce"], ["iallreduce", "backward"]
+    assert pool.run(run, "ddp", workers=2, backend=backend) == [late if backend == "shm" else early] * 2
+    assert pool.run(run, "message", workers=2, backend=backend) == [late] * 2
 
 
 def test_it_is_the_same_over_shared_memory(pool: Pool) -> None:
@@ -193,8 +206,8 @@ def test_a_loss_may_count_other_things_than_samples(pool: Pool) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_learns_as_full_precision(pool: Pool, precision: str) -> None:
     full, _ = pool.run(train, workers=1, epochs=3)[0]
-    for size in (1, 2):
-        ranks = pool.run(train, workers=size, epochs=3, precision=precision)
+    for size, by in ((1, "message"), (2, "message"), (2, "ddp")):
+        ranks = pool.run(train, workers=size, epochs=3, precision=precision, by=by)
         assert all(losses == ranks[0][0] for losses, _ in ranks)
         assert ranks[0][0] == pytest.approx(full, rel=0.05, abs=0.05)
         assert ranks[0][0] != full
@@ -213,7 +226,7 @@ def test_synchronised_batch_norm_is_that_of_one_worker(pool: Pool) -> None:
     with pytest.raises(AssertionError):
         check_same(pool, sizes=(2,), **options)
     # with several buckets, whose sums lie between those of the layers
-    check_same(pool, sizes=(2, 4), sync_batchnorm=True, **{**options, "make": wide_end})
+    check_same(pool, sizes=(2, 4), sync_batchnorm=True, ways=("ddp",), **{**options, "make": wide_end})
 
 
 def test_running_statistics_are_the_same_on_all_workers(pool: Pool) -> None:
@@ -304,33 +317,6 @@ def test_all_start_with_the_values_of_rank_0(pool: Pool) -> None:
     for tensor in (0, 1):
         assert not torch.equal(own[0][tensor], own[1][tensor])
         assert all(torch.equal(values[tensor], own[0][tensor]) for values in prepared)
-
-
-def count_reductions(gradient_accumulation_steps: int) -> int:
-    comm = lockstep.init("cpu")
-    model, calls = small(), []
-    step = TrainStep(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        nn.CrossEntropyLoss(),
-        gradient_accumulation_steps=gradient_accumulation_steps,
-    )
-    ddp = step._module
-
-    def hook(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        calls.append(bucket.index())
-        work = torch.distributed.all_reduce(bucket.buffer().div_(comm.size), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    hook.__annotations__["bucket"] = torch.distributed.GradBucket  # DDP looks at it
-    hook.__annotations__["return"] = torch.futures.Future[torch.Tensor]
-    ddp.register_comm_hook(None, hook)  # type: ignore[operator]
-    step(next(iter(Loader(images(16), 16, comm=comm).epoch(0))))
-    return len(calls)
-
-
-def test_accumulated_passes_are_reduced_once(pool: Pool) -> None:
-    assert pool.run(count_reductions, 4, workers=2) == pool.run(count_reductions, 1, workers=2) == [1, 1]
 
 
 def values_that_differ() -> str:
