@@ -162,6 +162,35 @@ def test_one_worker_and_two_have_the_same_bits() -> None:
     assert on_two(body) == lockstep.launch(alone, workers=1)
 
 
+def own_loop(**options: Any) -> tuple[str, list[float]]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10))
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    data: Any = lockstep.Loader(lockstep.data.synthetic(train=300, test=8)[0], 64)
+    model, optimizer, data = lockstep.prepare(model, optimizer, data, **options)
+    losses = []
+    for _ in range(2):
+        for inputs, labels in data:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            mean = optimizer.step(loss=loss)
+            if optimizer.stepped:
+                losses.append(float(mean))
+    return lockstep.fingerprint(model, optimizer), losses
+
+
+def test_a_loop_with_prepare_has_the_same_bits_on_one_worker_and_two() -> None:
+    def body() -> tuple[str, list[float]]:
+        return own_loop(virtual_workers=4)
+
+    def alone() -> tuple[str, list[float]]:
+        lockstep.init(DEVICE)
+        return body()
+
+    assert on_two(body) == lockstep.launch(alone, workers=1)
+
+
 def test_two_workers_have_the_losses_of_one() -> None:
     def body() -> tuple[str, list[float]]:
         return fit()
