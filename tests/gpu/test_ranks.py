@@ -166,7 +166,8 @@ def own_loop(**options: Any) -> tuple[str, list[float]]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10))
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    data: Any = lockstep.Loader(lockstep.data.synthetic(train=300, test=8)[0], 64)
+    images = lockstep.data.synthetic(train=300, test=8)[0]
+    data: Any = torch.utils.data.DataLoader(images, batch_size=64, shuffle=True)
     model, optimizer, data = lockstep.prepare(model, optimizer, data, **options)
     losses = []
     for _ in range(2):
