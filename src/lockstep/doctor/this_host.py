@@ -166,8 +166,10 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def examine_devices() -> Section:
-    """Examine every GPU with its memory and load, and the driver."""
+    """Examine every accelerator, GPUs with their memory and load, and the driver."""
     import torch
+
+    from .. import devices  # which imports it too
 
     section = Section("devices")
     driver = _driver()
@@ -177,8 +179,12 @@ def examine_devices() -> Section:
         section.add(f"cuda:{index}", text, problem)
     if driver:
         section.add("driver", driver, None if count else _unused(torch, driver))
-    if torch.backends.mps.is_available():
+    kind = devices.accelerator()
+    if kind == "mps":
         section.add("mps", "Apple GPU, for one worker")
+    elif kind is not None and kind != "cuda":
+        for index in range(devices.count(kind)):
+            section.add(f"{kind}:{index}", devices.name_of(torch.device(kind, index)))
     if not section.facts:
         section.add("GPU", "none that torch can use; workers compute on the CPU")
     return section

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep import environment
+from lockstep import devices, environment
 from lockstep.doctor import backends, remote, this_host
 from lockstep.doctor.findings import Problem, Section, as_json
 from lockstep.hosts import Host
@@ -137,8 +137,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
-def devices_with(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Section:
+def devices_with(torch: Any, monkeypatch: pytest.MonkeyPatch, accelerator: str | None = None) -> Section:
     monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(devices, "accelerator", lambda: accelerator)
     return this_host.examine_devices()
 
 
@@ -159,6 +160,16 @@ def test_a_gpu_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch,
     assert "cuda:0 cannot be used: CUDA error: out of memory: Look for other programs" in fixes(section)
     assert "built without CUDA: Install a build" in fixes(devices_with(fake_torch(None), monkeypatch))
     assert "torch (CUDA 12.8) cannot use it: Check CUDA_VISIBLE" in fixes(devices_with(fake_torch("12.8"), monkeypatch))
+
+
+def test_other_accelerators_are_named(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
+    driver.unlink()
+    assert text_of(devices_with(fake_torch(None), monkeypatch, "mps"), "mps") == "Apple GPU, for one worker"
+    monkeypatch.setattr(devices, "count", lambda kind: 2)
+    monkeypatch.setattr(devices, "name_of", lambda device: f"the one {device}")
+    torch_with_devices = fake_torch(None)
+    torch_with_devices.device = lambda kind, index: f"{kind} {index}"
+    assert text_of(devices_with(torch_with_devices, monkeypatch, "npu"), "npu:1") == "the one npu 1"
 
 
 def test_no_gpu_is_nothing_to_fix(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
