@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .. import communicator
+from .. import arguments, communicator
 from ..errors import MismatchError
 from .fingerprints import checksum_of
 from .nested import sample_count, tensors_of
@@ -54,7 +54,7 @@ class OrderedReducer:
         local_shards: the numbers of this worker's shards.
 
     Raises:
-        ConfigError: for fewer virtual workers than workers.
+        ConfigError: for fewer virtual workers than workers, or something else than parameters.
     """
 
     def __init__(
@@ -69,7 +69,9 @@ class OrderedReducer:
         self._reducer = Reducer(self.comm, virtual_workers, one_pass=True)
         self.virtual_workers = self._reducer.virtual_workers
         self.local_shards = self._reducer.local_shards
-        self._parameters = list(parameters)
+        expected = "parameters, as from model.parameters()"
+        arguments.instance("parameters", parameters, Iterable, expected)
+        self._parameters = [arguments.instance("parameters", p, torch.Tensor, expected) for p in parameters]
         self._steps: Iterator[int] | None = None
         self._generators = None if bare else _GeneratorGuard(self.comm.device)
         self._batch_check = None if bare or self.comm.size == 1 else _BatchCheck(self.comm)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import devices
+from .. import arguments, devices
 from .shards import mix
 
 __all__ = ["generator_states", "preserve_generators", "seed_count", "seed_shard", "seed_torch", "set_generator_states"]
@@ -50,8 +50,14 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device | str = "c
         step: the number of the step, from 0.
         shard: the number of the shard, from 0.
         device: the device of the model, whose generator is seeded as well as the CPU's.
+
+    Raises:
+        ConfigError: if one of the numbers is none, or `step` or `shard` is below 0.
     """
     global _seed_count
+    seed = arguments.whole("seed", seed)
+    step = arguments.whole("step", step, least=0)
+    shard = arguments.whole("shard", shard, least=0)
     _seed_count += 1
     key = mix((seed, _SHARD, step, shard))
     seed_torch(key & _LOW, torch.device(device))

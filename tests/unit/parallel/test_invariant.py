@@ -307,3 +307,10 @@ def test_the_generator_of_the_given_gpu_is_seeded(monkeypatch: pytest.MonkeyPatc
     seed_torch(5, torch.device("cuda", 1))
     seed_torch(6, torch.device("cuda"))
     assert seeded == [(1, 5), (-1, 6)]
+
+
+@pytest.mark.parametrize("wrong", [{"seed": 1.5}, {"step": -1}, {"shard": "0"}])
+def test_a_key_that_is_no_whole_number(wrong: dict[str, Any]) -> None:
+    key: dict[str, Any] = {"seed": 0, "step": 0, "shard": 0, **wrong}
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: expected a whole number"):
+        seed_shard(**key)

@@ -259,6 +259,12 @@ def test_a_number_of_shards(virtual_workers: Any) -> None:
         lockstep.invariance.OrderedReducer([], virtual_workers=virtual_workers, comm=lockstep.init("cpu"))
 
 
+@pytest.mark.parametrize("wrong", [nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1).named_parameters()])
+def test_what_has_no_gradients(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"parameters: expected parameters, as from model\.parameters\(\)"):
+        lockstep.invariance.OrderedReducer(wrong, comm=lockstep.init("cpu"))
+
+
 def test_the_usual_number_of_shards() -> None:
     assert lockstep.invariance.OrderedReducer([], comm=lockstep.init("cpu")).virtual_workers == 8
 

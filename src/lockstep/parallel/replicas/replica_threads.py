@@ -70,7 +70,7 @@ class Threads:
     """
 
     def __init__(self, count: int, cores: int | None = None) -> None:
-        count = arguments.whole("count", count, least=1)
+        count = arguments.whole("count", count, least=1, expected="at least one thread")
         self._cores = max(1, torch.get_num_threads() // count) if cores is None else cores
         self._start(count)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import arguments
 from ...errors import ConfigError
 from ..nested import map_tensors
 from .copies import ReplicaCopies
@@ -38,7 +39,7 @@ class Engine:
     def __init__(
         self, module: nn.Module, devices: Sequence[Device], dim: int = 0, output_device: Device | None = None
     ) -> None:
-        self.module, self.devices, self.dim = module, as_devices(devices), dim
+        self.module, self.devices, self.dim = module, as_devices(devices), arguments.whole("dim", dim)
         self.output_device = self.devices[0] if output_device is None else as_device(output_device, "output_device")
         self._replicas = ReplicaCopies(module, self.devices)
         self._threads: Threads | None = None

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.replicas import as_devices, gather, replicate, scatter
+from lockstep.replicas import Engine, as_devices, gather, replicate, scatter
 
 TWO = ["cpu", "cpu"]
 
@@ -105,6 +106,18 @@ def test_numbers_without_an_accelerator() -> None:
 
 def test_every_cpu_is_the_cpu() -> None:
     assert as_devices(["cpu:1", torch.device("cpu")]) == [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize("dim", [None, "0", 0.0, True])
+def test_a_dimension_that_is_no_whole_number(dim: Any) -> None:
+    data = torch.zeros(4, 2)
+    for call in (
+        lambda: scatter(data, TWO, dim),
+        lambda: gather([data, data], dim=dim),
+        lambda: Engine(nn.Linear(2, 1), TWO, dim),
+    ):
+        with pytest.raises(ConfigError, match="dim: expected a whole number"):
+            call()
 
 
 def test_a_tensor_without_that_dimension() -> None:
