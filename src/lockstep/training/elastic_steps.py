@@ -141,7 +141,7 @@ class Steps:
         self._at = (epoch + 1, 0) if self.ends_epoch else (epoch, number + 1)
         requests = self._in_flight.settle_at_boundary()
         if requests % REGROUP:
-            interrupt(self._step.recovery, self._step.steps_done)
+            interrupt(self._step.recovery, f"step {self._step.steps_done}")
         self._step.recovery.boundary(requests)
 
     @property

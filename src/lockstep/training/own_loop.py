@@ -582,7 +582,7 @@ class _OwnLoop:
             self._is_tried = True
             requests = self._read_requests()
             if requests % REGROUP:
-                interrupt(self.recovery, self.steps_done)
+                interrupt(self.recovery, f"step {self.steps_done}")
             self.recovery.boundary(requests)
 
     def note_requests(self, requests: torch.Tensor) -> None:

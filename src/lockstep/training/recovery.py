@@ -538,11 +538,16 @@ def repeated(operation: Callable[[], T]) -> T:
     return operation() if repeat is None else cast(T, repeat(operation))
 
 
-def interrupt(recovery: Recovery, steps_done: int) -> NoReturn:
-    """End a loop of one's own after a signal to the job, on all workers."""
+def interrupt(recovery: Recovery, after: str) -> NoReturn:
+    """End a loop of one's own after a signal to the job, on all workers.
+
+    Args:
+        recovery: of the loop.
+        after: what it has done: "step 3".
+    """
     number = recovery.stop_signal or SIGTERM
     interruption.install()
-    raise InterruptedRunError(f"stopped by {Signals(number).name} after step {steps_done}", number)
+    raise InterruptedRunError(f"stopped by {Signals(number).name} after {after}", number)
 
 
 class _LateError(Exception):

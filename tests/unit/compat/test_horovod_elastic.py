@@ -168,7 +168,7 @@ class Client:
         self.completes = [True]
         self.calls: list[Any] = []
 
-    def enter(self, fit: int, most: int) -> None:
+    def enter(self, fit: int, most: int, folder: str) -> None:
         self.calls.append(("enter", fit))
 
     def complete(self) -> bool:
@@ -185,8 +185,14 @@ class Job:
     def __init__(self, kept: Noted, views: list[View]) -> None:
         self.client, self.trainings, self.kept, self.views = Client(), 0, kept, views
         self.commits: list[Any] = []
+        self.is_joining, self.keeps_values = False, True
 
-    def regroup_until(self, commit: Any, adapt: Any, reason: str = "", at_boundary: bool = False) -> None:
+    def note_result(self, result: object) -> None:
+        assert self.keeps_values
+
+    def regroup_until(
+        self, commit: Any, adapt: Any, reason: str = "", at_boundary: bool = False, check: Any = None
+    ) -> None:
         self.commits.append(commit())
         self.kept.calls.append("boundary" if at_boundary else f"regroup after {reason}")
         view = self.views.pop(0)
@@ -284,17 +290,21 @@ def test_a_rank_that_joins_has_no_state_before_the_first_sync(monkeypatch: pytes
     job.is_joining = True
     regrouping.join_if_late(job)
     assert (job.commits, job.trainings) == ([()], 0)
-    training = ElasticTraining(job, lambda: None, lambda: None)
-    training.regroup()
-    training.note_sync()
-    job.views = [view(2)]
-    training.regroup()
+    job.is_joining = False
+    with ElasticTraining(job, lambda: None, lambda: None) as training:
+        training.regroup()
+        training.note_sync()
+        job.views = [view(2)]
+        training.regroup()
     assert job.commits == [(), (), (0, 0)]
 
 
-def test_a_rank_without_the_state_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = ElasticTraining(Job(Noted(), [View(2, (2, 3), (0, 0), ((), (0, 1)), 3)]), lambda: None, lambda: None)  # type: ignore[arg-type]
-    with pytest.raises(LockstepError, match="were lost before it had the training's state"):
+def test_a_rank_without_the_state_is_not_the_first() -> None:
+    job: Any = Job(Noted(), [View(2, (2, 3), (0, 0), ((), (0, 1)), 3)])
+    with (
+        pytest.raises(LockstepError, match="were lost before it had the training's state"),
+        ElasticTraining(job, lambda: None, lambda: None) as training,
+    ):
         training.regroup()
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from signal import SIGTERM, Signals
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import lockstep
 from lockstep import environment
 from lockstep.communicator.elastic_communicator import ElasticCommunicator
-from lockstep.elastic.membership import NO_STATE, Commit, View
-from lockstep.errors import InterruptedRunError, LockstepError
-from lockstep.training.stop_signals import StopSignals
+from lockstep.elastic.membership import NO_STATE, View
+from lockstep.errors import LockstepError
+from lockstep.training.recovery import ElasticRecovery, interrupt
 
 from ..as_horovod import FOLDER
 from ..common.exceptions import HorovodInternalError
@@ -48,8 +48,11 @@ def current_training() -> ElasticTraining | None:
     return _current
 
 
-class ElasticTraining:
+class ElasticTraining(ElasticRecovery):
     """A call of a function of `hvd.elastic.run` in an elastic job: where a rank is lost, the others regroup.
+
+    It is the recovery of its training with Horovod's own manners: what was in flight is not repeated, but the function
+    is called again from the last commit, and the ranks share nothing when they regroup, as `State.sync` does that.
 
     A context, in which SIGTERM lets this rank leave when the state is committed next.
 
@@ -63,10 +66,9 @@ class ElasticTraining:
     """
 
     def __init__(self, comm: ElasticCommunicator, stop: Callable[[], None], start: Callable[[], None]) -> None:
-        self._comm, self._client, self._stop, self._start = comm, comm.client, stop, start
-        self._number, comm.trainings = comm.trainings, comm.trainings + 1
-        self._signals = StopSignals()
-        self.commits = 0
+        super().__init__(comm)
+        self._stop, self._start = stop, start
+        self._context = ExitStack()
 
     @classmethod
     def in_this_job(cls, stop: Callable[[], None], start: Callable[[], None]) -> ElasticTraining | None:
@@ -74,10 +76,19 @@ class ElasticTraining:
         comm = lockstep.init()
         return cls(comm, stop, start) if isinstance(comm, ElasticCommunicator) else None
 
+    @property
+    def commits(self) -> int:
+        """How often the state was saved."""
+        return self._done
+
+    @commits.setter
+    def commits(self, commits: int) -> None:
+        self._done = commits
+
     def __enter__(self) -> ElasticTraining:
         global _current
-        self._client.enter(self._number, 1 << 30)
-        self._signals.__enter__()
+        self._context.enter_context(self.training(_NoState(self._stop), 1 << 30))
+        self._has_state = _has_state
         _current = self
         return self
 
@@ -86,7 +97,7 @@ class ElasticTraining:
     ) -> None:
         global _current
         _current = None
-        self._signals.__exit__(kind, error, trace)
+        self._context.__exit__(kind, error, trace)
 
     # --- what the job wants -------------------------------------------------------------------------------------------
 
@@ -98,14 +109,8 @@ class ElasticTraining:
         """
         if self._client.is_over:  # a rank that is alone waits in no operation
             raise HorovodInternalError("the ranks of the job have changed")
-        if self._signals.received is not None and not self._client.leaving and not self._client.stop_signal:
-            self._client.leave()
+        self._leave_if_signalled()
         return self._client.wants_to_regroup
-
-    @property
-    def stop_signal(self) -> int:
-        """The signal after which the whole job ends; 0 if there is none."""
-        return self._client.stop_signal
 
     def interrupt(self) -> None:
         """End the training, on all ranks, after a signal to the launcher.
@@ -114,15 +119,14 @@ class ElasticTraining:
             InterruptedRunError: always.
         """
         self._client.complete()
-        number = self._client.stop_signal or SIGTERM
-        raise InterruptedRunError(f"stopped by {Signals(number).name} after commit {self.commits}", number)
+        interrupt(self, f"commit {self.commits}")
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def note_sync(self) -> None:
         """Note that this rank has the training's state."""
         global _has_state
-        _has_state = True
+        _has_state = self._has_state = True
 
     def complete(self) -> None:
         """Wait until all ranks have completed the training.
@@ -147,12 +151,8 @@ class ElasticTraining:
             WorkerLeft: this rank leaves the job, or the job ends.
         """
         before, was_told = self._client.members, self._client.is_over
-        self._stop()
-        self._comm.regroup_until(self._commit, self._adapt, reason, at_boundary)
+        self._regroup(reason, at_boundary)
         return was_told or self._client.members != before
-
-    def _commit(self) -> Commit:
-        return (self._number, self.commits) if _has_state else NO_STATE
 
     def _adapt(self, view: View) -> None:
         if any(view.commits) and not view.commits[0]:
@@ -160,3 +160,20 @@ class ElasticTraining:
         self._stop()  # what an interrupted attempt has left
         _set_variables(self._comm)
         self._start()
+
+
+class _NoState:
+    """The state of a training whose ranks share nothing in their recovery, see `recovery.TrainingState`.
+
+    Args:
+        stop: ends Horovod on this rank.
+    """
+
+    result = True
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self.leave = stop
+
+    def __getattr__(self, name: str) -> Any:
+        """Do nothing."""
+        return lambda *_: None
