@@ -182,3 +182,30 @@ class Reads(nn.Module):
 def test_a_wait_is_seen(toy_pool: Pool, path: Callable[..., Any]) -> None:
     (found,) = toy_pool.run(path, {}, make_model=Reads, workers=1, init=False)
     assert sum(found.values()) == len(QUIET) and "_local_scalar_dense" in str(found)
+
+
+def test_fp16_waits_once_in_a_step(toy_pool: Pool) -> None:
+    """As torch's scaler reads whether a gradient overflowed."""
+    (found,) = toy_pool.run(train_step, {"precision": "fp16"}, workers=1, init=False)
+    assert list(found.values()) == [len(QUIET)] and "_local_scalar_dense, precision.py" in str(found)
+
+
+class WithBuffer(nn.Module):
+    """A model with a buffer that no pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layers(inputs * self.scale)
+        return outputs
+
+
+@pytest.mark.parametrize(("options", "waits"), [({}, 0), ({"virtual_workers": 4}, len(QUIET))], ids=name_of)
+def test_buffers_beside_batch_norm_are_waited_for_with_virtual_workers(
+    toy_pool: Pool, options: dict[str, Any], waits: int
+) -> None:
+    found = toy_pool.run(train_step, options, make_model=WithBuffer, workers=2, init=False, env=toy_device.ONE_EACH)
+    assert [sum(each.values()) for each in found] == [waits] * 2
