@@ -153,10 +153,12 @@ def _set_title(name: str, program: str) -> None:
 
 
 def refuse_bad_fork() -> None:
-    """Raise LockstepError if CUDA was in use in the process from which this one was forked."""
-    if getattr(torch.cuda, "_is_in_bad_fork", bool)():
+    """Raise LockstepError if an accelerator was in use in the process from which this one was forked."""
+    found = torch.accelerator.current_accelerator()
+    kind = "cuda" if found is None else found.type
+    if getattr(torch.get_device_module(kind), "_is_in_bad_fork", bool)():
         raise LockstepError(
-            "a module in --preload initialises CUDA on import, and a process that uses CUDA cannot be forked. "
+            f"a module in --preload initialises {kind} on import, and a process that uses it cannot be forked. "
             "Remove the module from --preload, or use --start-method spawn."
         )
 
