@@ -134,8 +134,9 @@ class Distributed(Strategy):
 
         def finish() -> Sums:
             summed = wait()
+            whole = 1 if add_up or numbers is not None else _rounded(summed[end])
             sums: Sums = summed.tolist() if numbers is not None and summed.is_cpu else summed
-            buffers.set(sums[end + 1 :], 1 if add_up else _rounded(sums[end]))
+            buffers.set(sums[end + 1 :], whole)
             return sums[:end]
 
         return finish
@@ -176,10 +177,8 @@ class Distributed(Strategy):
             self._buffers.broadcast()
 
 
-def _rounded(whole: float | torch.Tensor) -> float | torch.Tensor:
+def _rounded(whole: torch.Tensor) -> torch.Tensor:
     """Return a sum of the workers' shares, which is 1 where it differs from 1 by rounding alone."""
-    if isinstance(whole, float):
-        return 1.0 if abs(whole - 1) < _ROUNDING else whole
     return torch.where((whole - 1).abs() < _ROUNDING, 1.0, whole)
 
 

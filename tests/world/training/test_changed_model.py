@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.training.callbacks.base import Callback
+from support.gradient_ways import way
 from support.outcome import RanksFailedError
 from support.pool import Pool
 
@@ -46,8 +47,13 @@ class Norms(Callback):
         self.found.append((float(result.grad_norm), float(whole.norm())))
 
 
-def fitted(gives: bool = True, evaluates: bool = False, **options: Any) -> tuple[list[float], list[float], list[float]]:
+def fitted(by: str = "message", **options: Any) -> tuple[list[float], list[float], list[float]]:
     """Return the losses, the norms that were reported and the weights of a training whose head is replaced."""
+    with way(by):
+        return fit(**options)
+
+
+def fit(gives: bool = True, evaluates: bool = False, **options: Any) -> tuple[list[float], list[float], list[float]]:
     comm = lockstep.init("cpu")
     model, optimizer = made()
     norms = Norms()
@@ -68,6 +74,7 @@ def fitted(gives: bool = True, evaluates: bool = False, **options: Any) -> tuple
     "options",
     [
         {},
+        {"by": "ddp"},
         {"virtual_workers": 4},
         {"strategy": "replicas", "devices": ["cpu", "cpu"]},
         {"evaluates": True},

@@ -16,6 +16,7 @@ from lockstep.data.loader import Loader
 from lockstep.parallel.replicas_strategy import Replicas
 from lockstep.parallel.sharded import Sharded
 from lockstep.training.step import TrainStep
+from support.gradient_ways import WAYS, check_way, way
 from support.pool import Pool
 
 Scales = list[int]
@@ -64,14 +65,16 @@ def made(kind: str, momentum: float = 0.0) -> tuple[TensorDataset, nn.Module, to
     return data(), model, torch.optim.SGD(model.parameters(), rate, momentum=momentum)
 
 
-def scales(kind: str, strategy: str = "distributed", **options: Any) -> tuple[Scales, list[float]]:
+def scales(kind: str, strategy: str = "message", **options: Any) -> tuple[Scales, list[float]]:
     """Return the exponents of the gradient scale after each step, and the losses."""
     comm = lockstep.init("cpu")
     data, model, optimizer = made(kind)
     chosen = {"replicas": lambda: Replicas(comm, ["cpu", "cpu"]), "sharded": lambda: Sharded(comm)}.get(strategy)
-    step = TrainStep(
-        model, optimizer, KINDS[kind][2], strategy=chosen and chosen(), precision="fp16", max_grad_norm=50.0, **options
-    )
+    options |= {"precision": "fp16", "max_grad_norm": 50.0}
+    with way("ddp" if strategy == "ddp" else "message"):
+        step = TrainStep(model, optimizer, KINDS[kind][2], strategy=chosen and chosen(), **options)
+    if strategy in WAYS and not options.get("virtual_workers"):
+        check_way(step.strategy, strategy)
     loader = Loader(data, 16, comm=comm, shuffle=False, virtual_workers=options.get("virtual_workers"))
     found, losses = [], []
     for epoch in range(3):
@@ -104,7 +107,7 @@ def scales_of_torch(kind: str) -> Scales:
 
 @pytest.mark.leaks("a device mesh outlives its job, and its group with it")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["distributed", "replicas", "sharded"])
+@pytest.mark.parametrize("strategy", [*WAYS, "replicas", "sharded"])
 def test_the_same_steps_are_skipped_at_any_number_of_workers(pool: Pool, kind: str, strategy: str) -> None:
     expected, losses = pool.run(scales, kind, strategy, workers=1)[0]
     assert expected == pool.run(scales_of_torch, kind, workers=1)[0]
