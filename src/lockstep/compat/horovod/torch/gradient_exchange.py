@@ -9,7 +9,8 @@ the engine, and not straight over a process group as that of the reducer, for th
 - Ranks may call operations in different orders: the steps of two optimizers, or reductions of gradients and other
   operations in between. The engine finds by name what belongs together; a process group needs one order.
 - A gradient that differs in shape, dtype or reduction, or that a rank does not submit, is named in an error, in the
-  warning of the stall check and in the timeline.
+  warning of the stall check and in the timeline. So each gradient, or group, is a bucket of its own; the engine fuses
+  those that are complete on all ranks.
 """
 
 from __future__ import annotations
