@@ -46,6 +46,8 @@ class Group:
         self.commits: list[Any] = []
         self.behind = behind
 
+    has_earlier_result = False
+
     def joins_before_result(self) -> bool:
         return True
 

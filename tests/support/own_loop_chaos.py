@@ -107,6 +107,8 @@ def train_prepared(plan: Plan, number: int, run_dir: Path | None, result: Path) 
                 if batch.step % 3 == 1:
                     measure(net)
         measure(average.module)
+    if trainer.comm.is_joining:
+        return  # it has come too late for the last epoch
     write(result, lockstep.fingerprint(net, optimizer) + lockstep.fingerprint(average.module), seen)
 
 

@@ -227,6 +227,11 @@ class ElasticCommunicator(Communicator):
         if self.rank == 0:
             self._keep(result)
 
+    @property
+    def has_earlier_result(self) -> bool:
+        """Whether this training was complete before this worker came to it."""
+        return bool(len(self.client.published) > self._replayed)
+
     def joins_before_result(self) -> bool:
         """Ask to become a member; returns whether this worker is one before the result of this training is there."""
         return self.client.joins_before(self._replayed)

@@ -10,7 +10,7 @@ from signal import SIGTERM, Signals
 from typing import Any, NoReturn, Protocol, cast
 
 from .. import interruption
-from ..data.loader import Batch, Loader
+from ..data.loader import Loader
 from ..errors import ConfigError, DivergedError, InterruptedRunError, MembershipChangedError
 from .callbacks.base import TrainingContext
 from .callbacks.group import CallbackGroup
@@ -113,10 +113,17 @@ class Loop:
                     self._run()
 
     def _run(self) -> None:
+        """Run the epochs, each with its validation, and end the run."""
         trainer, recovery = self._trainer, self._recovery
         with self._callbacks.running(trainer):
             while self.epoch_has_begun or not self._agree_to_stop():  # a worker that joins does so within an epoch
-                self._train_epoch()
+                self._trains = True
+                if not self.epoch_has_begun:
+                    self._begin_epoch()
+                self._validate_if_due()  # of a run that was interrupted during it
+                if not self._no_more_steps():
+                    self._train_epoch()
+                self._trains = False
                 self._end_epoch()
             recovery.run(trainer.step.check_weights, meets=False)
         if self._agree()[0] is not None:  # all epochs are done, but the program must still stop
@@ -134,6 +141,7 @@ class Loop:
             raise manager.with_advice(error) from None
 
     def _begin_epoch(self) -> None:
+        """Begin an epoch, or go on with one that was interrupted."""
         trainer = self._trainer
         trainer.modes.restore()
         state = trainer.state
@@ -146,27 +154,30 @@ class Loop:
         self._callbacks.call("on_train_epoch_start", trainer)
 
     def _train_epoch(self) -> None:
-        trainer = self._trainer
-        self._trains = True
-        try:
-            if not self.epoch_has_begun:
-                self._begin_epoch()
-            if self._validation_is_due():  # of a run that was interrupted during it
-                self._validate_within_epoch()
-            if not self._no_more_steps():
-                self._train_steps()
-            trainer.steps_per_epoch = self._loader.steps
-        finally:
-            self._trains = False
-
-    def _train_steps(self) -> None:
-        for batch in self.feed.epoch(self._trainer.epoch):
-            self._step(batch)
-            if self._validation_is_due():
-                self._validate_within_epoch()
+        """Do the steps that are left of the epoch, with the validations between them, or up to the end of the run."""
+        trainer, state, callbacks = self._trainer, self._trainer.state, self._callbacks
+        for batch in self.feed.epoch(trainer.epoch):
+            callbacks.call("on_train_step_start", trainer, batch)
+            result = self._recovery.run(self._run_step)
+            # Before the callbacks: one of them may save, and the checkpoint must include this step and its loss.
+            state.position.advance(self._loader)
+            loss, count, _ = result.on_hand
+            state.totals.add(loss, count, batch.global_size)
+            trainer.steps_in_flight.add(result)
+            callbacks.call("on_train_step_end", trainer, result)
+            # Results that have arrived are checked; a worker may have requested to stop, to join or to leave.
+            requests = trainer.steps_in_flight.settle_at_boundary()
+            if requests % REGROUP:
+                self._interrupt()
+            self._recovery.boundary(requests)
+            self._validate_if_due()
             if self._no_more_steps():
                 return
-        self._trainer.position.end_steps()
+        trainer.position.end_steps()
+
+    def _run_step(self) -> StepResult:
+        """Do one step, with the part of the batch that this worker has now."""
+        return self._trainer.step.run(self.feed.current(), stop=self.stop_requests.signalled)
 
     def _seek(self, epoch: int) -> bool:
         """Move the loader to the position of the run, if it is one before a batch of `epoch`."""
@@ -176,29 +187,6 @@ class Loop:
         position.seek(self._loader)
         return True
 
-    def _step(self, batch: Batch) -> None:
-        trainer = self._trainer
-        self._callbacks.call("on_train_step_start", trainer, batch)
-        result = self._recovery.run(self._run_step)
-        # Before the callbacks: one of them may save, and the checkpoint must include this step and its loss.
-        state = trainer.state
-        state.position.advance(self._loader)
-        loss, count, _ = result.on_hand
-        state.totals.add(loss, count, batch.global_size)
-        trainer.steps_in_flight.add(result)
-        self._callbacks.call("on_train_step_end", trainer, result)
-        self._settle()
-
-    def _run_step(self) -> StepResult:
-        return self._trainer.step.run(self.feed.current(), stop=self.stop_requests.signalled)
-
-    def _settle(self) -> None:
-        """Check the results that have arrived, and stop, or let workers join and leave, if a worker requested it."""
-        requests = self._trainer.steps_in_flight.settle_at_boundary()
-        if requests % REGROUP:
-            self._interrupt()
-        self._recovery.boundary(requests)
-
     def _no_more_steps(self) -> bool:
         trainer = self._trainer
         return bool(trainer.stop_reason) or self._has_all_steps()
@@ -207,21 +195,21 @@ class Loop:
         total = self._trainer.total_steps
         return total is not None and self._trainer.step.steps_done >= total
 
-    def _validation_is_due(self) -> bool:
-        """Return whether there is a validation within the epoch after the step just done."""
+    def _validate_if_due(self) -> None:
+        """Validate within the epoch if that is due after the step just done, and agree whether to stop."""
         trainer, every = self._trainer, self._validate_every
         done, position = trainer.step.steps_done, trainer.position
         if every is None or done % every or not position.step or position.ended or self._has_all_steps():
-            return False
-        return not trainer.history or trainer.history[-1]["step"] != done
-
-    def _validate_within_epoch(self) -> None:
+            return
+        if trainer.history and trainer.history[-1]["step"] == done:
+            return
         self._add_row()
-        _, self._trainer.stop_reason = self._agree()
+        _, trainer.stop_reason = self._agree()
 
     def _end_epoch(self) -> None:
         """End an epoch, or the run within one."""
         trainer, within = self._trainer, not self._trainer.position.ended
+        trainer.steps_per_epoch = self._loader.steps
         self.epoch_has_begun = False
         if within and trainer.history and trainer.history[-1]["step"] == trainer.step.steps_done:
             return  # stopped by a validation

@@ -562,7 +562,7 @@ class _OwnLoop:
         repeat_by(self._repeat)
         state = self._state = OwnLoopState(self, loader)
         repeats = self._is_tried and not self._why_not
-        with self.recovery.training(state, self._most, repeats=repeats) as takes_part:
+        with self.recovery.training(state, self._most, repeats=repeats, is_one_of_many=True) as takes_part:
             if takes_part:
                 with suppress(GeneratorExit), self.recovery.until_all_have_ended():  # the loop may be left
                     yield from self._until_end(state, loader)
@@ -685,7 +685,8 @@ class _OwnLoop:
         if getattr(self.comm, "keeps_values", True) is False:  # a part of another training
             return operation()
         state = OwnLoopState(self, None)
-        with self.recovery.training(state, self._most, repeats=not self._why_not) as takes_part:
+        repeats = not self._why_not
+        with self.recovery.training(state, self._most, repeats=repeats, is_one_of_many=True) as takes_part:
             if takes_part:
                 with self.recovery.until_all_have_ended():
                     state.result = self.recovery.run(operation, meets=False)

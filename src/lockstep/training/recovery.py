@@ -158,6 +158,7 @@ class Recovery:
         folder: str = "",
         signals: StopSignals | None = None,
         repeats: bool = True,
+        is_one_of_many: bool = False,
     ) -> Iterator[bool]:
         """Return a context in which operations are repeated; its value is whether this worker takes part.
 
@@ -167,6 +168,9 @@ class Recovery:
             folder: of the run; "" without one.
             signals: those that this worker receives.
             repeats: whether operations are repeated from the beginning on, and not only after `resume`.
+            is_one_of_many: whether the program soon begins another one, such as the next epoch. Then a worker goes on
+                with the result as soon as the others have completed this one before it could join; else it waits for
+                the next one, or for the end of the job.
 
         Raises:
             WorkerLeft: this worker has left the job, which goes on.
@@ -294,6 +298,7 @@ class ElasticRecovery(Recovery):
         folder: str = "",
         signals: StopSignals | None = None,
         repeats: bool = True,
+        is_one_of_many: bool = False,
     ) -> Iterator[bool]:
         """See `Recovery.training`."""
         comm = self._comm
@@ -304,7 +309,7 @@ class ElasticRecovery(Recovery):
         comm.keeps_values = False
         try:
             with self._held:
-                takes_part = not comm.is_joining or self._join(state)
+                takes_part = not comm.is_joining or self._join(state, is_one_of_many)
                 if repeats and takes_part:
                     self.resume()
                 yield takes_part
@@ -314,10 +319,10 @@ class ElasticRecovery(Recovery):
         if takes_part:
             comm.note_result(state.result)
 
-    def _join(self, state: TrainingState) -> bool:
+    def _join(self, state: TrainingState, is_one_of_many: bool) -> bool:
         """Become a member at the next boundary; False if the others have completed this training before that."""
         comm = self._comm
-        if comm.joins_before_result():
+        if comm.joins_before_result() if is_one_of_many else not comm.has_earlier_result:
             self._hold_signals()
             try:
                 self._regroup()

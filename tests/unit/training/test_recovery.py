@@ -84,6 +84,8 @@ class Group:
     def ended(self) -> bool:
         return self.endings.pop()
 
+    has_earlier_result = False
+
     def joins_before_result(self) -> bool:
         return True
 
@@ -207,7 +209,7 @@ def test_who_has_ended_waits_for_all_others_also_after_a_signal_to_the_job() -> 
 
 def test_a_worker_that_comes_after_the_end_of_a_training_takes_no_part() -> None:
     comm: Any = Group()
-    comm.is_joining, comm.joins_before_result, comm.earlier_result = True, lambda: False, lambda: ["a row"]
+    comm.is_joining, comm.has_earlier_result, comm.earlier_result = True, True, lambda: ["a row"]
     state: Any = State()
     with ElasticRecovery(comm).training(state, 1) as takes_part:
         assert not takes_part and state.result == ["a row"]
