@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from .. import devices
 from ..errors import ConfigError
 from . import Communicator
 
@@ -88,8 +89,8 @@ def adasum_hook(
     """
     buffer = bucket.buffer()
     adasum_(bucket.gradients(), state)
-    devices = [buffer.device] if buffer.is_cuda else []
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    waited_for = [buffer.device] if devices.has_streams(buffer.device) else []
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=waited_for)
     done.set_result(buffer)
     return done
 

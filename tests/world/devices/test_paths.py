@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.communicator.adasum import adasum_hook
 from lockstep.data.loader import Loader
 from lockstep.training.evaluate import accuracy, evaluate
 from support import toy_device
@@ -204,3 +205,18 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_device(
     resumed = toy_pool.run(epochs, then, tmp_path / "run", 3, **options)
     whole = toy_pool.run(epochs, "cpu", tmp_path / "whole", 3, **options)
     check_equal(resumed, whole)
+
+
+def adasum(device: str) -> Any:
+    toy_device.register()
+    comm = lockstep.init(device)
+    trained = nn.Linear(8, 2).to(comm.device)
+    wrapped = nn.parallel.DistributedDataParallel(trained)
+    wrapped.register_comm_hook(None, adasum_hook)
+    inputs, _ = data(12).tensors
+    wrapped(inputs[comm.rank :: comm.size].to(comm.device)).sum().backward()
+    return [], {name: p.grad.cpu() for name, p in trained.named_parameters()}
+
+
+def test_the_hook_of_ddp_that_combines_gradients(toy_pool: Pool) -> None:
+    check_equal(*on_both(toy_pool, adasum, 2))
