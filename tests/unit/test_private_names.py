@@ -80,6 +80,12 @@ def _calls(function: Any, *leading: str) -> Callable[[], bool]:
 # --- Tensors, layers and graphs ---------------------------------------------------------------------------------------
 
 
+def _base_is_what_parts_are_of() -> bool:
+    whole = torch.arange(6).view(2, 3)
+    rows = whole.unbind()
+    return whole._base is not None and all(row._base is rows[0]._base for row in rows) and torch.ones(1)._base is None
+
+
 def _version_counts_changes() -> bool:
     tensor = torch.zeros(2)
     before = tensor._version
@@ -373,6 +379,7 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_is_view": lambda: torch.ones(2)[:1]._is_view() and not torch.ones(2)._is_view(),
     "_pytree": _pytree_maps,
     "_tools": _tracker_counts,
+    "_base": _base_is_what_parts_are_of,
     "_version": _version_counts_changes,
     **{name: _of_sparse(name) for name in ("_nnz", "_indices", "_values")},
     "_foreach_add": _foreach("_foreach_add", 2.0, expected=6),
