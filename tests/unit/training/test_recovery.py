@@ -215,6 +215,34 @@ def test_a_worker_that_comes_after_the_end_of_a_training_takes_no_part() -> None
         assert not takes_part and state.result == ["a row"]
 
 
+def test_where_one_training_follows_another_a_worker_goes_on_that_could_not_join_before_the_end() -> None:
+    comm: Any = Group()
+    comm.is_joining, comm.joins_before_result, comm.earlier_result = True, lambda: False, lambda: 3
+    state: Any = State()
+    recovery = ElasticRecovery(comm)
+    with recovery.training(state, 1, is_one_of_many=True) as takes_part:
+        assert not takes_part and state.result == 3 and not recovery.repeats
+    assert comm.is_joining and comm.noted == []
+
+
+def test_a_worker_whose_first_group_is_that_of_a_later_training_joins_in_that_one() -> None:
+    class Late(Group):
+        def regroup_until(self, *args: Any) -> None:
+            check = args[-1]
+            view = View(1, (0, 1), (0, 0), ((1, 4), ()), 0, fit=1)
+            check(view)
+            self.is_joining = False
+
+    comm: Any = Late()
+    comm.is_joining, comm.earlier_result = True, lambda: ["a row"]
+    state: Any = State()
+    recovery = ElasticRecovery(comm)
+    with recovery.training(state, 1) as takes_part:
+        assert not takes_part and state.result == ["a row"] and comm.is_joining
+    with recovery.training(state, 1) as takes_part:
+        assert takes_part and not comm.is_joining and recovery.repeats
+
+
 # --- callbacks of rank 0, which may move to another worker ------------------------------------------------------------
 
 
