@@ -58,11 +58,13 @@ def refusal_of(root: torch.Tensor, calls: ModelCalls | None, look: int, same_on_
             return None
         if calls is not None and _compares_samples(root, calls):
             return Refusal(_comparison_error(calls.samples), _parameters_reached(root), False)
-        if (mean := _uncounted_mean(root)) is not None:
-            what, ignored = mean
-            return Refusal(_count_error(what), _parameters_reached(root), True, ignored)
+        mean = _uncounted_mean(root)
+        if mean is not None and mean.ignored is None:
+            return Refusal(_count_error(mean.over), _parameters_reached(root), True)
         if calls is not None and (number := calls.number_that_is_no_mean(root, look)) is not None:
             return Refusal(_number_error(number), _parameters_reached(root), True)
+        if mean is not None:
+            return Refusal(_count_error(mean.over), _parameters_reached(root), True, mean.ignored)
     except RuntimeError:  # a part of the graph has been freed
         pass
     return None
@@ -175,10 +177,20 @@ def _undivided_sum(root: torch.Tensor, calls: ModelCalls) -> str | None:
 _NOT_IGNORED = "the labels that are not ignored: count=(targets != ignore_index).sum()"
 
 
-def _uncounted_mean(root: torch.Tensor) -> tuple[str, torch.Tensor | None] | None:
-    """Return what a mean over labels is a mean over, if not over their number; None for other losses.
+class _UncountedMean(NamedTuple):
+    """A mean over labels that may be no mean over their number.
 
-    Beside it stands the number of ignored labels where they are on an accelerator, which is not known there yet.
+    Attributes:
+        over: what it is a mean over.
+        ignored: the number of labels that are ignored, where it is not known yet; see `Refusal`.
+    """
+
+    over: str
+    ignored: torch.Tensor | None = None
+
+
+def _uncounted_mean(root: torch.Tensor) -> _UncountedMean | None:
+    """Return what a mean over labels is a mean over, if not over their number; None for other losses.
 
     It is read off torch's cross entropy with ``reduction="mean"``: a mean over weights, or one that ignores labels of
     this part. Parts of a batch that are weighted by their samples do not add up to it.
@@ -191,11 +203,11 @@ def _uncounted_mean(root: torch.Tensor) -> tuple[str, torch.Tensor | None] | Non
             continue
         target = node._saved_target
         if node._saved_weight is not None:
-            return "the weights of its labels' classes: count=weight[targets].sum()", None
+            return _UncountedMean("the weights of its labels' classes: count=weight[targets].sum()")
         if not target.is_cpu:
-            return _NOT_IGNORED, target.numel() - node._saved_total_weight
+            return _UncountedMean(_NOT_IGNORED, target.numel() - node._saved_total_weight)
         if node._saved_total_weight.item() != target.numel():
-            return _NOT_IGNORED, None
+            return _UncountedMean(_NOT_IGNORED)
     return None
 
 
