@@ -317,7 +317,7 @@ AIMS = [
 
 
 def page(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """The result of one card for people."""
     host, parts = result["host"], result["parts"]
     lines = [
         f"{host['date']}: {host['device']}; driver {host['driver']}; {host['cores']} cores; Python {host['python']}, "
@@ -440,8 +440,12 @@ def main() -> int:
         print("error: torch sees no GPU here. `lockstep doctor` says why; --device cpu shows that the scripts run.")
         return 2
     host = describe_host(args.device)
-    result: dict[str, Any] = {"host": host, "parts": found_before(args.output, host) if args.only else {}}
     args.output.mkdir(parents=True, exist_ok=True)
+    cards = read(args.output)
+    result: dict[str, Any] = {"host": host, "parts": {}}
+    if args.only is not None:
+        result["parts"] |= parts_before(cards, host)
+    cards[host["device"]] = result
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         setting = Setting(args.device, args.quick, Path(folder), time.monotonic() + WHOLE)
         for part in PARTS:
@@ -456,31 +460,43 @@ def main() -> int:
             seconds = round(time.monotonic() - began, 1)
             result["parts"][part.name] = {**found, "seconds": seconds, "commit": host["commit"]}
             print(f"{part.name}: {_state(found)}, {time.monotonic() - began:.0f} s", flush=True)
-            write(result, args.output)
-    text = page(result)
-    print(f"\n{text}")
+            write(cards, args.output)
+    print(f"\n{page(result)}")
     if args.write:
         sys.path.insert(0, str(ROOT / "benchmarks"))
         from common import write_between
 
-        write_between(ROOT / "docs" / "gpus.md", "gpu", text)
+        write_between(ROOT / "docs" / "gpus.md", "gpu", pages(cards))
     return 0 if all(result["parts"][name]["state"].startswith("passed") for name in args.parts) else 1
 
 
-def found_before(folder: Path, host: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier check has found on the same device with the same versions; empty if there is none."""
+Cards = dict[str, dict[str, Any]]
+"""Name of a device → what the latest check has found on it."""
+
+
+def read(folder: Path) -> Cards:
+    """What checks have found before; empty if there was none."""
     path = folder / "gpu.json"
-    if not path.exists():
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def parts_before(cards: Cards, host: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier check has found on the same device with the same versions; empty if there is none."""
+    before = cards.get(host["device"])
+    if before is None or any(before["host"][name] != host[name] for name in ("driver", "python", "torch", "cuda")):
         return {}
-    before = json.loads(path.read_text())
-    same = all(before["host"][name] == host[name] for name in ("device", "driver", "python", "torch", "cuda"))
-    return before["parts"] if same else {}
+    return dict(before["parts"])
 
 
-def write(result: dict[str, Any], folder: Path) -> None:
+def pages(cards: Cards) -> str:
+    """The results of all cards for people."""
+    return "\n\n".join(page(result) for result in cards.values())
+
+
+def write(cards: Cards, folder: Path) -> None:
     """Keep what has been found so far: the check may be ended at any time."""
-    (folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / "gpu.md").write_text(f"# Lockstep on a GPU\n\n{page(result)}\n")
+    (folder / "gpu.json").write_text(json.dumps(cards, indent=1) + "\n")
+    (folder / "gpu.md").write_text(f"# Lockstep on GPUs\n\n{pages(cards)}\n")
 
 
 if __name__ == "__main__":

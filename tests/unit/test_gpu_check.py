@@ -71,7 +71,7 @@ def test_a_failure_stands_on_the_page_and_the_rest_goes_on(
     monkeypatch.setattr(check, "PARTS", [check.Part("tests", 5, fails), check.Part("epochs", 5, measures)])
     monkeypatch.setattr(sys, "argv", ["check.py", "--device", "cpu", "--output", str(tmp_path)])
     assert check.main() == 1
-    kept = json.loads((tmp_path / "gpu.json").read_text())
+    kept = json.loads((tmp_path / "gpu.json").read_text())["the CPU"]
     assert kept["parts"]["tests"]["state"] == "failed: OSError: no space"
     assert kept["host"]["device"] == "the CPU"
     page = (tmp_path / "gpu.md").read_text()
