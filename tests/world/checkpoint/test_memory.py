@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,18 @@ def measured(folder: Path, strategy: str, size: int, **options: Any) -> dict[str
     return {"state": state, "save": 1 + saving / state, "resume": 1 + (resuming - new) / state}
 
 
+@pytest.fixture
+def new_processes() -> Iterator[Pool]:
+    """What other tests have left in the heap of a process changes how much more it gets from the system."""
+    with closing(Pool()) as opened:
+        yield opened
+
+
 @pytest.mark.parametrize("strategy", ["distributed", "sharded"])
 def test_saving_and_resuming_need_less_than_a_third_of_the_state_beside_it(
-    pool: Pool, tmp_path: Path, strategy: str
+    new_processes: Pool, tmp_path: Path, strategy: str
 ) -> None:
-    for found in pool.run(measured, tmp_path, strategy, SIZE, workers=2, timeout=200):
+    for found in new_processes.run(measured, tmp_path, strategy, SIZE, workers=2, timeout=200):
         assert found["state"] > SIZE * MIB * (0.45 if strategy == "sharded" else 0.95)
         assert found["save"] <= FACTOR
         assert found["resume"] <= FACTOR
