@@ -91,6 +91,7 @@ def measured(folder: Path, strategy: str, size: int, **options: Any) -> dict[str
 def new_processes() -> Iterator[Pool]:
     """What other tests have left in the heap of a process changes how much more it gets from the system."""
     with closing(Pool()) as opened:
+        opened.watch = False  # see `pytestmark`
         yield opened
 
 
