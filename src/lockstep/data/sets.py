@@ -24,6 +24,10 @@ from .idx import read_pair
 __all__ = ["ImageSet", "cifar10", "digits", "fashion_mnist", "mnist", "synthetic"]
 
 
+# Indices that are copied to a device at once, at most; a program's own may be parts of those of a whole data set.
+_MOST_COPIED = 1 << 20
+
+
 # --- In-memory image data sets ----------------------------------------------------------------------------------------
 
 
@@ -112,16 +116,21 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         A loader's indices of some batches are parts of one tensor. It is copied as a whole, once, which takes the host
         less time than a copy for each batch.
         """
-        whole = index if index._base is None else index._base
+        whole = index._base
+        if whole is None or whole.dtype != index.dtype or whole.numel() > _MOST_COPIED:
+            return self._copied_to_device(index)
         if not (whole.is_contiguous() and index.is_contiguous()):
-            whole = index = index.contiguous()
+            return self._copied_to_device(index)
         if whole is not self._copied_from or whole._version != self._copied_version:
-            pins = devices.pins_memory(self.images.device) and whole.is_cpu
-            pinned = whole.pin_memory() if pins else whole
-            self._copy = pinned.to(self.images.device, non_blocking=True).view(-1)
+            self._copy = self._copied_to_device(whole).view(-1)
             self._copied_from, self._copied_version = whole, whole._version
         start = index.storage_offset() - whole.storage_offset()
         return self._copy[start : start + index.numel()].view(index.shape)
+
+    def _copied_to_device(self, index: Tensor) -> Tensor:
+        # from page-locked memory, so that a GPU is not waited for
+        pins = devices.pins_memory(self.images.device) and index.is_cpu
+        return (index.pin_memory() if pins else index).to(self.images.device, non_blocking=True)
 
     def _standardise(self, pixels: Tensor) -> Tensor:
         # Two kernels, not a fused one: a multiply-add rounds once in some kernels and twice in others, and the result

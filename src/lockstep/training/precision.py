@@ -90,11 +90,11 @@ class Precision:
             torch.autograd.backward(self._scaler.scale(loss * factor / self._count_per_sample))
 
     def backward_of_mean(self, total: torch.Tensor, count: Number) -> None:
-        """Run the backward pass of ``total / count``; not with fp16."""
-        if isinstance(count, torch.Tensor) and not count.is_cpu:
+        """Run the backward pass of ``total / count``, a number or on the device of `total`; not with fp16."""
+        if isinstance(count, torch.Tensor):
             run_backward(total, torch.reciprocal(count).to(total.dtype))
         else:
-            run_backward(total, self._first_gradients.of(total, 1 / float(count) if count else math.nan))
+            run_backward(total, self._first_gradients.of(total, 1 / count if count else math.nan))
 
     def pass_scale(self, samples: int, workers: int = 1) -> float:
         """Return the factor of the sum of the loss in each pass of a step.

@@ -368,6 +368,8 @@ class SinglePass:
         """See `Passes`."""
         ((data, size),) = self.parts(batch)
         total, count = precision.run_forward(loss.on, loss.model, data, size)
+        if isinstance(count, torch.Tensor) and count.is_cpu:
+            count = count.item()
         precision.backward_of_mean(total, count)
         return total.detach(), count, requests
 

@@ -220,3 +220,48 @@ def adasum(device: str) -> Any:
 
 def test_the_hook_of_ddp_that_combines_gradients(toy_pool: Pool) -> None:
     check_equal(*on_both(toy_pool, adasum, 2))
+
+
+def images_on_the_device() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches made on the device where what is made is for inference alone, and from parts of other indices."""
+    toy_device.register()
+    comm = lockstep.init("toy")
+    images = lockstep.data.synthetic(train=100, test=8)[0]
+    there = images.to(comm.device)
+    found = []
+    with torch.inference_mode():
+        for batch in Loader(there, 32, comm=comm).epoch(0):
+            found.append((batch.data[1].cpu(), images.labels[batch.indices]))
+    whole = torch.arange(100)
+    of_bytes = whole.view(torch.uint8)[80:160].view(torch.int64)  # parts of a tensor of another dtype
+    for index in (whole[7:12], whole[7:12], whole.flip(0)[3:9], whole.view(20, 5)[:, 1], of_bytes):
+        found.append((there.collated_batch(index)[1].cpu(), images.labels[index]))
+    whole.add_(1).clamp_(max=99)
+    found.append((there.collated_batch(whole[7:12])[1].cpu(), images.labels[8:13]))
+    return found
+
+
+def test_images_on_the_device_are_those_of_the_indices(toy_pool: Pool) -> None:
+    (found,) = toy_pool.run(images_on_the_device, workers=1, init=False)
+    for labels, expected in found:
+        assert torch.equal(labels, expected)
+
+
+def count_on_the_host() -> tuple[list[float], bool]:
+    toy_device.register()
+    lockstep.init("toy")
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+
+    def summed(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nn.functional.cross_entropy(output, target, reduction="sum"), torch.tensor(len(output))
+
+    step = lockstep.TrainStep(trained, optimizer, summed)
+    results = [step.run(batch) for batch in Loader(data(), 24).epoch(0)]
+    return [float(result.loss) for result in results], any(torch.is_tensor(each.on_hand[1]) for each in results)
+
+
+def test_a_count_on_the_host_stays_there(toy_pool: Pool) -> None:
+    ((losses, on_device),) = toy_pool.run(count_on_the_host, workers=1, init=False)
+    assert not on_device
+    assert all(map(math.isfinite, losses))
