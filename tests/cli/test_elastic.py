@@ -213,30 +213,6 @@ if comm.rank == 0:
 """
 
 
-def test_a_loop_of_ones_own_goes_on_without_and_with_other_workers(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(OWN_LOOP.replace("EPOCHS", "1000"))
-    with start(tmp_path, "1:4", "-np", 3, program) as job:
-        seen = job.read_until(r"step 9 of 3")
-        pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
-        os.kill(pids[0], signal.SIGKILL)
-        seen += job.read_until(r"pid \d+")
-        seen += job.read_until(r"step \d+ of 3")
-        os.kill(pids[1], signal.SIGTERM)
-        seen += job.read_until(r"step \d+ of 2")
-        assert is_alive(pids[2])
-        (tmp_path / "enough").touch()
-        out, err = job.communicate(DEADLINE)
-    assert job.returncode == 0, err
-    assert "rank 0 was lost (killed by SIGKILL); 2 workers go on" in err and "has left; 2 workers go on" in err
-    values = re.findall(r"seen (\d+) (.*)", seen + out)
-    program.write_text(OWN_LOOP.replace("EPOCHS", values[0][0]))
-    (tmp_path / "enough").unlink()
-    done = warm_python.run([program], tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
-    assert re.findall(r"seen (\d+) (.*)", done.stdout) == values
-    assert fingerprint(seen + out) == fingerprint(done.stdout)
-
-
 PREPARED = """
 import os, time, torch, lockstep
 comm = lockstep.init("cpu")
@@ -274,9 +250,10 @@ if comm.rank == 0:
 """
 
 
-def test_a_prepared_loop_goes_on_without_and_with_other_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [OWN_LOOP, PREPARED], ids=["steps", "prepare"])
+def test_a_loop_of_ones_own_goes_on_without_and_with_other_workers(tmp_path: Path, text: str) -> None:
     program = tmp_path / "program.py"
-    program.write_text(PREPARED.replace("EPOCHS", "1000"))
+    program.write_text(text.replace("EPOCHS", "1000"))
     with start(tmp_path, "1:4", "-np", 3, program) as job:
         seen = job.read_until(r"step 9 of 3")
         pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
@@ -292,7 +269,7 @@ def test_a_prepared_loop_goes_on_without_and_with_other_workers(tmp_path: Path) 
     assert "rank 0 was lost (killed by SIGKILL); 2 workers go on" in err and "has left; 2 workers go on" in err
     assert "started again" not in err and "in an elastic job, with" not in err
     values = re.findall(r"seen (\d+) (.*)", seen + out)
-    program.write_text(PREPARED.replace("EPOCHS", values[0][0]))
+    program.write_text(text.replace("EPOCHS", values[0][0]))
     (tmp_path / "enough").unlink()
     done = warm_python.run([program], tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert re.findall(r"seen (\d+) (.*)", done.stdout) == values
