@@ -15,7 +15,7 @@ from .strategy import accumulation_dtype
 
 __all__ = ["Buffers", "is_running_statistic"]
 
-# Their buffers, such as the weights of classes, are never changed by a pass, and need not be looked for there.
+# Where their buffers, the weights of classes, are None, no pass makes one of them, and none need be looked for there.
 _TORCH_LOSSES = "torch.nn.modules.loss"
 
 
@@ -55,8 +55,9 @@ class Buffers:
         self._others = [
             _OtherBuffer(layer, name, saves)
             for layer in model.modules()
-            if id(layer) not in norms and type(layer).__module__ != _TORCH_LOSSES
-            for name in layer._buffers
+            if id(layer) not in norms
+            for name, buffer in layer._buffers.items()
+            if buffer is not None or type(layer).__module__ != _TORCH_LOSSES
         ]
         self._averaged: list[torch.Tensor] = []  # running statistics in this step
         self._counters: list[torch.Tensor] = []

@@ -314,3 +314,14 @@ def test_a_key_that_is_no_whole_number(wrong: dict[str, Any]) -> None:
     key: dict[str, Any] = {"seed": 0, "step": 0, "shard": 0, **wrong}
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: expected a whole number"):
         seed_shard(**key)
+
+
+def test_the_class_weights_of_a_loss_are_watched_and_none_are_not() -> None:
+    assert not Buffers(nn.CrossEntropyLoss())
+    loss_fn = nn.CrossEntropyLoss(weight=torch.ones(3))
+    buffers = Buffers(loss_fn)
+    buffers.begin()
+    assert not buffers.others_changed()
+    assert loss_fn.weight is not None
+    loss_fn.weight.mul_(2)
+    assert buffers.others_changed()
