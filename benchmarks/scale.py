@@ -19,12 +19,13 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from common import describe_machine, markdown_table
 from frame import Benchmark
+from lockstep import messages
 from lockstep.flight_recorder import RawRecord
 from lockstep.stores import combine_nothing, exchange
 from lockstep.transports.runtime import host_identity
-from lockstep.watchdog.jobs import _group_by_host, _group_by_readiness
 from lockstep.watchdog.mismatch import compare_records
 from lockstep.watchdog.preflight import CallInfo, Digest, encode
+from lockstep.watchdog.rendezvous import HostInfo, Readiness, _join_hosts, _join_readiness
 from support.stores import CountingStore, all_ranks
 
 BENCHMARK = Benchmark("scale", __doc__)
@@ -60,8 +61,10 @@ def exchanging(store: Any, rank: int, size: int) -> None:
     exchange(store, "host", rank, json.dumps([key, None]), range(size), host_identity._group_by_host)
     for topic in (f"mapped {low}", f"open {low}"):
         exchange(store, topic, rank - low, "", range(low, low + EACH), combine_nothing)
-    exchange(store, "who", rank, json.dumps([key, "0123456789ab"]), range(size), _group_by_host)
-    exchange(store, "recorded", rank, "ready", range(size), _group_by_readiness)
+    info = HostInfo([(rank, rank + 1)], "0123456789ab", "", ["10.0.0.1"], key)
+    exchange(store, "who", rank, messages.encode(info), range(size), _join_hosts)
+    ready = messages.encode(Readiness([(rank, rank + 1)]))
+    exchange(store, "recorded", rank, ready, range(size), _join_readiness)
 
 
 def traffic(body: Body, size: int) -> dict[str, float]:

@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from lockstep.cli import main
-from lockstep.flight_recorder import open_job
+from lockstep.flight_recorder import jobs, open_job
 from lockstep.system.processes import is_alive
-from lockstep.watchdog import jobs
 from support import warm_python
 from support.elastic_program import fingerprint, rows, write_program
 from support.examples import EXAMPLES, alone

@@ -16,10 +16,9 @@ import pytest
 
 from lockstep.cli import main, top
 from lockstep.cli.top import _Display
-from lockstep.flight_recorder import CallSignature, FlightRecorder, layout
+from lockstep.flight_recorder import CallSignature, FlightRecorder, jobs, layout
+from lockstep.flight_recorder.jobs import JobDescription
 from lockstep.system.job_folders import JobFolderLock
-from lockstep.watchdog import jobs
-from lockstep.watchdog.jobs import JobDescription
 
 
 @pytest.fixture

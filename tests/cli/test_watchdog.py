@@ -21,12 +21,11 @@ import torch
 import lockstep
 from lockstep.cli import main
 from lockstep.errors import ConfigError
-from lockstep.flight_recorder import layout
+from lockstep.flight_recorder import jobs, layout
 from lockstep.launcher import local
 from lockstep.launcher.run_config import RunConfig, WatchdogOptions
 from lockstep.launcher.script import Script
 from lockstep.launcher.supervisor import WatchdogFiles, WorkerSupervisor
-from lockstep.watchdog import jobs
 from lockstep.watchdog import report as reports
 from support import warm_python
 
@@ -36,7 +35,7 @@ HEAD = """
 import os, signal, sys, time
 from pathlib import Path
 from lockstep.errors import DesyncError, RankLostError
-from lockstep.watchdog.jobs import write_message
+from lockstep.flight_recorder.jobs import write_message
 from lockstep.watchdog.report import Call, RankStatus, Report, write_once
 rank = int(os.environ["RANK"])
 folder = Path(os.environ["LOCKSTEP_WATCHDOG_DIR"])

@@ -52,7 +52,7 @@ def test_a_wrong_command_line_says_what_to_type(words: str, here: str, capsys: p
 
 
 def test_resize_without_an_elastic_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from lockstep.watchdog import jobs
+    from lockstep.flight_recorder import jobs
 
     monkeypatch.setattr(jobs, "find_jobs", dict)
     text = said("resize 3", capsys)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lockstep.elastic.control import request
 from lockstep.errors import LockstepError
-from lockstep.watchdog import jobs
+from lockstep.flight_recorder import jobs
 from support import warm_python
 from support.elastic_program import fingerprint, rows, write_program
 from support.warm_python import WarmProcess

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lockstep.errors import MembershipChangedError, StallError
 from lockstep.stores import combine_nothing, exchange, exchange_available, from_ranges, get_available, to_ranges
 from lockstep.transports.runtime import host_identity
-from lockstep.watchdog import jobs
+from lockstep.watchdog import rendezvous
 from support.stores import CountingStore, all_ranks
 
 MANY = 1000
@@ -53,13 +53,15 @@ def test_a_thousand_ranks_find_their_hosts_with_few_messages_each() -> None:
 def test_a_thousand_ranks_find_each_others_flight_records_with_few_messages_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jobs, "_make_recorder", lambda *_: object())
-    monkeypatch.setattr(jobs, "_make_folder", lambda token, base, local, rank: (Path(f"/{token}-{local[0]}"), False))
-    monkeypatch.setattr(jobs, "JobFolderLock", lambda folder: None)
-    monkeypatch.setattr(jobs, "RecorderReader", lambda path: path)
-    monkeypatch.setattr(jobs, "_own_address", lambda store: "")  # one from which there is no way to the first
-    monkeypatch.setattr(jobs, "PrefixStore", lambda _, store: store)
-    found, stores = all_ranks(MANY, lambda store, rank: jobs.rendezvous(store, rank, MANY, f"host {rank // 8}"))
+    monkeypatch.setattr(rendezvous, "_make_recorder", lambda *_: object())
+    monkeypatch.setattr(
+        rendezvous, "_make_folder", lambda token, base, local, rank: (Path(f"/{token}-{local[0]}"), False)
+    )
+    monkeypatch.setattr(rendezvous, "JobFolderLock", lambda folder: None)
+    monkeypatch.setattr(rendezvous, "RecorderReader", lambda path: path)
+    monkeypatch.setattr(rendezvous, "_own_address", lambda store: "")  # one from which there is no way to the first
+    monkeypatch.setattr(rendezvous, "PrefixStore", lambda _, store: store)
+    found, stores = all_ranks(MANY, lambda store, rank: rendezvous.rendezvous(store, rank, MANY, f"host {rank // 8}"))
     assert [rank for rank, met in enumerate(found) if met.heartbeat is not None] == [0]
     found[0].heartbeat.close()
     for rank, met in enumerate(found):

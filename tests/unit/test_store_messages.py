@@ -20,7 +20,7 @@ from lockstep.launcher.run_config import RunConfig
 from lockstep.stores import from_ranges
 from lockstep.transports.mpi import process_group as mpi
 from lockstep.transports.runtime.host_identity import find_hosts
-from lockstep.watchdog import jobs
+from lockstep.watchdog import rendezvous
 from lockstep.watchdog.preflight import CallInfo, PreflightCheck
 from lockstep.watchdog.shared_state import PendingCall
 
@@ -90,8 +90,8 @@ def test_a_damaged_message_is_named(stored: dict[str, str], read: Callable[[Any]
     ("combine", "message"),
     [
         (mpi._merge, "rank 1 in its MPI job: .* got `array`"),
-        (jobs._group_by_host, "the host of rank 1: .* got `array`"),
-        (jobs._group_by_readiness, "the flight recorder of rank 1: .* got `array`"),
+        (rendezvous._join_hosts, "the host of rank 1: .* got `array`"),
+        (rendezvous._join_readiness, "the flight recorder of rank 1: .* got `array`"),
     ],
 )
 def test_a_damaged_message_of_one_rank_is_named_by_whoever_combines_all(
@@ -106,7 +106,7 @@ def test_a_rank_that_no_host_has_is_an_error() -> None:
     hosts = [{"ranks": [[1, 2]], "token": "t", "base": "", "addresses": []}]
     store.set("lockstep-watch/1/hosts/combined", json.dumps(hosts))
     with pytest.raises(TransportError, match="expected rank 0 among them"):
-        jobs.rendezvous(store, 0, 2, "here")
+        rendezvous.rendezvous(store, 0, 2, "here")
 
 
 @pytest.mark.parametrize("ranges", [[(2, 2)], [(3, 1)], [(0, 1), (3, 5)], [(-2, 0)]])

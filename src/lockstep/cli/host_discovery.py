@@ -140,7 +140,7 @@ class Follower:
 
 def _resize_own_job(workers: int) -> str:
     from ..elastic.control import request
-    from ..watchdog import jobs
+    from ..flight_recorder import jobs
 
     for job in jobs.find_jobs().values():
         if job.pid == os.getpid() and job.control:

@@ -10,7 +10,7 @@ from .parser import Help
 from .top import select_jobs
 
 if TYPE_CHECKING:
-    from ..watchdog.jobs import JobDescription
+    from ..flight_recorder.jobs import JobDescription
 
 __all__ = ["add_to", "elastic_job", "run_command"]
 
@@ -73,7 +73,7 @@ def elastic_job(given: str | None) -> JobDescription:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    from ..watchdog import jobs
+    from ..flight_recorder import jobs
 
     found = select_jobs(jobs.find_jobs(), given)
     elastic = [job for job in found.values() if job.control]

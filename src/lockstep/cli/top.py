@@ -22,7 +22,7 @@ from .parser import Help
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from ..watchdog.jobs import JobDescription
+    from ..flight_recorder.jobs import JobDescription
 
 __all__ = ["Live", "RankStatus", "add_to", "run_command", "select_jobs"]
 
@@ -348,7 +348,7 @@ class _Display:
         Raises:
             ConfigError: no running job matches the selector.
         """
-        from ..watchdog.jobs import find_jobs
+        from ..flight_recorder.jobs import find_jobs
 
         running = find_jobs()
         selected = select_jobs(running, self._selector)
@@ -409,7 +409,7 @@ def _jobs(jobs: Mapping[Path, JobDescription]) -> RenderableType:
 
 def _last_events(folder: Path) -> list[str]:
     """Return what has happened last in an elastic job, a line each."""
-    from ..watchdog.jobs import EVENTS
+    from ..flight_recorder.jobs import EVENTS
 
     try:
         lines = (folder / EVENTS).read_text(errors="replace").splitlines()

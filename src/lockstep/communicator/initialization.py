@@ -17,6 +17,7 @@ from typing_extensions import Never
 
 from .. import arguments, bootstrap, devices, environment, messages, other_names, watchdog
 from ..errors import ConfigError, unexpected_argument
+from ..flight_recorder.jobs import write_message
 from ..messages import Integer
 from ..stores import read_message
 from ..system.processes import is_alive
@@ -24,7 +25,6 @@ from ..topology import World
 from ..transports.runtime import host_identity
 from ..transports.runtime.c10d import Store
 from ..tried_versions import about_untried_torch
-from ..watchdog.jobs import write_message
 from .communicator import Communicator
 from .groups import backends_of, world_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..environment import find_world, records_dir
 from ..errors import LockstepError
-from ..watchdog import jobs
+from ..flight_recorder import jobs
 from ..watchdog.call_sites import is_internal, is_library
 
 __all__ = ["install"]

@@ -15,13 +15,12 @@ from pathlib import Path
 
 from .. import environment
 from ..errors import DataError
-from ..flight_recorder import layout, open_job
+from ..flight_recorder import jobs, layout, open_job
+from ..flight_recorder.jobs import MessageReader
 from ..system.job_folders import JobFolderLock
 from ..system.processes import TERM_GRACE_S, is_stopped
-from ..watchdog import jobs
 from ..watchdog import report as reports
 from ..watchdog.diagnosis import ObservationClock
-from ..watchdog.jobs import MessageReader
 from .host_protocol import HostFailure
 from .remote_command import redact_variables
 from .run_config import FAILURE_GRACE, WatchdogOptions

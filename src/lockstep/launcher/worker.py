@@ -29,9 +29,9 @@ from .. import watchdog
 from ..environment import emulated_network, find_world, records_dir, restart_count
 from ..errors import InterruptedRunError, LockstepError
 from ..extension_points import EXTENSION_POINTS
+from ..flight_recorder import jobs
 from ..system.processes import TERM_GRACE_S, ProcessLiveness, end_orphans, is_stopped
 from ..transports.runtime import host_identity
-from ..watchdog import jobs
 from ..watchdog.call_sites import user_call_site
 from ..watchdog.last_rank import describe_activity
 from . import late_failures, mpi_singletons

@@ -22,15 +22,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from .. import environment
 from ..errors import LockstepError, MembershipChangedError, TransportError
-from ..flight_recorder import FlightRecorder, RecordLog, current
+from ..flight_recorder import FlightRecorder, RecordLog, current, jobs
 from ..gloo import SocketTracker
 from ..system.patching import Replaced
-from . import jobs, last_rank
+from . import last_rank
 from .call_sites import digest, is_internal
-from .jobs import NoSpaceError, rendezvous
 from .last_rank import LastRankWatch
 from .preflight import PreflightCheck
 from .process_groups import replace_group, watch_group
+from .rendezvous import NoSpaceError, rendezvous
 from .session import Session, record_exception, record_exit
 from .shared_state import Limits, WatchdogState
 

@@ -13,10 +13,9 @@ import msgspec
 
 from .. import messages
 from ..errors import DataError
-from ..flight_recorder import RankState, Record, RecorderReader
+from ..flight_recorder import RankState, Record, RecorderReader, jobs
 from ..messages import Integer, List
 from .diagnosis import exception_line
-from .jobs import command_line
 from .mismatch import Finding
 
 __all__ = [
@@ -234,7 +233,7 @@ def make_report(
         finding.cause,
         finding.advice,
         time.time(),
-        command_line(),
+        jobs.command_line(),
     )
 
 

@@ -13,16 +13,16 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import InterruptedRunError, LockstepError, TransportError
-from ..flight_recorder import RecordLog
+from ..flight_recorder import RecordLog, jobs
 from ..gloo import SocketTracker, abort_gloo
-from . import error_delivery, jobs
+from . import error_delivery
 from . import report as reports
 from .cross_host import CrossHost
 from .error_delivery import ErrorDelivery, StackFile, collect_stacks
 from .group_monitor import GroupMonitor
-from .jobs import Rendezvous
 from .mismatch import Finding
 from .monitor_thread import MonitorThread
+from .rendezvous import Rendezvous
 from .shared_state import Limits, WatchdogState
 
 __all__ = ["ExitHooks", "Session", "record_exception", "record_exit"]

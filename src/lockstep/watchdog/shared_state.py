@@ -18,14 +18,13 @@ import torch
 
 from .. import environment
 from ..errors import TransportError
-from ..flight_recorder import RawRecord, RecorderReader, current, layout
+from ..flight_recorder import RawRecord, RecorderReader, current, jobs, layout
 from ..flight_recorder.layout import StateWords
 from ..system.patching import Replaced
 from ..system.processes import ProcessLiveness
-from . import jobs
 from .call_sites import CallSites
-from .jobs import Rendezvous
 from .mismatch import Finding
+from .rendezvous import Rendezvous
 from .signatures import Signatures
 
 __all__ = ["GraphCaptures", "Limits", "PendingCall", "WatchdogState"]

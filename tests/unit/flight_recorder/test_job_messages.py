@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.watchdog.jobs import MessageReader, write_message
+from lockstep.flight_recorder.jobs import MessageReader, write_message
 
 
 def test_each_message_is_read_once_and_completely(tmp_path: Path) -> None:
