@@ -38,8 +38,8 @@ from common import (
 )
 from lockstep.messages import convert
 from lockstep.watchdog import patches
-from lockstep.watchdog.cross_host import PERIOD_S, JobHosts, StateExchange, find_fault
-from lockstep.watchdog.host_state import HostState
+from lockstep.watchdog.cross_host import PERIOD_S, JobStates, StateExchange
+from lockstep.watchdog.states import HostState
 
 BACKENDS = ("shm", "gloo")
 IDLE_S = 5.0
@@ -145,7 +145,7 @@ class CountingStore:
 def simulate(ranks: int, each: int = 8, periods: int = 10) -> dict[str, float]:
     """Messages and bytes a second at the store, and the first machine's processor time, for so many ranks."""
     store, count = CountingStore(), ranks // each
-    job = JobHosts([range(number * each, (number + 1) * each) for number in range(count)], {1 << 59: range(ranks)})
+    job = [range(number * each, (number + 1) * each) for number in range(count)], {1 << 59: range(ranks)}
     hosts = [StateExchange(store, machine, count) for machine in range(count)]
     for machine in hosts:
         machine.initialize()
@@ -156,13 +156,13 @@ def simulate(ranks: int, each: int = 8, periods: int = 10) -> dict[str, float]:
     for _ in range(periods):
         for number, machine in enumerate(hosts):
             own = range(number * each, (number + 1) * each)
-            rows = {str(rank): ["runs", "", f"host{number}", 1234, 7, None, call, ""] for rank in own}
-            group = [list(own), 1000, None, records, *call[:2]]
+            rows = [[rank, "runs", "", f"host{number}", 1234, 7, call, None, [], ""] for rank in own]
+            group = [list(own), 1000, 0, 0.0, 0.0, records, *call[:2]]
             machine.publish(convert({"ranks": rows, "groups": {1 << 59: [group]}}, HostState))
             begin = time.process_time()
             _, states = machine.poll()
             if number == 0:
-                find_fault(job, states, {})
+                JobStates(*job, states).find_fault()
             first += time.process_time() - begin if number == 0 else 0.0
     seconds = periods * PERIOD_S
     return {

@@ -116,10 +116,10 @@ def run_command(parsed: argparse.Namespace, listed: Callable[[], Sequence[Host]]
 
 def _write_report(report_json: str, config: RunConfig) -> str:
     """Write the watchdog's report into --output-dir or a new folder in ``reports/``, and return its path."""
-    from ..watchdog import report, report_text
+    from ..watchdog import report
 
     if config.output_dir is None:
         folder = new_folder(REPORTS, Path(config.program[0]).stem)
     else:
         folder = Path(config.output_dir)
-    return report_text.write(folder, report.from_json(report_json))
+    return report.write(folder, report.from_json(report_json))

@@ -156,9 +156,9 @@ def _run_launched(options: TrainOptions, workers: int) -> dict[str, Any]:
     except LockstepError as error:
         run_dir = Path(str(options.run_dir))
         if error.report_json and run_dir.is_dir():
-            from ..watchdog import report, report_text
+            from ..watchdog import report
 
-            error.report_path = report_text.write(run_dir, report.from_json(error.report_json))
+            error.report_path = report.write(run_dir, report.from_json(error.report_json))
         raise
     return result
 

@@ -22,7 +22,7 @@ from ..environment import ElasticWorker
 from ..errors import ConfigError, DesyncError, MembershipChangedError, RankLostError, StallError, TransportError
 from ..gloo import abort_gloo, interruptible_gloo, keep_until_ended
 from ..topology import World
-from ..watchdog.error_delivery import is_transport_error
+from ..watchdog.delivery import is_transport_error
 from .communicator import Communicator
 from .groups import world_among
 

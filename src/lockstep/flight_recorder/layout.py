@@ -77,7 +77,7 @@ class StateWords:
     suspended: int = 76
     solo: int = 77
     solo_elsewhere: int = 78
-    swap_group: int = 79  # group of the collective that may have been swapped with the one before; see `watchdog.swaps`
+    swap_group: int = 79  # group of the collective that may have been swapped with the one before; see `mismatch`
     swap: int = 80  # sequence number of that collective
     waited_in_messages: int = 81
     activity: int = 82  # number of the text that says what the program is doing, see `writer.activity`

@@ -123,9 +123,9 @@ def attach_report(error: LockstepError) -> None:
     """Make the watchdog's report on all ranks, if there is one, the text of the error."""
     if not error.report_json:
         return
-    from ..watchdog import report, report_text
+    from ..watchdog import report
 
-    text = report_text.as_text(report.from_json(error.report_json))
+    text = report.as_text(report.from_json(error.report_json))
     if isinstance(error, DesyncError | RankLostError | StallError):
         error.message = text
     else:

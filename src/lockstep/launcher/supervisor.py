@@ -320,7 +320,7 @@ class WatchdogFiles:
 
 def _report_on_failure(failure: HostFailure, folder: Path) -> reports.Report:
     """Return a report on a worker of another host, with the states of this host's workers from their records."""
-    from ..watchdog.report import rank_status
+    from ..watchdog.states import rank_status
 
     kind, state, verb = _FAILURES.get(failure.kind, ("raised", "raised", f"raised {failure.kind}"))
     reason = failure.reason.strip().partition("\n")[0]

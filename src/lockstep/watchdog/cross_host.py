@@ -10,132 +10,35 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import structs
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from .. import messages
-from ..errors import ranks_in_words
-from ..flight_recorder import RecorderReader
-from ..flight_recorder.layout import GROUP_SLOTS, StateWords
+from ..flight_recorder import Record, decode_batch, describe
+from ..flight_recorder.layout import StateWords
 from ..gloo import SocketTracker
 from . import report as reports
-from .channels import awaited_channels, is_recv, message_number, receive_number
-from .deadlock import CrossHostCycles, current_wait
+from .deadlock import CycleSearch
 from .diagnosis import (
     OWN_WORK_FACTOR,
     SIMULTANEOUS_S,
     exception_finding,
-    exit_finding,
-    lost_finding,
-    stopped_finding,
+    missing_finding,
+    stall_finding,
+    straggler_warning,
 )
-from .group_monitor import GroupMonitor
-from .host_state import GroupState, HostState, HostStates, Pending, RankRow, RecordRow, Wait
-from .mismatch import BATCH_ADVICE, Finding, describe_collective
-from .report import RankStatus, Report, rank_status
+from .mismatch import compare_records, describe_difference
+from .report import Finding, RankStatus, Report
 from .shared_state import WatchdogState
+from .states import GroupState, HostState, RecordRow, collect_state, from_row
 
-__all__ = [
-    "HISTORY",
-    "PERIOD_S",
-    "CrossHost",
-    "JobHosts",
-    "LostHosts",
-    "StateExchange",
-    "Store",
-    "StragglerWait",
-    "collect_state",
-    "find_divergence",
-    "find_exception",
-    "find_fault",
-    "find_waits",
-    "rank_statuses",
-]
+if TYPE_CHECKING:
+    from .monitor import GroupMonitor
 
-# --- The state that a host publishes ----------------------------------------------------------------------------------
-
-HISTORY = 6  # last collectives of a group that are published; those before were compared in earlier periods
-
-
-def collect_state(
-    readers: Mapping[int, RecorderReader], gone: Collection[int], stopped: Collection[int], skip: Collection[int]
-) -> HostState:
-    """Return the state of this host's ranks, as JSON can represent it.
-
-    Args:
-        readers: of the flight recorders of this host's ranks.
-        gone: ranks whose processes have ended.
-        stopped: ranks whose processes are stopped.
-        skip: keys of groups that have no ranks on other hosts.
-    """
-    waits = {rank: wait for rank, reader in readers.items() if (wait := _wait(reader)) is not None}
-    found = HostState(
-        ranks={
-            rank: RankRow.of(rank_status(reader.state(), True, rank in gone, rank in stopped))
-            for rank, reader in readers.items()
-        },
-        waits=waits,
-        channels={rank: counts for rank in waits if (counts := readers[rank].channels()) is not None},
-        sent={rank: _sent_messages(reader) for rank, reader in readers.items()},
-        solo=any(reader.in_solo_section for rank, reader in readers.items() if rank not in gone),
-        activities={rank: reader.activity for rank, reader in readers.items() if reader.activity},
-        own_work=[rank for rank, reader in readers.items() if reader.activity_is_own],
-    )
-    for reader in readers.values():
-        for slot in range(GROUP_SLOTS):
-            key = reader.state_word((reader.layout.group_keys >> 3) + slot)
-            if key and key not in skip:
-                _add(found.groups.setdefault(key, []), _group_state(reader, slot, key))
-    return found
-
-
-def _wait(reader: RecorderReader) -> Wait | None:
-    raw = current_wait(reader)
-    if raw is None:
-        return None
-    if raw.peer < 0:
-        return Wait(raw.number, -1, key=raw.key, sequence=raw.sequence)
-    if raw.peer == reader.rank:  # a receive from any rank
-        return None
-    is_send = not is_recv(reader, raw)
-    if not reader.knows_channels:
-        return None if is_send else Wait(raw.number, raw.peer, receive_number(reader, raw))
-    channels = awaited_channels(reader, raw)
-    return Wait(raw.number, raw.peer, message_number(reader, raw), channels=channels, is_send=is_send)
-
-
-def _sent_messages(reader: RecorderReader) -> dict[int, int]:
-    """Return how many messages the rank has sent, by destination."""
-    counts = ((peer, reader.messages(peer, sent=True)) for peer in range(reader.world_size))
-    return {peer: count for peer, count in counts if count}
-
-
-def _group_state(reader: RecorderReader, slot: int, key: int) -> GroupState:
-    """Return the state of one rank in one group."""
-    last, records, pending = reader.last_sequence(slot), [], None
-    for sequence in range(max(1, last + 1 - HISTORY), last + 1):
-        raw = reader.raw(reader.record_number(slot, sequence))
-        if raw is None or raw.key != key or raw.sequence != sequence:
-            continue
-        if not raw.left and pending is None:
-            pending = Pending(sequence, round(time.monotonic() - raw.entered, 1), reader.limit_s(slot))
-        records.append(RecordRow(raw.sequence, raw.fingerprint, raw.line, raw.batch, raw.loop, int(raw.name > 0)))
-    raw = reader.raw(reader.record_number(slot, last))
-    numbers = (0, 0, 0) if raw is None else (raw.what, raw.call_site, raw.group)
-    return GroupState([reader.rank], last, pending, records, *(reader.text(number) for number in numbers))
-
-
-def _add(states: list[GroupState], state: GroupState) -> None:
-    """Add a rank's state to those of its host, joined with an equal one, as all are while all is well."""
-    equal = next((each for each in states if each.is_equal(state)), None)
-    if equal is None:
-        states.append(state)
-    else:
-        equal.ranks += state.ranks
+__all__ = ["PERIOD_S", "CrossHost", "JobStates", "StateExchange", "Store"]
 
 
 # --- The exchange through the job's store -----------------------------------------------------------------------------
@@ -210,200 +113,155 @@ class StateExchange:
         return self._store.compare_set(_REPORT, "", text).decode()
 
 
-# --- Diagnosis from the states of hosts (pure) ------------------------------------------------------------------------
-
-LostHosts = Mapping[int, tuple[str, str]]
-"""Hosts whose ranks do not respond, by index: the state of these ranks, "lost" or "died", and a note."""
+# --- What the states of hosts say together (pure) ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A `GroupState`, the index of its host, and its records by sequence number."""
+class JobStates:
+    """What hosts have published, together: a row for each rank, and the groups with their ranks on all hosts.
 
-    host: int
-    state: GroupState
-    records: Mapping[int, RecordRow]
-
-
-@dataclass(frozen=True, slots=True)
-class JobHosts:
-    """Where the ranks of a job are.
-
-    Attributes:
-        hosts: the ranks of each host.
-        groups: the ranks of each group that this rank is in, by the group's key.
-    """
-
-    hosts: Sequence[Sequence[int]]
-    groups: Mapping[int, Sequence[int]]
-
-    def host_of(self, rank: int) -> int:
-        """Return the index of a rank's host; -1 if it is not known."""
-        return next((host for host, ranks in enumerate(self.hosts) if rank in ranks), -1)
-
-
-class StragglerWait(NamedTuple):
-    """A collective in which ranks wait for stragglers.
-
-    Attributes:
-        key, sequence: group and sequence number.
-        seconds: how long they have waited.
-        limit_s: timeout that the user has set; 0 for none.
-        call: what it is.
-        missing: the ranks that have not called it.
-        waiting: the ranks that wait.
-    """
-
-    key: int
-    sequence: int
-    seconds: float
-    limit_s: float
-    call: str
-    missing: list[int]
-    waiting: list[int]
-
-
-def rank_statuses(job: JobHosts, states: HostStates, lost: LostHosts) -> dict[int, RankStatus]:
-    """Return the status of every rank, as far as it is known."""
-    rows: dict[int, RankStatus] = {}
-    for host, (state, note) in lost.items():
-        rows |= {rank: RankStatus(rank, state, note) for rank in job.hosts[host]}
-    for host, published in states.items():
-        for rank, row in published.ranks.items():
-            status = row.status(rank)
-            if host in lost and status.state not in ("ended", "raised", "died"):
-                status = structs.replace(status, state=lost[host][0], note=lost[host][1])
-            rows[rank] = status
-    return rows
-
-
-def find_fault(job: JobHosts, states: HostStates, lost: LostHosts, uneven: bool = False) -> Finding | None:
-    """Return the first thing that is wrong.
+    It is also what `deadlock.CycleSearch` asks of ranks that wait.
 
     Args:
-        job: where the ranks are.
-        states: of the hosts.
-        lost: the hosts that do not respond.
-        uneven: whether ranks have different numbers of batches on purpose.
+        hosts: the ranks of each host.
+        groups: the ranks of each group that this rank is in, by the group's key.
+        states: of hosts, by index.
+        lost: hosts whose ranks do not respond, by index: the state of these ranks, "lost" or "died", and a note.
+
+    Attributes:
+        states: of hosts, by index.
+        rows: the status of every rank, as far as it is known.
+        waits: the operation of each rank that waits for others.
     """
-    rows = rank_statuses(job, states, lost)
-    for key, parts in _parts_of_groups(job, states).items():
-        found = _divergence(key, parts, uneven) or _unreachable(key, parts, rows)
-        if found is not None:
-            return found
-    return None
 
+    def __init__(
+        self,
+        hosts: Sequence[Sequence[int]],
+        groups: Mapping[int, Sequence[int]],
+        states: Mapping[int, HostState],
+        lost: Mapping[int, tuple[str, str]] | None = None,
+    ) -> None:
+        lost = lost or {}
+        self.states = states
+        self.waits = {rank: wait for state in states.values() for rank, wait in state.waits.items()}
+        self._host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+        self.rows = {rank: RankStatus(rank, *lost[host]) for host in lost for rank in hosts[host]}
+        for host, published in states.items():
+            for status in map(from_row, published.ranks):
+                if host in lost and status.state not in ("ended", "raised", "died"):
+                    status = structs.replace(status, state=lost[host][0], note=lost[host][1])
+                self.rows[status.rank] = status
+        self._groups: dict[int, list[GroupState]] = {}
+        for published in states.values():
+            for key, parts in published.groups.items():
+                self._groups.setdefault(key, []).extend(parts)
+        for key in dict.fromkeys((*self._groups, *groups)):
+            parts = self._groups.setdefault(key, [])
+            members = {*groups.get(key, ()), *(rank for part in parts for rank in part.members)}
+            silent = members.difference(*(part.ranks for part in parts))
+            if silent:  # their hosts have published nothing of the group yet
+                parts.append(GroupState(sorted(silent)))
 
-def find_divergence(job: JobHosts, states: HostStates, uneven: bool = False) -> Finding | None:
-    """Return the first collective at which hosts diverge; for the arguments see `find_fault`."""
-    found = (_divergence(key, parts, uneven) for key, parts in _parts_of_groups(job, states).items())
-    return next((each for each in found if each is not None), None)
+    def find_fault(self, uneven: bool = False) -> Finding | None:
+        """Return the first thing that is wrong.
 
+        Args:
+            uneven: whether ranks have different numbers of batches on purpose.
+        """
+        for key in self._groups:
+            finding = self.find_divergence(uneven, (key,)) or self._find_missing(key)
+            if finding is not None:
+                return finding
+        return None
 
-def find_exception(job: JobHosts, states: HostStates) -> tuple[Finding | None, bool]:
-    """Return the finding for a rank that has raised an exception, if any, and whether any rank waits for another."""
-    found = next((row for row in rank_statuses(job, states, {}).values() if row.state == "raised"), None)
-    if found is None:
-        return None, False
-    waits = any(True for _ in find_waits(job, states))
-    return exception_finding(found.rank, found.note, found.traceback), waits
+    def find_divergence(self, uneven: bool = False, keys: Collection[int] | None = None) -> Finding | None:
+        """Return the first collective at which hosts diverge.
 
+        Args:
+            uneven: whether ranks have different numbers of batches on purpose.
+            keys: of the groups to look at; None for all.
+        """
+        for key in self._groups if keys is None else keys:
+            first: dict[int, tuple[GroupState, RecordRow]] = {}  # by sequence number; the others are compared with it
+            for part in self._groups.get(key, ()):
+                for record in part.records:
+                    other = first.setdefault(record.sequence, (part, record))
+                    finding = self._compare(other, (part, record), uneven)
+                    if finding is not None:
+                        return finding.at(key, record.sequence)
+        return None
 
-def find_waits(job: JobHosts, states: HostStates) -> Iterator[StragglerWait]:
-    """Yield the collectives in which ranks wait for others."""
-    for key, parts in _parts_of_groups(job, states).items():
-        for part in parts:
-            state, wait = part.state, part.state.pending
-            if wait is not None:
-                missing = sorted(_missing_ranks(parts, wait.sequence))
+    def _compare(
+        self, one: tuple[GroupState, RecordRow], other: tuple[GroupState, RecordRow], uneven: bool
+    ) -> Finding | None:
+        """Return how two ranks have called a collective differently; ranks of one host compare that themselves."""
+        ranks = one[0].ranks[0], other[0].ranks[0]
+        if one[1] == other[1] or self._host_of[ranks[0]] == self._host_of[ranks[1]]:
+            return None
+        kinds = compare_records(one[1], other[1], uneven)
+        kind = next((kind for kind in kinds if kind in ("desync", "batches")), None)
+        return None if kind is None else describe_difference(kind, ranks, (_as_record(*one), _as_record(*other)))
+
+    def _find_missing(self, key: int) -> Finding | None:
+        """Return the finding for a rank that others wait for and that will never call the collective."""
+        for part in self._groups[key]:
+            for rank in self._missing(key, part.pending):
+                finding = missing_finding(self.rows[rank], part.last_call()) if rank in self.rows else None
+                if finding is not None:
+                    return finding.at(key, part.pending)
+        return None
+
+    def _missing(self, key: int, sequence: int) -> list[int]:
+        """Return the ranks that have not called the collective `sequence` of a group; none for 0."""
+        parts = self._groups.get(key, ())
+        return sorted(rank for part in parts if part.last < sequence for rank in part.ranks)
+
+    def stragglers(self) -> Iterator[tuple[int, GroupState, list[int]]]:
+        """Yield groups in which ranks wait for others: key, state of ranks that wait, the ranks that are missing."""
+        for key, parts in self._groups.items():
+            for part in parts:
+                missing = self._missing(key, part.pending)
                 if missing:
-                    yield StragglerWait(
-                        key, wait.sequence, wait.seconds, wait.limit_s, state.last_call(), missing, list(state.ranks)
-                    )
+                    yield key, part, missing
+
+    # --- for the search of cycles
+
+    def missing_ranks(self, rank: int) -> list[int]:
+        """See `deadlock.Waits`."""
+        return self._missing(self.waits[rank].key, self.waits[rank].sequence)
+
+    def is_matched(self, rank: int) -> bool:
+        """See `deadlock.Waits`."""
+        wait = self.waits[rank]
+        state = self.states[self._host_of[wait.peer]]
+        return wait.is_matched(state.sent.get(wait.peer, {}).get(rank, 0), state.channels.get(wait.peer))
+
+    def moved(self, rank: int) -> int:
+        """See `deadlock.Waits`; of messages between hosts nothing moves before they are received."""
+        return 0
+
+    def described(self, rank: int) -> str:
+        """See `deadlock.Waits`."""
+        call = self.rows[rank].call if rank in self.rows else None
+        if call is None:
+            return "a collective at an unknown line"
+        return f"{describe(call.name, call.batch, call.what)} at {call.call_site}"
+
+    def other_tag(self, rank: int) -> int | None:
+        """See `deadlock.Waits`; the message of the other rank is the one in which it waits."""
+        wait = self.waits[rank]
+        other = self.waits.get(wait.peer)
+        if other is None or other.peer != rank or other.is_send == wait.is_send or other.tag == wait.tag:
+            return None
+        return other.tag
 
 
-def _missing_ranks(parts: Sequence[_Part], sequence: int) -> list[int]:
-    """Return the ranks that have not called the collective `sequence`."""
-    return [rank for part in parts if part.state.last < sequence for rank in part.state.ranks]
-
-
-def _parts_of_groups(job: JobHosts, states: HostStates) -> dict[int, list[_Part]]:
-    found: dict[int, list[_Part]] = {}
-    for host, published in states.items():
-        for key, group_states in published.groups.items():
-            for state in group_states:
-                part = _Part(host, state, {record.sequence: record for record in state.records})
-                found.setdefault(key, []).append(part)
-    for key, members in job.groups.items():
-        known = {rank for part in found.get(key, []) for rank in part.state.ranks}
-        for rank in members:
-            if rank not in known:  # its host has not published it yet
-                silent = _Part(job.host_of(rank), GroupState([rank], 0, None, [], "", ""), {})
-                found.setdefault(key, []).append(silent)
-    return found
-
-
-def _divergence(key: int, parts: list[_Part], uneven: bool) -> Finding | None:
-    first: dict[int, _Part] = {}  # by sequence number: all others are compared with the first part that has it
-    for part in parts:
-        for sequence, record in part.records.items():
-            other = first.setdefault(sequence, part)
-            if record != other.records[sequence] and other.host != part.host:
-                found = _difference(key, sequence, (other, part), uneven)
-                if found is not None:
-                    return found
-    return None
-
-
-def _difference(key: int, sequence: int, pair: tuple[_Part, _Part], uneven: bool) -> Finding | None:
-    one, other = pair
-    where = describe_collective(sequence, one.state.title)
-    own, others = one.records[sequence], other.records[sequence]
-    if own.fingerprint != others.fingerprint:
-        called = [
-            f"rank {part.state.ranks[0]} called "
-            + (part.state.last_call() if part.state.last == sequence else "something else")
-            for part in pair
-        ]
-        cause = "A collective is in a branch that only some ranks take, or their tensors differ."
-        advice = "Call the same collectives in the same order on every rank of the group."
-        return Finding("desync", f"Desync at {where}: {', '.join(called)}.", (), cause, advice, key, sequence)
-    same_loop = own.loop == others.loop != 0
-    if same_loop and min(own.batch, others.batch) >= 0 and own.batch != others.batch and not uneven:
-        found = [f"rank {part.state.ranks[0]} is on batch {part.records[sequence].batch}" for part in pair]
-        return Finding("batches", f"Batch mismatch at {where}: {', '.join(found)}.", (), *BATCH_ADVICE, key, sequence)
-    return None
-
-
-def _unreachable(key: int, parts: list[_Part], rows: Mapping[int, RankStatus]) -> Finding | None:
-    """Return the finding for a rank that others wait for and that will never call the collective."""
-    for part in parts:
-        wait = part.state.pending
-        for rank in _missing_ranks(parts, wait.sequence) if wait is not None else []:
-            row = rows.get(rank)
-            finding = _finding_of(row, part.state.last_call()) if row is not None else None
-            if finding is not None and wait is not None:
-                return replace(finding, key=key, sequence=wait.sequence)
-    return None
-
-
-def _finding_of(row: RankStatus, where: str) -> Finding | None:
-    if row.state == "died":
-        return lost_finding(row.rank, where, row.host)
-    if row.state == "ended":
-        return exit_finding(row.rank, where, row.host)
-    if row.state == "frozen":
-        return stopped_finding(row.rank, where, row.host and f" on {row.host}")
-    if row.state == "lost":
-        return Finding(
-            "lost",
-            f"Rank {row.rank}{row.host and f' on {row.host}'} and its host are unreachable while other ranks wait for "
-            f"it in {where}.",
-            (row.rank,),
-            "Its host, or the network to it, is down.",
-            "Check whether that host can be reached, and what its kernel's log (dmesg) says.",
-        )
-    return None
+def _as_record(state: GroupState, row: RecordRow) -> Record:
+    """Return a record with what is published of it: its texts if it is the last one of its group."""
+    what, (site, _, source) = "something else", ("", "", "")
+    if state.last == row.sequence:
+        what, (site, _, source) = state.what, state.call_site.partition("\n")
+    batch, finished = decode_batch(row.batch)
+    return Record(0, what, site, source, state.title, row.sequence, batch, finished, 0.0, None, loop=row.loop)
 
 
 # --- The cross-host part of one rank's watchdog -----------------------------------------------------------------------
@@ -412,7 +270,6 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 _WAIT_S = 3.0  # ranks that have waited for so long may report that the store or the first host is lost
 _EXIT_TIMEOUT_S = 1.0  # in which the other hosts may also reach the end of the program
 _ABSENT_S = 1.0  # a monitor thread that has not run for so long has missed what others published
-_STALL_ADVICE = "--stall-timeout (LOCKSTEP_STALL_TIMEOUT) sets this limit."
 
 
 class CrossHost:
@@ -431,7 +288,7 @@ class CrossHost:
         self._states: dict[int, HostState] = {}
         self._next_period = self._failing_since = self._raised_since = 0.0
         self._warned: set[tuple[int, int]] = set()  # the wait that was warned about last
-        self._cycles = CrossHostCycles()
+        self._cycles = CycleSearch()
         self._warned_groups: set[int] = set()  # in which ranks are on different batches
         self._host = 0
         self._is_final = False  # whether this rank is about to exit
@@ -476,29 +333,34 @@ class CrossHost:
             self._state.recorder.set_word(StateWords().solo_elsewhere, solo)
             if report:
                 self._adopt_report(report)
-            else:
-                self._diagnose(own)
+                return
+            lost = self._lost_hosts()
+            finding = self._check_all_hosts(lost) if self._host == 0 else self._check_first_host(lost.get(0), own)
+            if finding is not None:
+                self._state.fail(finding)
 
     def compare_at_exit(self) -> None:
         """Compare the last collectives at the end of a program; they may not have been published yet."""
         exchange, state = self._exchange, self._state
         if exchange is None or state.error is not None or state.has_failed or not self._represents_host():
             return
-        self._is_final, deadline, own = True, time.monotonic() + _EXIT_TIMEOUT_S, self._own_state()
+        self._is_final = True
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        own = self._own_state()
         with suppress(RuntimeError, OSError, ValueError):  # the store is gone, and its host
             exchange.publish(own)
             report, states = exchange.poll()
-            while not report and not _are_final(states) and time.monotonic() < deadline:
+            while not (report or all(each.final for each in states.values())) and time.monotonic() < deadline:
                 time.sleep(0.01)
                 report, states = exchange.poll()
             # no report is adopted: it may be about this very exit, for which others have waited in vain
-            finding = find_divergence(self._job_hosts(), {**states, self._host: own}, self._may_be_uneven())
+            finding = self._joined({**states, self._host: own}).find_divergence(self._may_be_uneven())
             if finding is not None:
                 state.fail(finding)
 
     def rank_statuses(self) -> dict[int, RankStatus]:
         """Return the status of each rank on other hosts, as far as it is known."""
-        return rank_statuses(self._job_hosts(), self._states, self._lost_hosts())
+        return self._joined(self._states, self._lost_hosts()).rows
 
     def publish_report(self, report: Report) -> Report:
         """Publish a report; return the first one that any host has published, which may be another.
@@ -561,55 +423,59 @@ class CrossHost:
 
     # --- diagnosis
 
-    def _diagnose(self, own: HostState) -> None:
-        state = self._state
-        lost = self._lost_hosts()
-        if self._host == 0:
-            job = self._job_hosts()
-            finding = find_fault(job, self._states, lost, self._may_be_uneven())
-            finding = finding or self._find_exception(job, self._states)
-            self._warn_of_batches(job)
-            if finding is None and not state.limits.debugging:
-                finding = self._cycles.find(self._states) or self._check_stragglers()
-        else:
-            finding = self._check_first_host(lost.get(0), own)
-        if finding is not None:
-            state.fail(finding)
+    def _joined(self, states: Mapping[int, HostState], lost: Mapping[int, tuple[str, str]] | None = None) -> JobStates:
+        groups = {monitor.key: monitor.ranks for monitor in self._monitors if monitor.remote_ranks}
+        return JobStates(self._job.hosts, groups, states, lost)
+
+    def _check_all_hosts(self, lost: Mapping[int, tuple[str, str]]) -> Finding | None:
+        """Return what is wrong between hosts, on the first one."""
+        job = self._joined(self._states, lost)
+        finding = job.find_fault(self._may_be_uneven()) or self._find_exception(job)
+        self._warn_of_batches(job)
+        if finding is not None or self._state.limits.debugging:
+            return finding
+        counts = {host: state.count for host, state in self._states.items()}
+        return self._cycles.find(job, sorted(job.waits), counts) or self._check_stragglers(job)
+
+    def _check_first_host(self, lost: tuple[str, str] | None, own: HostState) -> Finding | None:
+        """Return what is wrong with the first host, on another one."""
+        job = self._joined({**self._states, self._host: own})
+        first = self._job.hosts[0]
+        rows = [job.rows[rank] for rank in first if rank in job.rows]
+        if rows and all(row.state in ("ended", "raised", "died") for row in rows):
+            # the first host compares the states no more
+            return job.find_fault(self._may_be_uneven()) or self._find_exception(job)
+        if lost is None or not self._has_long_wait():
+            return None
+        text = f"Rank {first[0]}, or its host, is unreachable while other ranks wait: {lost[1]}."
+        return Finding("lost", text, tuple(first))
 
     def _may_be_uneven(self) -> bool:
         """Return whether different batches are no error."""
         return bool(self._state.uneven_batches) or not self._state.limits.strict
 
-    def _warn_of_batches(self, job: JobHosts) -> None:
+    def _warn_of_batches(self, job: JobStates) -> None:
         """Warn once for each group that ranks are on different batches, unless its pre-flight check does."""
         state = self._state
         if state.uneven_batches or state.limits.strict:
             return
         unchecked = {each.key for each in self._monitors if each.remote_ranks and each.preflight is None}
-        keys = unchecked - self._warned_groups
-        states = {
-            host: structs.replace(each, groups={key: rows for key, rows in each.groups.items() if key in keys})
-            for host, each in self._states.items()
-        }
-        finding = find_divergence(job, states)
+        finding = job.find_divergence(keys=unchecked - self._warned_groups)
         if finding is not None and finding.kind == "batches":
             self._warned_groups.add(finding.key)
-            state.write_message(f"warning: {finding.sentence} {finding.cause} {finding.advice}")
+            state.write_message(finding.as_warning())
 
-    def _find_exception(self, job: JobHosts, states: HostStates) -> Finding | None:
+    def _find_exception(self, job: JobStates) -> Finding | None:
         """Return the finding for a rank that has raised: at once if others wait; else they may raise the same."""
-        finding, waits = find_exception(job, states)
+        finding = exception_finding(job.rows.values())
         if finding is None:
             return None
         self._raised_since = self._raised_since or time.monotonic()
-        return finding if waits or time.monotonic() - self._raised_since >= SIMULTANEOUS_S else None
-
-    def _job_hosts(self) -> JobHosts:
-        groups = {monitor.key: monitor.ranks for monitor in self._monitors if monitor.remote_ranks}
-        return JobHosts(self._job.hosts, groups)
+        is_waited_for = any(True for _ in job.stragglers())
+        return finding if is_waited_for or time.monotonic() - self._raised_since >= SIMULTANEOUS_S else None
 
     def _lost_hosts(self) -> dict[int, tuple[str, str]]:
-        """Return the hosts whose ranks do not respond, of those that this rank polls; see `LostHosts`."""
+        """Return the hosts whose ranks do not respond, of those that this rank polls; see `JobStates`."""
         found = {}
         for host, ranks in enumerate(self._job.hosts):
             state = None if host == self._host else self._liveness(host, ranks)
@@ -629,42 +495,26 @@ class CrossHost:
         silent_s = self._exchange.silent_s(host) if self._exchange is not None else 0.0
         return ("lost", f"for {silent_s:.1f} s") if silent_s > limit_s else None
 
-    def _check_first_host(self, lost: tuple[str, str] | None, own: HostState) -> Finding | None:
-        rows = self._states[0].ranks.values() if 0 in self._states else ()
-        if rows and all(row.state in ("ended", "raised", "died") for row in rows):
-            # the first host compares the states no more
-            job, states = self._job_hosts(), {0: self._states[0], self._host: own}
-            return find_fault(job, states, {}, self._may_be_uneven()) or self._find_exception(job, states)
-        if lost is None or not self._has_long_wait():
-            return None
-        first = self._job.hosts[0]
-        text = f"Rank {first[0]}, or its host, is unreachable while other ranks wait: {lost[1]}."
-        return Finding("lost", text, tuple(first))
-
-    def _check_stragglers(self) -> Finding | None:
+    def _check_stragglers(self, job: JobStates) -> Finding | None:
         """Warn of stragglers on other hosts; return the finding if they have exceeded the limit."""
-        limits = self._state.limits
-        for wait in find_waits(self._job_hosts(), self._states):
-            allowed_s = max(limits.stall_s, wait.limit_s)
-            who = ranks_in_words(wait.missing).capitalize()
-            if self._state.seconds_since_solo(wait.seconds) >= allowed_s:
-                text = f"{who} did not reach {wait.call} within {allowed_s:.0f} s."
-                return Finding("stall", text, tuple(wait.missing), "", _STALL_ADVICE, wait.key, wait.sequence)
+        limits, states = self._state.limits, self._states.values()
+        activities = {rank: text for state in states for rank, text in state.activities.items()}
+        own_work = {rank for state in states for rank in state.own_work}
+        host_of = {rank: i for i, ranks in enumerate(self._job.hosts) for rank in ranks}
+        for key, waiting, missing in job.stragglers():
+            call, seconds = waiting.last_call(), waiting.seconds
+            limit_s = max(limits.stall_s, waiting.limit_s)
+            if self._state.seconds_since_solo(seconds) >= limit_s:
+                return stall_finding(missing, call, limit_s).at(key, waiting.pending)
             # ranks of one host warn of each other themselves
-            host_of = {rank: i for i, ranks in enumerate(self._job.hosts) for rank in ranks}
-            hosts = {host_of[rank] for rank in (*wait.missing, *wait.waiting)}
-            known = (wait.key, wait.sequence) in self._warned
-            own_work = {rank for state in self._states.values() for rank in state.own_work}
-            warning_s = limits.warning_s * (OWN_WORK_FACTOR if own_work.issuperset(wait.missing) else 1.0)
-            if wait.seconds > warning_s and len(hosts) > 1 and not known:
-                self._warned = {(wait.key, wait.sequence)}
-                verb = "has" if len(wait.missing) == 1 else "have"
-                text = f"{who.lower()} {verb} not reached {wait.call} for {wait.seconds:.1f} s; other ranks wait."
-                activities = {rank: text for state in self._states.values() for rank, text in state.activities.items()}
-                for rank in wait.missing[:3]:
-                    if rank in activities:
-                        text += f"\n  Rank {rank} is in {activities[rank]}"
-                self._state.write_message(f"straggler: {text}")
+            hosts = {host_of[rank] for rank in (*missing, *waiting.ranks)}
+            known = (key, waiting.pending) in self._warned
+            warning_s = limits.warning_s * (OWN_WORK_FACTOR if own_work.issuperset(missing) else 1.0)
+            if seconds > warning_s and len(hosts) > 1 and not known:
+                self._warned = {(key, waiting.pending)}
+                places = {rank: f"in {activities[rank]}" for rank in missing[:3] if rank in activities}
+                text = straggler_warning(missing, call, seconds, "other ranks wait", 0.0, places)
+                self._state.write_message(text)
         return None
 
     def _adopt_report(self, text: str) -> None:
@@ -685,10 +535,6 @@ def _clone_store(store: Any, limit_s: float) -> Any:
         found = store.clone()
     sockets.keep_alive(limit_s)
     return found
-
-
-def _are_final(states: Mapping[int, HostState]) -> bool:
-    return all(state.final for state in states.values())
 
 
 def _store_lost(error: RuntimeError) -> Finding:

@@ -1,22 +1,28 @@
-"""Deadlocks: cycles of ranks that wait for each other, on one host and across hosts."""
+"""Deadlocks: cycles of ranks that wait for each other, on one host and across hosts.
+
+A rank in a collective waits for the ranks that have not called it; `new_group` and `monitored_barrier` are recorded as
+collectives, too. A receive waits for its sender and a send for its receiver, by group and tag.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Protocol
 
-from ..flight_recorder import RawRecord, RecorderReader
+from ..flight_recorder import RecorderReader
 from ..flight_recorder.layout import StateWords
-from .channels import TAGS_ADVICE, describe_tags, is_message_sent, is_receive_posted, is_recv
-from .host_state import CallRow, HostState, HostStates, Wait
-from .mismatch import Finding
+from .report import Finding
+from .states import Wait, channel_key, current_wait, is_recv
 
-__all__ = ["CrossHostCycles", "LocalCycles", "current_wait"]
+__all__ = ["CycleSearch", "LocalWaits", "Waits", "explained", "find_other_tag"]
 
-_WORDS = StateWords()
+_STABLE_S = 0.4  # ranks must have waited for each other for this long
+_STABLE_SEND_S = 2.0  # the same where one of them sends: some transports move a message before it is received
 _CAUSE = "Ranks communicate in different orders, or a message is received that no rank sends."
 _ADVICE = "Issue matching calls in the same order on both sides, and match each recv with a send."
+_TAGS_ADVICE = "Give a send and its recv the same tag."
 _SENDS = (
     "Each of these ranks sends first: a send returns when its message has been received, unless the transport has room "
     "to keep it, so that it works with small messages and not with large ones.",
@@ -29,173 +35,178 @@ _GROUPS = (
 )
 
 
-def _deadlock(waits: list[tuple[int, str, int]], tags: str = "") -> Finding:
-    """Return the finding for a cycle.
+class Waits(Protocol):
+    """The ranks that wait, and what the others have done of that for which they wait."""
 
-    Args:
-        waits: rank, what it waits in, and the rank that it waits for.
-        tags: which message has another tag than is waited for; "" for none.
-    """
-    described = (f"rank {rank} waits in {call} for rank {other}" for rank, call, other in waits)
-    cause, advice = _CAUSE, _ADVICE
-    if tags:
-        cause, advice = tags, TAGS_ADVICE
-    elif any(call.startswith("new_group(") for _, call, _ in waits):
-        cause, advice = _GROUPS
-    elif all(call.startswith("send(") for _, call, _ in waits):
-        cause, advice = _SENDS
-    return Finding("desync", f"Deadlock: {'; '.join(described)}.", (), cause, advice)
+    @property
+    def waits(self) -> Mapping[int, Wait]:
+        """The operation of each rank that waits."""
 
+    def missing_ranks(self, rank: int) -> Iterable[int]:
+        """Return the ranks that have not called the collective in which `rank` waits."""
 
-# --- On one host ------------------------------------------------------------------------------------------------------
+    def is_matched(self, rank: int) -> bool:
+        """Return whether the other rank, which waits as well, has done its part of the message of `rank`."""
 
-_STABLE_S = 0.4  # ranks must have waited for each other for this long
-_STABLE_SEND_S = 2.0  # the same where one of them sends: some transports move a message before it is received
+    def moved(self, rank: int) -> int:
+        """Return what `rank` has moved of messages: a send may end though no receive is posted for it."""
 
+    def described(self, rank: int) -> str:
+        """Return the call in which `rank` waits, as text."""
 
-class LocalCycles:
-    """Finds cycles of ranks on this host.
-
-    Args:
-        rank: this rank.
-        readers: of the flight recorders of this host, by rank.
-    """
-
-    def __init__(self, rank: int, readers: Mapping[int, RecorderReader]) -> None:
-        self._rank, self._readers = rank, readers
-        self._seen: tuple[tuple[int, int, int], ...] = ()
-        self._since = 0.0
-
-    def find(self) -> Finding | None:
-        """Return the cycle that this rank is in, once it has existed for a while."""
-        now, cycle = time.monotonic(), self._cycle_through_rank()
-        if cycle != self._seen:
-            self._seen, self._since = cycle, now
-        if not cycle or now - self._since < _STABLE_S:
-            return None
-        if now - self._since < _STABLE_SEND_S and any(self._is_send(rank, number) for rank, number, _ in cycle):
-            return None
-        waits, tags = [], ""
-        for index, (rank, number, _) in enumerate(cycle):
-            reader, other = self._readers[rank], self._readers[cycle[index - 1][0]]
-            raw = reader.raw(number)
-            if raw is None:
-                return None
-            record = reader.record(raw)
-            waits.append((rank, f"{record.description} at {record.call_site}", other.rank))
-            tags = tags or describe_tags(reader, other, raw)
-        return _deadlock(waits, tags)
-
-    def _cycle_through_rank(self) -> tuple[tuple[int, int, int], ...]:
-        """Return a cycle; each rank in it waits for the one before it in the tuple.
-
-        Returns:
-            For each rank the number of the record in which it waits, and what it has moved of messages, for a send
-            may end though no receive is posted for it.
-        """
-        waiting = {rank: raw for rank, each in self._readers.items() if (raw := current_wait(each)) is not None}
-        paths = [[self._rank]] if self._rank in waiting else []
-        for path in paths:
-            for rank in self._waited_for(path[-1], waiting):
-                if rank == self._rank:
-                    return tuple((each, waiting[each].number, self._moved(each)) for each in path[::-1])
-                if rank not in path:
-                    paths.append([*path, rank])
-        return ()
-
-    def _is_send(self, rank: int, number: int) -> bool:
-        reader = self._readers[rank]
-        raw = reader.raw(number)
-        return raw is not None and raw.peer >= 0 and not is_recv(reader, raw)
-
-    def _moved(self, rank: int) -> int:
-        return self._readers[rank].state_word(_WORDS.moved)
-
-    def _waited_for(self, rank: int, waiting: Mapping[int, RawRecord]) -> Iterator[int]:
-        """Yield those of the waiting ranks that `rank` waits for."""
-        raw, own = waiting[rank], self._readers[rank]
-        if raw.peer >= 0:
-            peer = self._readers[raw.peer] if raw.peer in waiting and raw.peer != rank else None
-            if peer is not None and not (is_message_sent if is_recv(own, raw) else is_receive_posted)(own, peer, raw):
-                yield raw.peer
-            return
-        own_slot = own.group_slot(raw.key)
-        members = set(own.members(own_slot)) if own_slot >= 0 else set()
-        for other in waiting.keys() & members - {rank}:
-            slot = self._readers[other].group_slot(raw.key)
-            if slot < 0 or self._readers[other].last_sequence(slot) < raw.sequence:
-                yield other
+    def other_tag(self, rank: int) -> int | None:
+        """Return the tag of a message of the other rank that fits that of `rank` but for its tag; None without one."""
 
 
-def current_wait(reader: RecorderReader) -> RawRecord | None:
-    """Return the record in which a rank waits; None if it does not, or several of its threads communicate."""
-    if reader.phase != "waits" or reader.state_word(_WORDS.threads) != 1:
-        return None  # another thread may do what is waited for
-    return reader.raw(reader.state_word(_WORDS.since_record))
+class CycleSearch:
+    """Finds cycles that last.
 
-
-# --- Across hosts, from what each host has published (pure) ----------------------------------------------------------
-
-
-class CrossHostCycles:
-    """Finds cycles across hosts.
-
-    The states of the hosts are not of one moment: a cycle counts only when all hosts have published it again.
+    The states of ranks are not of one moment: a cycle counts only when it has existed for a while, and in the case of
+    other hosts when all of them have published it again.
     """
 
     def __init__(self) -> None:
-        self._seen: tuple[tuple[int, int], ...] = ()
-        self._counts: dict[int, Any] = {}
+        self._seen: tuple[tuple[int, ...], ...] = ()
+        self._since = 0.0
+        self._counts: Mapping[int, int] = {}
 
-    def find(self, states: HostStates) -> Finding | None:
-        """Return the cycle that existed in the states before, and still exists in these."""
-        cycle, counts = _find_cycle(states), {host: state.count for host, state in states.items()}
-        if cycle != self._seen:
-            self._seen, self._counts = cycle, counts
-        if not cycle or any(self._counts.get(host) == count for host, count in counts.items()):
+    def find(self, waits: Waits, starts: Collection[int], counts: Mapping[int, int]) -> Finding | None:
+        """Return the cycle through one of `starts` that has been found before, and still exists.
+
+        Args:
+            waits: of the ranks.
+            starts: ranks that wait.
+            counts: for each host a number that differs from one of its publications to the next.
+        """
+        now, cycle = time.monotonic(), _find_cycle(waits, starts)
+        seen = tuple((rank, waits.waits[rank].record, waits.moved(rank)) for rank in cycle)
+        if seen != self._seen:
+            self._seen, self._since, self._counts = seen, now, counts
+        has_send = any(waits.waits[rank].is_send for rank in cycle)
+        is_new = now - self._since < (_STABLE_SEND_S if has_send else _STABLE_S)
+        if not cycle or is_new or any(self._counts.get(host) == count for host, count in counts.items()):
             return None
-        rows = {rank: row for state in states.values() for rank, row in state.ranks.items()}
-        waits = []
-        for index, (rank, _) in enumerate(cycle):
-            call = rows[rank].call or CallRow("a collective", "an unknown line")
-            waits.append((rank, f"{call.what} at {call.call_site}", cycle[index - 1][0]))
-        return _deadlock(waits)
+        return _finding(waits, cycle)
 
 
-def _find_cycle(states: HostStates) -> tuple[tuple[int, int], ...]:
-    """Return (rank, number of the record in which it waits); each waits for the one before it in the tuple."""
-    waits = {rank: wait for state in states.values() for rank, wait in state.waits.items()}
-    for start in sorted(waits):
+def _find_cycle(waits: Waits, starts: Iterable[int]) -> tuple[int, ...]:
+    """Return the ranks of a cycle, each of which waits for the one before it in the tuple; empty without one."""
+    for start in starts:
         paths = [[start]]
-        reached = {start}
+        reached: set[int] = set()
         for path in paths:
-            for rank in _waited_for(path[-1], waits, states):
+            for rank in _waited_for(waits, path[-1]):
                 if rank == start:
-                    return tuple((each, waits[each].record) for each in reversed(path))
+                    return tuple(reversed(path))
                 if rank not in reached:
                     reached.add(rank)
                     paths.append([*path, rank])
     return ()
 
 
-def _waited_for(rank: int, waits: Mapping[int, Wait], states: HostStates) -> Iterator[int]:
-    """Yield those of the waiting ranks that `rank` waits for."""
-    wait = waits[rank]
-    for state in states.values():
-        is_peers_host = wait.peer in waits and wait.peer in state.ranks
-        if is_peers_host and _lacks_message(state, rank, wait):
-            yield wait.peer
-        for group in state.groups.get(wait.key, []) if wait.peer < 0 else []:
-            if group.last < wait.sequence:
-                yield from (other for other in group.ranks if other != rank and other in waits)
+def _waited_for(waits: Waits, rank: int) -> list[int]:
+    """Return those of the waiting ranks that `rank` waits for."""
+    peer = waits.waits[rank].peer
+    if peer < 0:
+        return [other for other in waits.missing_ranks(rank) if other != rank and other in waits.waits]
+    return [peer] if peer in waits.waits and not waits.is_matched(rank) else []
 
 
-def _lacks_message(state: HostState, rank: int, wait: Wait) -> bool:
-    """Return whether the peer of a wait of `rank` has not sent, or received, the message; `state` is that of its host.
+def _finding(waits: Waits, cycle: tuple[int, ...]) -> Finding:
+    calls = [waits.described(rank) for rank in cycle]
+    others = [cycle[index - 1] for index in range(len(cycle))]
+    cause, advice = _CAUSE, _ADVICE
+    if any(call.startswith("new_group(") for call in calls):
+        cause, advice = _GROUPS
+    elif all(waits.waits[rank].is_send for rank in cycle):
+        cause, advice = _SENDS
+    lines = [
+        f"rank {rank} waits in {call} for rank {other}" for rank, call, other in zip(cycle, calls, others, strict=True)
+    ]
+    finding = Finding("desync", f"Deadlock: {'; '.join(lines)}.", (), cause, advice)
+    for rank in cycle:
+        tag = waits.other_tag(rank)
+        if tag is not None:
+            return explained(finding, rank, waits.waits[rank], tag)
+    return finding
 
-    Without the peer's channels, sends are counted without regard to tags, and every receive may have been posted.
+
+def explained(finding: Finding, rank: int, wait: Wait, tag: int | None) -> Finding:
+    """Return the finding on the message in which `rank` waits, with the tags as its cause if the other has this `tag`.
+
+    Args:
+        finding: what is wrong.
+        rank: the rank that waits.
+        wait: its message.
+        tag: that of the other rank's message; None if the tags do not differ.
     """
-    channels = state.channels.get(wait.peer)
-    if channels is None or not wait.channels:
-        return not wait.is_send and state.sent.get(wait.peer, {}).get(rank, 0) < wait.messages
-    return sum(channels.get(channel, 0) for channel in wait.channels) < wait.messages
+    if tag is None:
+        return finding
+    here, there = ("sends", "receives") if wait.is_send else ("receives", "sends")
+    cause = f"The tags differ: rank {rank} {here} with tag {wait.tag}, rank {wait.peer} {there} with tag {tag}."
+    return replace(finding, cause=cause, advice=_TAGS_ADVICE)
+
+
+class LocalWaits:
+    """The ranks of this host that wait, by their flight recorders; see `Waits`.
+
+    Args:
+        readers: of the flight recorders of this host, by rank.
+    """
+
+    def __init__(self, readers: Mapping[int, RecorderReader]) -> None:
+        self._readers = readers
+        self.waits = {rank: wait for rank, each in readers.items() if (wait := current_wait(each)) is not None}
+
+    def missing_ranks(self, rank: int) -> list[int]:
+        """See `Waits`."""
+        wait, own = self.waits[rank], self._readers[rank]
+        slot = own.group_slot(wait.key)
+        members = own.members(slot) if slot >= 0 else ()
+        return [other for other in members if other in self.waits and not self._has_called(other, wait)]
+
+    def _has_called(self, rank: int, wait: Wait) -> bool:
+        reader = self._readers[rank]
+        slot = reader.group_slot(wait.key)
+        return slot >= 0 and reader.last_sequence(slot) >= wait.sequence
+
+    def is_matched(self, rank: int) -> bool:
+        """See `Waits`."""
+        wait = self.waits[rank]
+        return wait.is_matched_by(rank, self._readers[wait.peer])
+
+    def moved(self, rank: int) -> int:
+        """See `Waits`."""
+        return self._readers[rank].state_word(StateWords().moved)
+
+    def described(self, rank: int) -> str:
+        """See `Waits`."""
+        reader = self._readers[rank]
+        raw = reader.raw(self.waits[rank].record)
+        if raw is None:
+            return "a collective"
+        record = reader.record(raw)
+        return f"{record.description} at {record.call_site}"
+
+    def other_tag(self, rank: int) -> int | None:
+        """See `Waits`."""
+        return find_other_tag(self._readers[rank], self.waits[rank], self._readers)
+
+
+def find_other_tag(own: RecorderReader, wait: Wait, readers: Mapping[int, RecorderReader]) -> int | None:
+    """Return the tag of a message that would fit that in which the rank of `own` waits, but for its tag.
+
+    Returns:
+        None if the other rank, of this host, has no such message without a counterpart.
+    """
+    raw, peer = own.raw(wait.record), readers.get(wait.peer)
+    if raw is None or peer is None:
+        return None
+    sent = not wait.is_send  # by the peer
+    source, target = (peer.rank, own.rank) if sent else (own.rank, peer.rank)
+    for each in reversed(list(peer.raws())):
+        if each.peer == own.rank and each.key == raw.key and is_recv(peer, each) != sent and each.tag != raw.tag:
+            theirs, ours = (channel_key(side, raw.key, source, target, each.tag) for side in (sent, not sent))
+            if peer.channel_messages(theirs) > own.channel_messages(ours):
+                return each.tag
+    return None

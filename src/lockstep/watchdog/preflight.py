@@ -24,8 +24,8 @@ from .. import messages
 from ..flight_recorder import RawRecord, Record
 from ..stores import Ranges, exchange_available, from_ranges, read_message, to_ranges
 from . import mismatch
+from .mismatch import SwapDetector, are_swapped
 from .shared_state import PendingCall, WatchdogState
-from .swaps import SwapDetector, are_swapped
 
 __all__ = ["CallInfo", "Digest", "PendingCheck", "PreflightCheck", "encode"]
 
@@ -261,7 +261,7 @@ class PreflightCheck:
         state = self._state
         difference = mismatch.describe_difference(kind, pair, self._exchange_records(pending, pair))
         if mismatch.is_error(kind, state.limits.strict):
-            state.fail(difference.as_finding(self._key, pending.sequence))
+            state.fail(difference.at(self._key, pending.sequence))
             state.check()
         elif state.rank == pair[0] and pair[1] not in state.peers:  # ranks of one host warn of it themselves
             state.write_message(difference.as_warning())

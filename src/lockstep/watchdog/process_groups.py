@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import ConfigError
-from .error_delivery import is_rejection
-from .group_monitor import GroupMonitor
+from .delivery import is_rejection
+from .monitor import GroupMonitor
 from .preflight import PendingCheck
 from .shared_state import PendingCall
 from .signatures import OPERATIONS, Key

@@ -1,44 +1,96 @@
-"""The report: what is wrong, what each rank was doing, the likely cause and what to do; as data and as a file."""
+"""The report: what is wrong, what each rank was doing, the likely cause and what to do; as data, text and files."""
 
 from __future__ import annotations
 
 import os
+import re
+import textwrap
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from .. import messages
 from ..errors import DataError
-from ..flight_recorder import RankState, Record, RecorderReader, jobs
+from ..flight_recorder import describe
 from ..messages import Integer, List
-from .diagnosis import exception_line
-from .mismatch import Finding
+from ..system import atomic_files
+from ..system.terminal_text import plain, plain_lines
 
 __all__ = [
     "KINDS",
     "STATES",
     "Call",
     "CollectiveCalls",
+    "Finding",
     "RankCalls",
     "RankStatus",
     "Report",
+    "advice_on_method",
+    "as_text",
     "from_json",
-    "make_report",
-    "rank_status",
+    "method_in",
+    "rank_list",
     "read",
+    "seconds",
+    "write",
     "write_once",
 ]
 
 
-# --- The report -------------------------------------------------------------------------------------------------------
+# --- What is wrong, before it becomes a report ------------------------------------------------------------------------
 
 KINDS = ("desync", "batches", "parameters", "lost", "raised", "left", "frozen", "stall")
 """What can be wrong: ranks call different collectives, are on different batches or have different parameters; or a rank
 has died, has raised an exception, has exited too early, is stopped, or is too slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong; see `Report` for `sentence`, `cause` and `advice`.
+
+    Attributes:
+        kind: one of `KINDS`.
+        culprits: the ranks at fault; empty if they are not known.
+        key, sequence: group and sequence number of the collective at which the ranks diverge; 0 for none.
+    """
+
+    kind: str
+    sentence: str
+    culprits: tuple[int, ...] = ()
+    cause: str = ""
+    advice: str = ""
+    key: int = 0
+    sequence: int = 0
+
+    def at(self, key: int, sequence: int) -> Finding:
+        """Return the finding, at the collective `sequence` of the group `key`."""
+        return replace(self, key=key, sequence=sequence)
+
+    def as_warning(self) -> str:
+        """Return the warning, where this is no error."""
+        return f"warning: {self.sentence} {self.cause} {self.advice}"
+
+
+_METHODS = re.compile(r"(Trainer|lockstep)\.\w+(?=: |$)")
+
+
+def method_in(text: str) -> str:
+    """Return the method of Lockstep with which the name of a collective begins, see `in_method`; "" for none."""
+    found = _METHODS.match(text)
+    return "" if found is None else found[0]
+
+
+def advice_on_method(method: str) -> str:
+    """Return what to do where only some ranks call a method of Lockstep's."""
+    return f"Call {method} on every rank; only printing and writing belong below `if comm.rank == 0:`."
+
+
+# --- The report as data -----------------------------------------------------------------------------------------------
 
 STATES = ("waits", "runs", "raised", "died", "ended", "frozen", "lost")
 """What a rank can be doing. "lost": its host does not respond."""
@@ -205,114 +257,260 @@ def write_once(folder: Path, report: Report) -> bool:
     return True
 
 
-# --- Making a report from the flight recorders ------------------------------------------------------------------------
+# --- Text for a terminal (pure) ---------------------------------------------------------------------------------------
 
-_SHOWN = 5  # last collectives, the one at which the ranks diverge included
-_STATES = {"runs": "runs", "waits": "waits", "left": "ended", "ended": "ended", "raised": "raised"}
-
-Stacks = Mapping[int, tuple[str, ...]]
-
-
-def make_report(
-    finding: Finding, readers: Mapping[int, RecorderReader], rows: Mapping[int, RankStatus], world_size: int
-) -> Report:
-    """Return the report of a finding.
-
-    Args:
-        finding: what is wrong.
-        readers: of the flight recorders of this host's ranks, in order.
-        rows: the status of each rank, as far as it is known.
-        world_size: number of ranks.
-    """
-    return Report(
-        finding.kind,
-        finding.sentence,
-        tuple(rows[rank] for rank in sorted(rows) if rank < world_size),
-        finding.culprits,
-        _last_collectives(finding, readers),
-        finding.cause,
-        finding.advice,
-        time.time(),
-        jobs.command_line(),
-    )
+_MAX_ROWS = 16
+_MAX_TRACEBACKS = 4  # those of the culprits, if there are any
+_MAX_TRACEBACK_LINES = 200  # of one traceback
+_ANSI = {"head": "1;31", "title": "1", "bad": "31", "dim": "2"}
+_HOST = 16  # columns for the name of a host
+_CALL_SITE = re.compile(r":\d+( in \S+)?$")  # followed by the text of a source line
+_STATES_AS_TEXT = {
+    "waits": "waits",
+    "runs": "not in a collective",
+    "raised": "raised an exception",
+    "died": "died",
+    "ended": "exited",
+    "frozen": "stopped",
+    "lost": "its host does not respond",
+}
+_FAILED = ("raised", "died", "frozen", "lost")
 
 
-def rank_status(
-    state: RankState, several_hosts: bool, dead: bool, stopped: bool, stack: tuple[str, ...] = ()
-) -> RankStatus:
-    """Return the status of one rank of this host.
+@dataclass(frozen=True)
+class _Line:
+    text: str
+    style: str = ""
+
+
+def as_text(report: Report, width: int = 80, colours: bool = False, written: str = "", lead: int = 0) -> str:
+    """Return the report as lines of at most `width` columns; tracebacks are not wrapped.
 
     Args:
-        state: from its flight recorder.
-        several_hosts: whether to include the name of its host.
-        dead: whether its process has ended.
-        stopped: whether its process is stopped.
-        stack: of its main thread.
+        report: may come from any source: only visible text of it reaches the terminal.
+        width: columns.
+        colours: whether to use the terminal's colours.
+        written: path of the file to which it was written; "" to leave that out.
+        lead: columns of the first line that are taken already.
     """
-    now = time.monotonic()
-    kind, note = _STATES[state.phase], ""
-    if kind == "raised":
-        note = exception_line(state.traceback)
-    elif kind == "ended":
-        note = "it destroyed its process groups" if state.phase == "left" else "the program reached its end"
-    elif dead:
-        kind, note = "died", f"process {state.pid} is gone, without an exception or a regular exit"
-    elif stopped:
-        kind, note = "frozen", f"process {state.pid} is stopped by a signal"
-    elif now - state.heartbeat > 3:
-        note = f"no heartbeat for {now - state.heartbeat:.1f} s"
-    elif kind == "runs" and state.call is not None and state.call.left is None:
-        note = "its last collective is still pending"
-    elif kind == "runs" and state.activity:
-        note = f"it is in {state.activity}"
-    return RankStatus(
-        state.rank,
-        kind,
-        note,
-        state.host if several_hosts else "",
-        state.pid,
-        state.batch,
-        None if state.call is None else _call(state.call),
-        now - state.call.entered if kind == "waits" and state.call is not None else None,
-        stack,
-        state.traceback if kind == "raised" else "",
-    )
+    lines = [*_body(report, width, lead), *_written(written, width), *_tracebacks(report)]
+    return "\n".join(_painted(line) if colours else line.text for line in lines)
 
 
-def _call(record: Record) -> Call:
-    batch = None if record.finished else record.batch  # after its loop a collective belongs to no batch
-    return Call(record.what, record.call_site, record.source, record.sequence, record.group, batch, record.name)
+def _painted(line: _Line) -> str:
+    return f"\x1b[{_ANSI[line.style]}m{line.text}\x1b[0m" if line.style and line.text else line.text
 
 
-def _last_collectives(finding: Finding, readers: Mapping[int, RecorderReader]) -> tuple[CollectiveCalls, ...]:
-    if not finding.key:
-        return ()
-    first = max(1, finding.sequence + 1 - _SHOWN)
-    calls = {rank: _calls(reader, finding.key) for rank, reader in readers.items()}
-    members = {rank: found for rank, found in calls.items() if found is not None}
-    group = next((call.group for found in members.values() for call in found.values()), "")
-    return tuple(_collective_calls(number, group, members) for number in range(first, finding.sequence + 1))
+def _body(report: Report, width: int, lead: int) -> Iterator[_Line]:
+    first, *others = _wrapped("x" * lead + report.sentence, width, style="head") or [_Line("")]
+    yield from (replace(first, text=first.text[lead:]), *others)
+    yield _Line("")
+    yield from _table(report, width)
+    if report.last_collectives:
+        yield _Line("")
+        yield _Line(_title_of_last(report.last_collectives[-1]), "title")
+        for numbers, collective in _runs(report.last_collectives[-5:]):
+            yield from _collective_lines(numbers, collective, report, width)
+    for title, text in (("Likely cause", report.cause), ("What to do", report.advice)):
+        if text:
+            yield _Line("")
+            yield _Line(f"{title}:", "title")
+            yield from _wrapped(text, width, "  ")
 
 
-def _calls(reader: RecorderReader, key: int) -> dict[int, Record] | None:
-    """Return what a rank has called in a group, by sequence number; None if it is not in the group."""
-    if reader.group_slot(key) < 0:
-        return None
-    return {raw.sequence: reader.record(raw) for raw in reader.raws() if raw.key == key and raw.sequence}
+def _title_of_last(last: CollectiveCalls) -> str:
+    diverges = len(last.calls) > 1
+    return "Last collectives" + (f", diverging at #{last.number}:" if diverges else ":")
 
 
-def _collective_calls(number: int, group: str, members: Mapping[int, Mapping[int, Record]]) -> CollectiveCalls:
-    records = {rank: calls.get(number) for rank, calls in members.items()}
-    in_one_loop = len({record.loop for record in records.values() if record is not None}) == 1
-    ranks_by_call: dict[tuple[str, str] | None, list[int]] = {}
-    first: dict[tuple[str, str] | None, Call | None] = {}
-    for rank, record in records.items():
-        call = None if record is None else _call(record)
-        if call is not None and not in_one_loop:  # batches of different loops say nothing about each other
-            call = msgspec.structs.replace(call, batch=None)
-        same = (call.what, call.call_site) if call is not None else None
-        ranks_by_call.setdefault(same, []).append(rank)
-        first.setdefault(same, call)
-    return CollectiveCalls(
-        number, group, tuple(RankCalls(tuple(ranks), first[same]) for same, ranks in ranks_by_call.items())
-    )
+def _wrapped(text: str, width: int, indent: str = "", style: str = "") -> list[_Line]:
+    lines = textwrap.wrap(plain(text), max(20, width - len(indent)), break_on_hyphens=False, break_long_words=False)
+    return [_Line(indent + line, style) for line in lines]
+
+
+# --- The table of ranks -----------------------------------------------------------------------------------------------
+
+
+def _table(report: Report, width: int) -> Iterator[_Line]:
+    rows = _alike(report.ranks)
+    columns = _columns(rows)
+    widths = [max(len(cells[i]) for cells, _, _ in columns) for i in range(len(columns[0][0]))]
+    keep = [i for i in range(len(widths)) if any(cells[i] for cells, _, _ in columns[1:])]
+    for number, (cells, text, style) in enumerate(columns[: _MAX_ROWS + 1]):
+        head = "  " + "".join(cells[i].ljust(widths[i] + 2) for i in keep)
+        first, *others = [piece for line in text for piece in _fitted(line, width - len(head))] or [""]
+        yield _Line((head + first).rstrip(), style if number else "dim")
+        for other in others:
+            yield _Line(" " * len(head) + other, "dim" if other.startswith(" ") else "")
+    if len(rows) > _MAX_ROWS:
+        yield _Line(f"  ... and {sum(len(ranks) for ranks, _ in rows[_MAX_ROWS:])} more ranks")
+
+
+_Row = tuple[list[str], list[str], str]
+
+
+def _columns(rows: Sequence[tuple[list[int], RankStatus]]) -> list[_Row]:
+    """Return (cells, lines of the last column, style) of each row, the titles first."""
+    found: list[_Row] = [(["rank", "host", "batch", "waiting"], ["where"], "")]
+    for ranks, row in rows:
+        waiting = "" if row.waiting_s is None else seconds(row.waiting_s)
+        host, batch = _cut(plain(row.host), _HOST), "" if row.batch is None else str(row.batch)
+        text = [*_state(row), *(f"  {line}" for line in _call_lines(row))]
+        found.append(([rank_list(ranks), host, batch, waiting], text, "bad" if row.state in _FAILED else ""))
+    return found
+
+
+def _alike(rows: Iterable[RankStatus]) -> list[tuple[list[int], RankStatus]]:
+    """Return one row for all rows that differ in rank, process and time only, with the longest time."""
+    found: dict[RankStatus, tuple[list[int], list[float]]] = {}
+    for row in rows:
+        ranks, waits = found.setdefault(structs.replace(row, rank=0, pid=0, waiting_s=None, traceback=""), ([], []))
+        ranks.append(row.rank)
+        waits += [] if row.waiting_s is None else [row.waiting_s]
+    return [(ranks, structs.replace(row, waiting_s=max(waits, default=None))) for row, (ranks, waits) in found.items()]
+
+
+def _state(row: RankStatus) -> list[str]:
+    note = f": {plain(row.note)}" if row.note else ""
+    if row.state == "waits" and row.call is not None:
+        return [f"in {call_name(row.call)}{note}"]
+    return [_STATES_AS_TEXT.get(row.state, plain(row.state)) + note]
+
+
+def _call_lines(row: RankStatus) -> list[str]:
+    lines = []
+    if row.call is not None:
+        lines += [call_name(row.call)] if row.state != "waits" else []
+        lines = [f"last: {line}" for line in lines] + call_lines(row.call)
+    if row.stack and row.state != "waits":
+        first, *others = map(plain, row.stack[:4])
+        lines += [f"is at {first}", *(f"   in {other}" for other in others)]
+    return lines
+
+
+def call_name(call: Call) -> str:
+    """Return ``gradient all-reduce, batch 3: all_reduce(float32[10], sum) #7 of group tp``."""
+    number = f" #{call.number}" if call.number else ""
+    group = f" of group {plain(call.group)}" if call.group else ""
+    return plain(describe(call.name, call.batch, call.what)) + number + group
+
+
+def call_lines(call: Call) -> list[str]:
+    """Return the call site and its source line."""
+    if not call.call_site:
+        return []
+    return [plain(call.call_site) + (f": {plain(call.source)}" if call.source else "")]
+
+
+def _fitted(line: str, width: int) -> list[str]:
+    """Return `line` wrapped; the source text of a call site gets a line of its own if both do not fit in one."""
+    width, indent = max(30, width), " " * (len(line) - len(line.lstrip()) + 2)
+    call_site, colon, source = line.partition(": ")
+    if len(line) > width and colon and _CALL_SITE.search(call_site):
+        return [*_fitted(f"{call_site}:", width), _cut(indent + source, width)]
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 2]}.."
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Return ``0-3,7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def seconds(value: float) -> str:
+    """Return ``0.4 s``, ``75 s`` or ``12 min``."""
+    if value < 9.95:
+        return f"{max(value, 0.0):.1f} s"
+    return f"{value:.0f} s" if value < 600 else f"{value / 60:.0f} min"
+
+
+# --- The last collectives ---------------------------------------------------------------------------------------------
+
+
+def _runs(collectives: Sequence[CollectiveCalls]) -> list[tuple[str, CollectiveCalls]]:
+    """Return one for all consecutive collectives that differ in number and batch only, with their numbers."""
+    runs: list[list[CollectiveCalls]] = []
+    for collective in collectives:
+        if runs and _unnumbered(runs[-1][-1]) == _unnumbered(collective):
+            runs[-1].append(collective)
+        else:
+            runs.append([collective])
+    return [(f"{run[0].number}" + (f"-{run[-1].number}" if len(run) > 1 else ""), run[-1]) for run in runs]
+
+
+def _unnumbered(collective: CollectiveCalls) -> CollectiveCalls:
+    calls = [
+        structs.replace(each, call=each.call and structs.replace(each.call, number=0, batch=None))
+        for each in collective.calls
+    ]
+    return structs.replace(collective, number=0, calls=tuple(calls))
+
+
+def _collective_lines(numbers: str, collective: CollectiveCalls, report: Report, width: int) -> Iterator[_Line]:
+    number = f"  #{numbers} " + (f"of {plain(collective.group)} " if collective.group else "")
+    for each in collective.calls:
+        who = (
+            "all ranks"
+            if len(each.ranks) == len(report.ranks)
+            else f"rank{'s'[: len(each.ranks) != 1]} " + rank_list(each.ranks)
+        )
+        lines = ["not reached"]
+        if each.call is not None:
+            batch = f" (batch {each.call.batch})" if _differs(collective) and each.call.batch is not None else ""
+            what = plain(describe(each.call.name, None, each.call.what))
+            lines = [what + batch, *(f"  {line}" for line in call_lines(each.call))]
+        head = f"{number}{who}: ".ljust(18)
+        first, *others = [piece for line in lines for piece in _fitted(line, width - len(head))]
+        yield _Line(head + first, "bad" if len(collective.calls) > 1 else "")
+        yield from (_Line(" " * len(head) + other, "dim") for other in others)
+        number = " " * len(number)
+
+
+def _differs(collective: CollectiveCalls) -> bool:
+    return len({each.call.batch for each in collective.calls if each.call is not None}) > 1
+
+
+# --- What follows -----------------------------------------------------------------------------------------------------
+
+
+def _written(written: str, width: int) -> Iterator[_Line]:
+    if written:
+        yield _Line("")
+        yield from _wrapped(f"Written to {written}", width)
+
+
+def _tracebacks(report: Report) -> Iterator[_Line]:
+    rows = [row for row in report.ranks if row.traceback.strip()]
+    for row in [row for row in rows if row.rank in report.culprits][:_MAX_TRACEBACKS] or rows[:_MAX_TRACEBACKS]:
+        yield _Line("")
+        yield _Line(f"Traceback of rank {row.rank}{f' on {plain(row.host)}' if row.host else ''}:", "title")
+        lines = plain_lines(row.traceback.strip("\n"))
+        if len(lines) > _MAX_TRACEBACK_LINES:
+            lines = [*lines[:10], "...", *lines[10 - _MAX_TRACEBACK_LINES :]]
+        yield from map(_Line, lines)
+
+
+# --- Files: as JSON for `lockstep explain`, and as text ---------------------------------------------------------------
+
+
+def write(folder: Path, report: Report) -> str:
+    """Write ``report.json`` and ``report.txt`` and return the path of the first; "" if they cannot be written.
+
+    A failure to write them, on a full disk for example, must not keep the report from being shown.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_text(folder / "report.json", report.to_json() + "\n")
+        atomic_files.write_text(folder / "report.txt", as_text(report) + "\n")
+    except OSError:
+        return ""
+    return str(folder / "report.json")

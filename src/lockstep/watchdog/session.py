@@ -5,27 +5,31 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import InterruptedRunError, LockstepError, TransportError
-from ..flight_recorder import RecordLog, jobs
+from ..errors import InterruptedRunError, LockstepError, TransportError, ranks_in_words
+from ..flight_recorder import RawRecord, RecordLog, jobs
+from ..flight_recorder.layout import StateWords
 from ..gloo import SocketTracker, abort_gloo
-from . import error_delivery
+from . import delivery
 from . import report as reports
 from .cross_host import CrossHost
-from .error_delivery import ErrorDelivery, StackFile, collect_stacks
-from .group_monitor import GroupMonitor
-from .mismatch import Finding
-from .monitor_thread import MonitorThread
+from .deadlock import CycleSearch, LocalWaits, explained, find_other_tag
+from .delivery import ErrorDelivery, StackFile, collect_stacks, deliver_error
+from .diagnosis import OWN_WORK_FACTOR, ObservationClock, local_exception, stall_finding, straggler_warning
+from .monitor import GroupMonitor
 from .rendezvous import Rendezvous
-from .shared_state import Limits, WatchdogState
+from .report import Finding
+from .shared_state import Limits, PendingCall, WatchdogState
+from .states import current_wait, make_report, rank_status, wait_in
 
-__all__ = ["ExitHooks", "Session", "record_exception", "record_exit"]
+__all__ = ["ExitHooks", "MonitorThread", "Session", "record_exception", "record_exit"]
 
 
 class Session:
@@ -137,7 +141,7 @@ class Session:
             try:
                 made = self.make_report(finding)
             except Exception:  # a failure to collect the details must not hold the error back
-                made = reports.make_report(finding, {}, {}, state.recorder.world_size)
+                made = make_report(finding, {}, {}, state.recorder.world_size)
             first = self.cross_host.publish_report(made)
             with suppress(OSError):  # no space, or the folder is gone: this rank at least raises the error
                 reports.write_once(state.folder, first)
@@ -165,7 +169,7 @@ class Session:
         with self.state.lock:
             if self.state.error is not None:
                 return
-            self.state.error = error_delivery.make_error(report)
+            self.state.error = delivery.make_error(report)
         self._end_waits()  # before the store is used, which may take a while
         self.cross_host.publish_report(report)
 
@@ -201,12 +205,233 @@ class Session:
         several_hosts = len(state.rendezvous.hosts) > 1
         for rank, reader in state.readers.items():
             stack = stacks.get(rank, ())
-            rows[rank] = reports.rank_status(reader.state(), several_hosts, rank in gone, rank in stopped, stack)
-        return reports.make_report(finding, state.readers, rows, state.recorder.world_size)
+            rows[rank] = rank_status(reader.state(), several_hosts, rank in gone, rank in stopped, stack)
+        return make_report(finding, state.readers, rows, state.recorder.world_size)
 
     def raise_root_cause(self, error: BaseException, ranks: Collection[int] | None = None) -> None:
         """Raise the report instead of `error`, if that is only a symptom of it and the report comes within seconds."""
-        error_delivery.await_root_cause(self.state, self.monitors, error, ranks)
+        delivery.await_root_cause(self.state, self.monitors, error, ranks)
+
+
+# --- The monitor thread, which looks ten times a second for reports, dead ranks, deadlocks and stragglers -------------
+
+_TICK_S = 0.1
+_T = TypeVar("_T")
+_TRANSIENT = 50  # consecutive failures of a check that are not reported: five seconds
+_REPEAT_FACTOR = 6.0  # a warning is repeated when the wait is this many times as long
+
+
+class MonitorThread:
+    """The monitor thread of this process.
+
+    Args:
+        state: of the watchdog.
+        monitors: of the groups of this rank; the list may change.
+        cross_host: publishes and polls the states of hosts.
+        delivery: raises the error in the program's thread.
+        log: gets all records, if they are kept.
+    """
+
+    def __init__(
+        self,
+        state: WatchdogState,
+        monitors: Sequence[GroupMonitor],
+        cross_host: CrossHost,
+        delivery: ErrorDelivery,
+        log: RecordLog | None = None,
+    ) -> None:
+        self._state, self._monitors, self._cross_host = state, monitors, cross_host
+        self._delivery, self._log = delivery, log
+        self._stop = threading.Event()
+        self._cycles = CycleSearch()
+        self._clock = ObservationClock()
+        self._failures: dict[str, int] = {}  # of each check, consecutive
+        self._reported: set[str] = set()  # checks whose failures were reported
+        self._warned: dict[tuple[int, int], float] = {}  # length of the wait for a collective at the last warning
+        self._thread = threading.Thread(target=self._run, name="lockstep watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2.0)  # the interpreter must not exit while the thread is in a call of the store
+        if self._log is not None:
+            with suppress(OSError):  # the disk is full
+                self._log.close()
+
+    def _run(self) -> None:
+        state = self._state
+        while not self._stop.wait(_TICK_S) and os.getpid() == state.recorder.pid:
+            self._try(state.health.poll)
+            self._try(state.recorder.record_heartbeat)
+            if not self._try(state.poll_report):
+                state.last_poll = time.monotonic()
+                self._check_all()
+            elif self._try(self._deliver_error):
+                return
+
+    def _try(self, check: Callable[..., _T], *args: Any) -> _T | None:
+        """Return what `check` returns; None if it fails, which is reported once and ends neither thread nor checks."""
+        name = getattr(check, "__qualname__", str(check))
+        try:
+            found = check(*args)
+        except Exception as error:
+            # the memory of a rank that is exiting may be gone, which is reported only if it persists
+            self._failures[name] = self._failures.get(name, 0) + 1
+            transient = isinstance(error, OSError | ValueError | KeyError) and self._failures[name] < _TRANSIENT
+            if not transient and name not in self._reported and not self._stop.is_set():
+                self._reported.add(name)
+                with suppress(Exception):
+                    rank, text = self._state.rank, f"{type(error).__name__}: {error}"
+                    self._state.write_message(f"rank {rank}: {name} of the watchdog failed and is retried: {text}")
+            return None
+        self._failures.pop(name, None)
+        return found
+
+    def _deliver_error(self) -> bool:
+        deliver_error(self._state, self._delivery, self._stop)
+        return True
+
+    def _check_all(self) -> None:
+        state = self._state
+        self._try(self._reap_completed)
+        self._try(self._write_log)
+        self._try(state.update_last_solo)
+        self._try(self._cross_host.tick, self._clock.tick())
+        finding = self._try(self._find_exception)
+        if finding is None and self._try(self._is_program_running):
+            found = (self._try(self._check_collective, monitor) for monitor in list(self._monitors))
+            finding = next((each for each in found if each is not None), None) or self._try(self._check_messages)
+            if finding is None and not state.limits.debugging:
+                finding = self._try(self._find_deadlock)
+        if finding is not None:
+            self._try(state.fail, finding)
+
+    # --- checks
+
+    def _reap_completed(self) -> None:
+        for monitor in list(self._monitors):
+            monitor.reap_completed()
+
+    def _write_log(self) -> None:
+        if self._log is not None:
+            try:
+                self._log.flush()
+            except OSError as error:
+                self._state.write_message(f"rank {self._state.rank} stops recording its timeline: {error}")
+                self._log = None
+
+    def _find_exception(self) -> Finding | None:
+        return local_exception(self._state, self._is_waiting())
+
+    def _is_waiting(self) -> bool:
+        """Return whether this rank waits for a missing rank; one that is present, and then raises, delays nobody."""
+        raw = self._state.current_wait()
+        if raw is not None and raw.peer >= 0:
+            return True
+        firsts = [(monitor, monitor.first_pending()) for monitor in list(self._monitors)]
+        return any(first is not None and bool(monitor.missing_ranks(first.sequence)) for monitor, first in firsts)
+
+    def _is_program_running(self) -> bool:
+        return self._state.recorder.phase not in ("raised", "ended", "left")
+
+    def _find_deadlock(self) -> Finding | None:
+        """Return the cycle of ranks of this host that this rank is in."""
+        state = self._state
+        waits = LocalWaits(state.readers if current_wait(state.own) is not None else {})
+        return self._cycles.find(waits, waits.waits.keys() & {state.rank}, {})
+
+    def _check_collective(self, monitor: GroupMonitor) -> Finding | None:
+        """Check this rank's first pending collective of a group."""
+        first = monitor.first_pending()
+        if first is None:
+            return None
+        own = self._state.own.raw(first.number)
+        for peer in monitor.peers:
+            if own is not None:  # two ranks that have called at the same moment have both missed the difference
+                monitor.compare_with(peer, own, raises=False)
+        missing = monitor.missing_ranks(first.sequence)
+        if not missing:
+            return None
+        return monitor.diagnose(first, missing, self._clock) or self._check_stragglers(
+            first, missing, monitor.ranks, monitor.key
+        )
+
+    def _check_messages(self) -> Finding | None:
+        """Check the message for which this rank waits."""
+        state = self._state
+        raw = state.current_wait()
+        if raw is None or raw.peer < 0:
+            raw = self._pending_receive()
+        if raw is None or raw.peer == state.rank:
+            return None
+        monitor = next((each for each in self._monitors if each.key == raw.key), None)
+        wait, peer = wait_in(state.own, raw), state.peers.get(raw.peer)
+        is_matched = peer is not None and wait.is_matched_by(state.rank, peer)
+        if monitor is None or (is_matched and not wait.is_send):
+            return None  # the message arrives, whatever has become of its sender
+        if monitor.moved is not None:
+            state.recorder.set_word(StateWords().moved, monitor.moved())
+        pending = PendingCall.of(raw)
+        finding = monitor.diagnose(pending, [raw.peer], self._clock)
+        if finding is not None:
+            return explained(finding, state.rank, wait, find_other_tag(state.own, wait, state.peers))
+        if peer is not None and peer.knows_channels and is_matched:
+            return None  # data moves
+        return self._check_stragglers(pending, [raw.peer], (state.rank, raw.peer), raw.key)
+
+    def _pending_receive(self) -> RawRecord | None:
+        """Return the first receive for which a stream waits, if any."""
+        pending = (each for monitor in list(self._monitors) for each in list(monitor.pending_receives)[:1])
+        return next((self._state.own.raw(each.number) for each in pending), None)
+
+    # --- stragglers
+
+    def _check_stragglers(
+        self, pending: PendingCall, missing: list[int], ranks: tuple[int, ...], key: int
+    ) -> Finding | None:
+        state, limits = self._state, self._state.limits
+        waited = self._clock.observed_s((key, pending.number))
+        stalled = 0.0 if self._is_any_stopped(missing) else self._clock.observed_s(("stalled", key, pending.number))
+        if limits.debugging or waited < limits.warning_s:
+            return None
+        busy = [rank for rank in missing if rank not in state.peers or state.peers[rank].phase != "waits"]
+        culprits = busy or missing
+        where = state.describe_call(pending.number)
+        group_limit_s = next((monitor.limit_s for monitor in self._monitors if monitor.key == key), 0.0)
+        limit_s = max(limits.stall_s, group_limit_s)
+        if state.seconds_since_solo(stalled) >= limit_s:
+            return stall_finding(culprits, where, limit_s, ", as the stack shows").at(key, pending.sequence)
+        last = self._warned.get((key, pending.number), 0.0)
+        waiting = set(ranks) - set(missing)
+        if all(rank in state.peers and state.peers[rank].activity_is_own for rank in culprits):
+            last = max(last, limits.warning_s * OWN_WORK_FACTOR / _REPEAT_FACTOR)
+        if state.rank == min(waiting, default=state.rank) and waited > last * _REPEAT_FACTOR:
+            self._warned = {(key, pending.number): waited}
+            self._warn(where, culprits, sorted(waiting), waited, limit_s)
+        return None
+
+    def _is_any_stopped(self, ranks: list[int]) -> bool:
+        """Return whether, in an elastic job, one of `ranks` is stopped; its launcher sees to that."""
+        state = self._state
+        return state.limits.expects_losses and any(state.health.is_stopped(rank) for rank in ranks)
+
+    def _warn(self, where: str, missing: list[int], waiting: list[int], waited: float, limit_s: float) -> None:
+        state = self._state
+        readers = [state.peers[rank] for rank in missing if rank in state.peers]
+        stacks = collect_stacks(state.folder, readers)
+        places = {}
+        for reader in readers[:3]:
+            known = [f"in {reader.activity}"] if reader.activity else []
+            if stack := stacks.get(reader.rank):
+                known.append(f"at {' < '.join(stack[:3])}")
+            if known:
+                places[reader.rank] = ", ".join(known)
+        if state.seconds_since_solo(waited) < _TICK_S or self._is_any_stopped(missing):
+            limit_s = 0.0  # the wait does not count
+        who = f"{ranks_in_words(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+        state.write_message(straggler_warning(missing, where, waited, who, limit_s, places))
 
 
 # --- The end of the program, with an exception or without -------------------------------------------------------------

@@ -23,8 +23,8 @@ from ..flight_recorder.layout import StateWords
 from ..system.patching import Replaced
 from ..system.processes import ProcessLiveness
 from .call_sites import CallSites
-from .mismatch import Finding
 from .rendezvous import Rendezvous
+from .report import Finding
 from .signatures import Signatures
 
 __all__ = ["GraphCaptures", "Limits", "PendingCall", "WatchdogState"]
@@ -209,6 +209,14 @@ class WatchdogState:
         """Return the record of the blocking call that this rank is in, if any."""
         number = self.own.state_word(StateWords().since_record)
         return self.own.raw(number) if self.recorder.phase == "waits" else None
+
+    def describe_call(self, number: int) -> str:
+        """Return this rank's record of that number as text: ``all_reduce(float32[4], sum) at train.py:3 in main``."""
+        raw = self.own.raw(number)
+        if raw is None:
+            return "a collective"
+        record = self.own.record(raw)
+        return f"{record.description} at {record.call_site}"
 
     def enter_wait(self, thread: int) -> None:
         """Record that a thread is in a blocking call."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lockstep.training import verify
-from lockstep.watchdog import error_delivery
+from lockstep.watchdog import delivery
 from lockstep.watchdog.call_sites import CallSites, describe, is_internal, stack_of
 
 
@@ -45,7 +45,7 @@ def test_equal_code_in_two_files_has_two_call_sites(tmp_path: Path) -> None:
 
 
 def test_a_stack_begins_below_the_watch_itself() -> None:
-    frames = [(error_delivery.__file__, 1, "own_stack"), ("/home/me/train.py", 7, "main")]
+    frames = [(delivery.__file__, 1, "own_stack"), ("/home/me/train.py", 7, "main")]
     assert stack_of(frames) == ("/home/me/train.py:7 in main",)
 
 

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from lockstep.errors import ConfigError, DesyncError, TransportError
 from lockstep.flight_recorder import FlightRecorder, RecorderReader, current
 from lockstep.flight_recorder.layout import rank_file
-from lockstep.watchdog import error_delivery
+from lockstep.watchdog import delivery
 from lockstep.watchdog.call_sites import CallSites
-from lockstep.watchdog.deadlock import is_message_sent
-from lockstep.watchdog.diagnosis import find_gone_rank
-from lockstep.watchdog.error_delivery import is_rejection, is_transport_error
-from lockstep.watchdog.group_monitor import GroupMonitor
-from lockstep.watchdog.mismatch import Finding, describe_difference
+from lockstep.watchdog.delivery import find_gone_rank, is_rejection, is_transport_error
+from lockstep.watchdog.mismatch import describe_difference
+from lockstep.watchdog.monitor import GroupMonitor
 from lockstep.watchdog.process_groups import WatchedWork, watch_group
-from lockstep.watchdog.shared_state import GraphCaptures, Limits
+from lockstep.watchdog.report import Finding
+from lockstep.watchdog.shared_state import GraphCaptures, Limits, WatchdogState
 from lockstep.watchdog.signatures import Signatures
+from lockstep.watchdog.states import wait_in
 
 
 class Work(dist.Work):
@@ -98,9 +98,13 @@ class Rank:
             limits=Limits(False, 5.0, 600.0, False),
             check=lambda: None,
             raise_root_cause=self.raise_root_cause,
+            describe_call=self.describe_call,
         )
         self.explained: list[BaseException] = []
         self.group: Any = watch_group(Group())
+
+    def describe_call(self, number: int) -> str:
+        return WatchdogState.describe_call(cast("Any", self.session), number)
 
     def raise_root_cause(self, error: BaseException, ranks: Any = None) -> None:
         self.explained.append(error)
@@ -411,21 +415,21 @@ def test_the_first_of_several_receives_waits_for_one_message_only(ranks: list[Ra
     receive(one, 3)
     raws = list(one.session.own.raws())
     sender = one.session.peers[1]
-    assert [is_message_sent(one.session.own, sender, raw) for raw in raws] == [False, False, False]
+    assert [wait_in(one.session.own, raw).is_matched_by(0, sender) for raw in raws] == [False, False, False]
     other.group.send([torch.ones(1)], 0, 0)
-    assert [is_message_sent(one.session.own, sender, raw) for raw in raws] == [True, False, False]
+    assert [wait_in(one.session.own, raw).is_matched_by(0, sender) for raw in raws] == [True, False, False]
 
 
 def test_a_rank_that_has_exited_is_the_culprit_of_collectives_it_belongs_to(ranks: list[Rank]) -> None:
     one, other = ranks
-    one.session.health = SimpleNamespace(poll=lambda: {1})
+    one.session.health = SimpleNamespace(poll=lambda: {1}, gone={1})
     one.all_reduce()
     finding = find_gone_rank(cast("Any", one.session), one.monitors, (0, 1))
     assert finding is not None
     assert "waited for it in all_reduce(float32[4], sum) at " in finding.sentence
     assert (finding.key, finding.sequence) == (one.monitor.key, 1)
     assert find_gone_rank(cast("Any", one.session), one.monitors, (0,)) is None
-    one.session.health = SimpleNamespace(poll=set)
+    one.session.health = SimpleNamespace(poll=set, gone=set())
     other.recorder.set_phase("left")
     assert find_gone_rank(cast("Any", one.session), one.monitors, (0,)) is None
     finding = find_gone_rank(cast("Any", one.session), one.monitors)
@@ -449,7 +453,7 @@ def test_a_rank_waits_in_what_has_failed_until_that_is_explained(ranks: list[Ran
     one.session.poll_report, one.session.mark_delivered = look, lambda: None
     one.session.rendezvous = SimpleNamespace(hosts=((0, 1),))
     with pytest.raises(DesyncError, match="found"):
-        error_delivery.await_root_cause(
+        delivery.await_root_cause(
             cast("Any", one.session), one.monitors, RuntimeError("shm: between hosts (Gloo): Connection closed")
         )
     ((first, left, phase),) = seen

@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.flight_recorder import CallSignature, FlightRecorder, RawRecord, RecorderReader
-from lockstep.watchdog.channels import (
-    awaited_channels,
-    channel_key,
-    describe_tags,
-    is_message_sent,
-    is_receive_posted,
-    message_number,
-)
+from lockstep.watchdog.deadlock import explained, find_other_tag
+from lockstep.watchdog.report import Finding
+from lockstep.watchdog.states import channel_key, wait_in
 
 GROUP = 7
 
@@ -42,6 +37,12 @@ class Rank:
         assert raw is not None
         return raw
 
+    def is_matched(self, wanted: RawRecord, other: Rank) -> bool:
+        return wait_in(self.reader, wanted).is_matched_by(self.rank, other.reader)
+
+    def other_tag(self, wanted: RawRecord, other: Rank) -> int | None:
+        return find_other_tag(self.reader, wait_in(self.reader, wanted), {other.rank: other.reader})
+
     def close(self) -> None:
         self.reader.close()
         self.recorder.close()
@@ -60,37 +61,37 @@ def test_a_message_with_another_tag_or_group_is_another_one(ranks: list[Rank]) -
     wanted = receiver.message(False, tag=6)
     sent = sender.message(True, tag=5)
     sender.message(True, tag=6, group=8)
-    assert not is_message_sent(receiver.reader, sender.reader, wanted)
-    assert not is_receive_posted(sender.reader, receiver.reader, sent)
-    assert describe_tags(receiver.reader, sender.reader, wanted) == (
-        "The tags differ: rank 1 receives with tag 6, rank 0 sends with tag 5."
-    )
+    assert not receiver.is_matched(wanted, sender)
+    assert not sender.is_matched(sent, receiver)
+    wait = wait_in(receiver.reader, wanted)
+    finding = explained(Finding("desync", "it is so"), receiver.rank, wait, receiver.other_tag(wanted, sender))
+    assert finding.cause == ("The tags differ: rank 1 receives with tag 6, rank 0 sends with tag 5.")
     sender.message(True, tag=6)
-    assert is_message_sent(receiver.reader, sender.reader, wanted)
+    assert receiver.is_matched(wanted, sender)
 
 
 def test_tags_that_have_been_received_are_no_cause(ranks: list[Rank]) -> None:
     sender, receiver = ranks
     sender.message(True, tag=5)
     receiver.message(False, tag=5)
-    assert describe_tags(receiver.reader, sender.reader, receiver.message(False)) == ""
+    assert receiver.other_tag(receiver.message(False), sender) is None
 
 
 def test_messages_of_a_channel_are_received_in_their_order(ranks: list[Rank]) -> None:
     sender, receiver = ranks
     first, second = receiver.message(False), receiver.message(False)
     sender.message(True)
-    assert (message_number(receiver.reader, first), message_number(receiver.reader, second)) == (1, 2)
-    assert is_message_sent(receiver.reader, sender.reader, first)
-    assert not is_message_sent(receiver.reader, sender.reader, second)
+    assert [wait_in(receiver.reader, each).messages for each in (first, second)] == [1, 2]
+    assert receiver.is_matched(first, sender)
+    assert not receiver.is_matched(second, sender)
 
 
 def test_a_receive_from_any_rank_may_be_for_a_send(ranks: list[Rank]) -> None:
     sender, receiver = ranks
     sent = sender.message(True)
-    assert not is_receive_posted(sender.reader, receiver.reader, sent)
+    assert not sender.is_matched(sent, receiver)
     receiver.message(False, any_rank=True)
-    assert is_receive_posted(sender.reader, receiver.reader, sent)
+    assert sender.is_matched(sent, receiver)
 
 
 def test_a_message_that_the_backend_has_rejected_does_not_count(ranks: list[Rank]) -> None:
@@ -98,7 +99,7 @@ def test_a_message_that_the_backend_has_rejected_does_not_count(ranks: list[Rank
     wanted = receiver.message(False)
     sender.message(True)
     sender.recorder.cancel_message(1, True, channel_key(True, GROUP, 0, 1, 0))
-    assert not is_message_sent(receiver.reader, sender.reader, wanted)
+    assert not receiver.is_matched(wanted, sender)
 
 
 def test_where_the_channels_are_too_many_tags_are_not_told_apart(ranks: list[Rank]) -> None:
@@ -110,15 +111,15 @@ def test_where_the_channels_are_too_many_tags_are_not_told_apart(ranks: list[Ran
     assert not sender.reader.knows_channels
     assert sender.reader.channels() is None
     wanted = receiver.message(False, tag=slots + 1)
-    assert is_message_sent(receiver.reader, sender.reader, wanted)  # one of so many
-    assert is_receive_posted(sender.reader, receiver.reader, sender.message(True, tag=1))
+    assert receiver.is_matched(wanted, sender)  # one of so many
+    assert sender.is_matched(sender.message(True, tag=1), receiver)
 
 
 def test_sizes_of_the_last_messages_are_known(ranks: list[Rank]) -> None:
     sender, receiver = ranks
     for size in range(1, 21):
         sender.message(True, size=size)
-    (channel,) = awaited_channels(receiver.reader, receiver.message(False))
+    (channel,) = wait_in(receiver.reader, receiver.message(False)).channels
     at = sender.reader.channel(channel)
     assert [sender.reader.channel_size(at, number) for number in (12, 13, 20, 21)] == [None, 13, 20, None]
     assert sender.reader.channels() == {channel: 20}

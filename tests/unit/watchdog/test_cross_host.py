@@ -15,10 +15,9 @@ from lockstep import messages
 from lockstep.flight_recorder import FlightRecorder, RecorderReader, activity, current
 from lockstep.flight_recorder.layout import StateWords, rank_file
 from lockstep.messages import convert
-from lockstep.watchdog import cross_host
-from lockstep.watchdog.cross_host import CrossHost, StateExchange
-from lockstep.watchdog.host_state import HostState, RankRow
-from lockstep.watchdog.mismatch import Finding
+from lockstep.watchdog.cross_host import CrossHost, JobStates, StateExchange
+from lockstep.watchdog.report import Finding
+from lockstep.watchdog.states import GroupState, HostState, collect_state
 from support.clock import Clock
 
 
@@ -70,7 +69,7 @@ class Host:
         self.monitors[:] = [SimpleNamespace(remote_ranks=(0,), key=9, ranks=(0, 1, 2), first_pending=lambda: first)]
 
     def rows(self, *rows: tuple[int, str]) -> None:
-        told = {str(rank): [state, "ValueError: no", "", 1, None, None, None, ""] for rank, state in rows}
+        told = [[rank, state, "ValueError: no", "", 1] for rank, state in rows]
         vars(self.cross_host)["_own_state"] = lambda: convert({"ranks": told}, HostState)
 
 
@@ -134,7 +133,7 @@ def test_a_rank_that_raises_gives_other_hosts_time_to_raise_the_same(clock: Cloc
     Host(1, store)
     place.rows()
     other = StateExchange(store, 1, 2)
-    told = {str(rank): ["raised" if rank == 1 else "runs", "ValueError: no", "", 1, *[None] * 3, ""] for rank in (1, 2)}
+    told = [[rank, "raised" if rank == 1 else "runs", "ValueError: no", "", 1] for rank in (1, 2)]
     for _ in range(4):
         other.publish(convert({"ranks": told}, HostState))
         place.cross_host.tick(0.1)
@@ -145,18 +144,16 @@ def test_a_rank_that_raises_gives_other_hosts_time_to_raise_the_same(clock: Cloc
 
 
 def test_a_rank_that_raises_while_others_wait_is_found_at_once() -> None:
-    job = cross_host.JobHosts([[0], [1]], {9: [0, 1]})
-    row = ["", "", 1, None, None, None, ""]
     told = {
-        0: {"ranks": {"0": ["waits", *row]}, "groups": {"9": [[[0], 3, [3, 0.1, 0.0], [], "barrier()", "a.py:1"]]}},
-        1: {"ranks": {"1": ["raised", *row]}, "groups": {"9": [[[1], 2, None, [], "barrier()", "a.py:1"]]}},
+        0: {"ranks": [[0, "waits"]], "groups": {"9": [[[0], 3, 3, 0.1, 0.0, [], "barrier()", "a.py:1"]]}},
+        1: {"ranks": [[1, "raised"]], "groups": {"9": [[[1], 2, 0, 0.0, 0.0, [], "barrier()", "a.py:1"]]}},
     }
     states = {host: convert(state, HostState) for host, state in told.items()}
-    finding, waits = cross_host.find_exception(job, states)
-    assert finding is not None
-    assert waits
+    place = Host(0, Store()).cross_host
+    groups = {9: (0, 1)}
+    assert place._find_exception(JobStates(((0,), (1,)), groups, states)) is not None
     states[0].groups = {}
-    assert cross_host.find_exception(job, states)[1] is False
+    assert place._find_exception(JobStates(((0,), (1,)), groups, states)) is None
 
 
 def test_hosts_that_wait_for_the_first_one_notice_that_it_has_left() -> None:
@@ -165,7 +162,7 @@ def test_hosts_that_wait_for_the_first_one_notice_that_it_has_left() -> None:
     first, place = Host(0, store), Host(1, store)
     first.rows((0, "ended"))
     first.cross_host.tick(0.1)
-    waits = {"groups": {"9": [[[1], 4, [4, 0.5, 0.0], [], "barrier()", "a.py:3 in f"]]}}
+    waits = {"groups": {"9": [[[1], 4, 4, 0.5, 0.0, [], "barrier()", "a.py:3 in f"]]}}
     vars(place.cross_host)["_own_state"] = lambda: convert(waits, HostState)
     place.monitors[:] = [SimpleNamespace(remote_ranks=(0,), key=9, ranks=(0, 1), first_pending=lambda: None)]
     place.cross_host.tick(0.1)
@@ -173,7 +170,7 @@ def test_hosts_that_wait_for_the_first_one_notice_that_it_has_left() -> None:
 
 
 def last_of(rank: int, fingerprint: int) -> HostState:
-    group = [[rank], 4, None, [[4, fingerprint, 1, -1, 0, 0]], "barrier()", "a.py:3 in f", ""]
+    group = [[rank], 4, 0, 0.0, 0.0, [[4, fingerprint, 1, -1, 0, 0]], "barrier()", "a.py:3 in f", ""]
     return convert({"groups": {"9": [group]}, "final": True}, HostState)
 
 
@@ -192,17 +189,15 @@ def test_what_was_called_last_is_compared_at_the_end(fingerprint: int, kinds: li
 
 
 @pytest.mark.parametrize("own_work, warned", [([], True), ([0], False), ([1, 2], True)])
-def test_a_straggler_on_another_host_is_named_with_its_callback(
-    monkeypatch: pytest.MonkeyPatch, own_work: list[int], warned: bool
-) -> None:
+def test_a_straggler_on_another_host_is_named_with_its_callback(own_work: list[int], warned: bool) -> None:
     host, said = Host(1, Store()), []
     host.state.write_message, host.state.seconds_since_solo = said.append, lambda seconds: 0.0
     activities = {0: "the callback Curve.on_train_end"}
-    host.cross_host._states = {0: HostState(ranks={0: RankRow("runs")}, activities=activities, own_work=own_work)}
     for seconds, expected in ((20.0, warned), (31.0, True)):
-        wait = cross_host.StragglerWait(7, 3, seconds, 0.0, "barrier() at t.py:3 in f", [0], [1, 2])
-        monkeypatch.setattr(cross_host, "find_waits", lambda *_, wait=wait: [wait])
-        assert host.cross_host._check_stragglers() is None
+        waiting = GroupState([1, 2], 3, 3, seconds, what="barrier()", call_site="t.py:3 in f")
+        first = HostState(groups={7: [GroupState([0], 2)]}, activities=activities, own_work=own_work)
+        host.cross_host._states = {0: first, 1: HostState(groups={7: [waiting]})}
+        assert host.cross_host._check_stragglers(host.cross_host._joined(host.cross_host._states)) is None
         assert bool(said) == expected
     assert said[0].splitlines() == [
         f"straggler: rank 0 has not reached barrier() at t.py:3 in f for {20 if warned else 31}.0 s; other ranks wait.",
@@ -215,8 +210,8 @@ def test_other_hosts_learn_what_the_program_of_a_rank_is_doing(tmp_path: Path, m
     reader = RecorderReader(rank_file(tmp_path, 0))
     monkeypatch.setattr(current, "recorder", recorder)
     with activity("the callback Curve.on_train_end", is_own=True):
-        busy = cross_host.collect_state({0: reader}, (), (), ())
-    after = cross_host.collect_state({0: reader}, (), (), ())
+        busy = collect_state({0: reader}, (), (), ())
+    after = collect_state({0: reader}, (), (), ())
     reader.close()
     recorder.close()
     assert (busy.activities, busy.own_work) == ({0: "the callback Curve.on_train_end"}, [0])

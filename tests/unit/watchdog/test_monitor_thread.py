@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 from lockstep.flight_recorder import CallSignature, FlightRecorder, RecorderReader, RecordLog
-from lockstep.watchdog import monitor_thread
+from lockstep.watchdog import session
 from lockstep.watchdog.diagnosis import ObservationClock
-from lockstep.watchdog.mismatch import Finding
-from lockstep.watchdog.monitor_thread import MonitorThread
+from lockstep.watchdog.report import Finding
+from lockstep.watchdog.session import MonitorThread
 from lockstep.watchdog.shared_state import Limits, PendingCall
 
 
@@ -84,7 +84,7 @@ def test_the_watchdog_continues_whatever_fails() -> None:
     thread_._monitors = monitors
     thread_._cross_host = SimpleNamespace(tick=failing("tick", ZeroDivisionError("no")))
     thread_._failures, thread_._reported, thread_._log = {}, set(), None
-    thread_._cycles = SimpleNamespace(find=lambda: found)
+    vars(thread_)["_find_deadlock"] = lambda: found
     thread = threading.Thread(target=thread_._run)
     thread.start()
     thread.join(30)
@@ -114,11 +114,11 @@ def test_a_momentary_failure_is_not_reported() -> None:
 def straggler(activity: str, is_own: bool, waited: float, stack: tuple[str, ...], patch: pytest.MonkeyPatch) -> str:
     """The warning of rank 1, which waits for rank 0; "" for none."""
     reader = SimpleNamespace(rank=0, phase="runs", activity=activity, activity_is_own=is_own)
-    patch.setattr(monitor_thread, "collect_stacks", lambda *_: {0: stack} if stack else {})
-    patch.setattr(monitor_thread, "describe_call", lambda *_: "all_gather(x) at a.py:3 in f")
+    patch.setattr(session, "collect_stacks", lambda *_: {0: stack} if stack else {})
     limits = Limits(False, warning_s=5, stall_s=600, debugging=False)
     made, said = bare_thread(peers={0: reader}, limits=limits, folder=None, seconds_since_solo=lambda waited: 0.0)
     made._state.rank, made._warned = 1, {}
+    made._state.describe_call = lambda number: "all_gather(x) at a.py:3 in f"
     made._clock = SimpleNamespace(observed_s=lambda _: waited)
     assert made._check_stragglers(PendingCall(1, 1, 0.0), [0], (0, 1), 7) is None
     return "".join(said)

@@ -8,8 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from lockstep.system.terminal_text import plain, plain_lines
-from lockstep.watchdog.report import Call, CollectiveCalls, RankCalls, RankStatus, Report
-from lockstep.watchdog.report_text import as_text, rank_list, seconds
+from lockstep.watchdog.report import (
+    Call,
+    CollectiveCalls,
+    RankCalls,
+    RankStatus,
+    Report,
+    as_text,
+    rank_list,
+    seconds,
+)
 
 REDUCE = Call("all_reduce(float32[10, 4], sum)", "train.py:31 in main", "dist.all_reduce(loss)", 7, "", 12)
 SEND = Call("broadcast(float32[10, 4], src=0)", "train.py:35 in share", "dist.broadcast(x, 0)", 7, "", 13)

@@ -15,9 +15,8 @@ import pytest
 from lockstep.errors import MembershipChangedError, TransportError
 from lockstep.watchdog import patches, process_groups
 from lockstep.watchdog import report as reports
-from lockstep.watchdog.group_monitor import GroupMonitor
-from lockstep.watchdog.mismatch import Finding
-from lockstep.watchdog.report import Report
+from lockstep.watchdog.monitor import GroupMonitor
+from lockstep.watchdog.report import Finding, Report
 from lockstep.watchdog.session import Session
 from lockstep.watchdog.shared_state import WatchdogState
 

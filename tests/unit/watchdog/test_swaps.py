@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.flight_recorder import RawRecord
-from lockstep.watchdog.swaps import StackEntry, are_swapped, capture_stack, is_next_iteration
+from lockstep.watchdog.mismatch import StackEntry, are_swapped, capture_stack, is_next_iteration
 
 RAW = RawRecord(
     1, 2, 3, fingerprint=4, line=5, batch=6, loop=7, entered=0, left=0, what=0, call_site=0, group=0, name=0, peer=-1

@@ -13,7 +13,7 @@ import torch
 
 from lockstep import Communicator, devices, watchdog
 from lockstep.errors import ConfigError
-from lockstep.watchdog.error_delivery import is_transport_error
+from lockstep.watchdog.delivery import is_transport_error
 
 from . import operation_log
 from .execution import abort_waits, destroy_group, execute, matching_requests

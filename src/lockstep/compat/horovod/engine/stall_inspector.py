@@ -28,7 +28,7 @@ from lockstep.errors import (
 from lockstep.stores import get_available
 from lockstep.system.processes import ProcessLiveness
 from lockstep.transports.runtime.host_identity import host_key
-from lockstep.watchdog.error_delivery import is_transport_error
+from lockstep.watchdog.delivery import is_transport_error
 
 from .request import JOIN_KEY, KEY_BYTES, Request
 

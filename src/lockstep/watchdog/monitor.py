@@ -1,4 +1,4 @@
-"""Records this rank's collectives in one process group and compares them with the other ranks' before data moves."""
+"""Records this rank's collectives in one process group, compares them with the other ranks', and says why one hangs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..flight_recorder import RawRecord, RecorderReader
 from . import mismatch
 from .call_sites import digest
-from .channels import channel_key, size_finding
-from .mismatch import compare_records
-from .preflight import PreflightCheck
+from .diagnosis import ObservationClock, local_finding
+from .mismatch import SwapDetector, are_swapped, compare_records
+from .report import Finding
 from .shared_state import PendingCall, WatchdogState
-from .swaps import SwapDetector, are_swapped
+from .states import channel_key
+
+if TYPE_CHECKING:
+    from .preflight import PreflightCheck
 
 __all__ = ["GroupMonitor", "Peer"]
 
@@ -223,7 +226,7 @@ class GroupMonitor:
         raw = state.own.raw(pending.number)
         call = None if raw is None else state.own.record(raw)
         where = "a message" if call is None else f"{call.what} at {call.call_site}"
-        state.fail(size_finding((source, target), sizes, tag, where))
+        state.fail(mismatch.size_finding((source, target), sizes, tag, where))
         state.check()
 
     def extend_limit(self, seconds: float) -> None:
@@ -393,6 +396,21 @@ class GroupMonitor:
             return False
         return are_swapped((before, their_last), (own, theirs))
 
+    # --- why a collective does not complete
+
+    def diagnose(self, pending: PendingCall, missing: Iterable[int], clock: ObservationClock) -> Finding | None:
+        """Return why missing ranks will never call a collective, or do their part of a message; None if they still may.
+
+        Args:
+            pending: this rank's collective or message.
+            missing: the ranks that have not called it.
+            clock: measures for how long ranks have been stopped.
+        """
+        where = self.state.describe_call(pending.number)
+        found = (local_finding(self.state, rank, where, clock) for rank in missing)
+        finding = next((each for each in found if each is not None), None)
+        return None if finding is None else finding.at(self.key, pending.sequence)
+
     # --- reporting differences
 
     def _report_difference(self, kind: str, own: RawRecord, peer: Peer, theirs: RawRecord, raises: bool) -> None:
@@ -404,7 +422,7 @@ class GroupMonitor:
         found = mismatch.describe_difference(kind, (state.rank, peer.rank), calls)
         if state.recorder.phase == "runs":
             state.recorder.begin_wait(own.number, own.entered)
-        state.fail(found.as_finding(self.key, own.sequence))
+        state.fail(found.at(self.key, own.sequence))
         if raises:
             state.check()
 

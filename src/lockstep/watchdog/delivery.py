@@ -13,21 +13,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from .. import environment
 from ..errors import DesyncError, LockstepError, RankLostError, StallError, TransportError
-from ..flight_recorder import FlightRecorder, RecorderReader
+from ..flight_recorder import FlightRecorder, RawRecord, RecorderReader
 from ..flight_recorder.layout import StateWords
-from . import diagnosis, report_text
 from .call_sites import main_frame, stack_of
-from .group_monitor import GroupMonitor
-from .report import Report
+from .deadlock import explained, find_other_tag
+from .diagnosis import local_exception, local_finding
+from .report import Finding, Report, as_text
 from .shared_state import PendingCall, WatchdogState
+from .states import wait_in
+
+if TYPE_CHECKING:
+    from .monitor import GroupMonitor
 
 __all__ = [
     "ErrorDelivery",
@@ -35,6 +39,7 @@ __all__ = [
     "await_root_cause",
     "collect_stacks",
     "deliver_error",
+    "find_gone_rank",
     "is_rejection",
     "is_transport_error",
     "make_error",
@@ -193,6 +198,7 @@ def _exit_process(state: WatchdogState, why: str) -> None:
 _TIMEOUT_S = 3.0  # in which the monitor threads find out why other ranks do not respond
 _ELASTIC_TIMEOUT_S = 0.25  # the same in an elastic job, whose membership hears of a loss within milliseconds
 _CROSS_HOST_TIMEOUT_S = 8.0  # the same if there are ranks on other hosts, which may be unreachable
+_RECENT = 8  # records among which this rank's last collective is searched
 _REJECTIONS = (ValueError, TypeError, NotImplementedError)
 _REJECTED = re.compile(r"ProcessGroup\w+::\w+: |Cannot use ReduceOp|Invalid scalar type")
 _TRANSPORT_WORDS = (
@@ -226,7 +232,7 @@ def await_root_cause(
 @contextmanager
 def _waiting_in_last(state: WatchdogState, monitors: Sequence[GroupMonitor]) -> Iterator[None]:
     """Let other ranks see this rank wait in its last collective during the body, though the wait itself has failed."""
-    waits, last = state.current_wait(), diagnosis.last_collective(state, monitors)
+    waits, last = state.current_wait(), last_collective(state, monitors)
     if last is None or (waits is not None and waits.peer >= 0):  # it still is in a message
         yield
         return
@@ -252,10 +258,54 @@ def _await_report(state: WatchdogState, monitors: Sequence[GroupMonitor], ranks:
     begin = time.monotonic()
     while not state.poll_report() and time.monotonic() - begin < timeout_s:
         if time.monotonic() - begin > _TIMEOUT_S / 4:
-            finding = diagnosis.find_gone_rank(state, monitors, ranks)
+            finding = find_gone_rank(state, monitors, ranks)
             if finding is not None:
                 state.fail(finding)
         time.sleep(0.01)
+
+
+def find_gone_rank(
+    state: WatchdogState, monitors: Sequence[GroupMonitor], ranks: Collection[int] | None = None
+) -> Finding | None:
+    """Return the finding for a rank without which nobody can communicate any more.
+
+    Args:
+        state: of the watchdog.
+        monitors: of the groups of this rank.
+        ranks: those whose communication has failed, if that is known: other ranks may have exited in good order.
+    """
+    gone = state.health.poll()
+    finding = local_exception(state)
+    if finding is not None:
+        return finding
+    peers = [rank for rank in state.peers if ranks is None or rank in ranks]
+    ended = {rank for rank in peers if state.peers[rank].phase in ("ended", "left")}
+    dead = [rank for rank in peers if rank in gone and rank not in ended]
+    culprit = next(iter((*dead, *(rank for rank in peers if rank in ended))), None)
+    return None if culprit is None else _in_last_call(state, monitors, culprit)
+
+
+def _in_last_call(state: WatchdogState, monitors: Sequence[GroupMonitor], rank: int) -> Finding | None:
+    """Return the finding for a rank without which this rank's last message or collective has failed."""
+    raw = state.current_wait()
+    if raw is not None and raw.peer == rank:
+        wait = wait_in(state.own, raw)
+        finding = local_finding(state, rank, state.describe_call(raw.number))
+        tag = find_other_tag(state.own, wait, state.peers)
+        return None if finding is None else explained(finding, state.rank, wait, tag)
+    found = last_collective(state, monitors)
+    if found is None or rank not in found[0].missing_ranks(found[1].sequence):
+        return local_finding(state, rank, "a collective")
+    monitor, last = found
+    finding = local_finding(state, rank, state.describe_call(last.number))
+    return None if finding is None else finding.at(monitor.key, last.sequence)
+
+
+def last_collective(state: WatchdogState, monitors: Iterable[GroupMonitor]) -> tuple[GroupMonitor, RawRecord] | None:
+    """Return this rank's last collective, and its group, if the rank is still in that group."""
+    last = next((raw for raw in reversed(list(state.own.raws(_RECENT))) if raw.sequence), None)
+    monitor = next((each for each in monitors if last is not None and each.key == last.key), None)
+    return None if last is None or monitor is None else (monitor, last)
 
 
 def is_transport_error(error: BaseException) -> bool:
@@ -276,7 +326,7 @@ def is_rejection(error: BaseException) -> bool:
 def make_error(report: Report) -> TransportError:
     """Return the exception that every rank raises; under a launcher, which shows the whole report once, a short one."""
     data = report.to_json()
-    text = report.sentence if environment.under_launcher() else report_text.as_text(report)
+    text = report.sentence if environment.under_launcher() else as_text(report)
     if report.kind == "lost":
         return RankLostError(report.culprits[0] if report.culprits else -1, text, data)
     if report.kind == "stall":

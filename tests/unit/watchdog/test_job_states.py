@@ -10,13 +10,16 @@ from typing import Any, cast
 import pytest
 
 from lockstep.messages import convert
-from lockstep.watchdog.cross_host import CrossHost, JobHosts, StateExchange, find_fault, find_waits, rank_statuses
-from lockstep.watchdog.host_state import HostState, RankRow
-from lockstep.watchdog.mismatch import Finding
-from lockstep.watchdog.report import Report, read
+from lockstep.watchdog.cross_host import CrossHost, JobStates, StateExchange
+from lockstep.watchdog.report import Finding, RankStatus, Report, read
 from lockstep.watchdog.session import Session
+from lockstep.watchdog.states import HostState, to_row
 
-JOB = JobHosts([[0, 1], [2, 3]], {9: [0, 1, 2, 3]})
+HOSTS, GROUPS = ((0, 1), (2, 3)), {9: (0, 1, 2, 3)}
+
+
+def together(states: Any, lost: dict[int, tuple[str, str]] | None = None) -> JobStates:
+    return JobStates(HOSTS, GROUPS, states, lost)
 
 
 def told(state: str = "runs", head: int = 5, waits: Any = None, **record: int) -> dict[str, Any]:
@@ -30,15 +33,15 @@ def said(*parts: dict[str, Any]) -> dict[int, Any]:
     found = {}
     for number, part in enumerate(parts):
         ranks = [2 * number, 2 * number + 1]
-        rows = {str(rank): [part["state"], "", f"host{number}", 1, None, None, None, ""] for rank in ranks}
+        rows = [[rank, part["state"], "", f"host{number}", 1] for rank in ranks]
         head, waits, records = part["groups"]["9"]
-        group = [ranks, head, waits, records, "barrier()", "a.py:1 in f\nx"]
+        group = [ranks, head, *(waits or [0, 0.0, 0.0]), records, "barrier()", "a.py:1 in f\nx"]
         found[number] = convert({"ranks": rows, "groups": {"9": [group]}}, HostState)
     return found
 
 
 def found(lost: str, *parts: dict[str, Any]) -> str:
-    finding = find_fault(JOB, said(*parts), {1: (lost, "why")} if lost else {})
+    finding = together(said(*parts), {1: (lost, "why")} if lost else {}).find_fault()
     return "" if finding is None else f"{finding.kind}: {finding.sentence}"
 
 
@@ -72,17 +75,15 @@ def test_a_lost_host_is_a_failure_if_others_wait_for_it() -> None:
     )
     assert found("died", waits, told(head=4)).startswith("lost: Rank 2 on host1 died while other ranks waited")
     assert found("died", waits, told("ended", head=4)).startswith("left: ")  # it has told that before
-    assert (
-        find_fault(JOB, {0: said(waits)[0], 1: HostState()}, {1: ("lost", "")}) is not None
-    )  # it has never said anything
-    rows = rank_statuses(JOB, {}, {1: ("lost", "for 30 s")})
+    never = together({0: said(waits)[0], 1: HostState()}, {1: ("lost", "")})
+    assert never.find_fault() is not None  # it has never said anything
+    rows = together({}, {1: ("lost", "for 30 s")}).rows
     assert [(rank, row.state) for rank, row in rows.items()] == [(2, "lost"), (3, "lost")]
 
 
 def test_slow_ranks_are_named() -> None:
-    assert [
-        (late, waiting) for *_, late, waiting in find_waits(JOB, said(told(waits=[5, 6.0, 0.0]), told(head=4)))
-    ] == [([2, 3], [0, 1])]
+    states = said(told(waits=[5, 6.0, 0.0]), told(head=4))
+    assert [(late, waiting.ranks) for _, waiting, late in together(states).stragglers()] == [([2, 3], [0, 1])]
 
 
 class Store:
@@ -115,11 +116,11 @@ def test_each_host_sends_two_messages_a_round_and_the_first_receives_all() -> No
         exchange.initialize()
     store.messages = 0
     for number, exchange in enumerate(exchanges):
-        exchange.publish(HostState(ranks={number: RankRow("runs")}))
+        exchange.publish(HostState(ranks=[to_row(RankStatus(number, "runs"))]))
     heard = [exchange.poll() for exchange in exchanges]
     assert store.messages == 250
     assert [len(values) for _, values in heard] == [125] + [1] * 124
-    assert heard[0][1][7].ranks == {7: RankRow("runs")}
+    assert JobStates([], {}, {7: heard[0][1][7]}).rows == {7: RankStatus(7, "runs")}
     assert exchanges[7].publish_report("first") == "first"
     assert exchanges[8].publish_report("second") == "first"
     assert {exchange.poll()[0] for exchange in exchanges} == {"first"}

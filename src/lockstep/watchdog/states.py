@@ -1,0 +1,427 @@
+"""What each rank is doing, in rows: read from the flight recorders of this host, and published to the other hosts.
+
+A rank of this host and one of another have the same rows, and what is wrong between them is found in the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from .. import messages
+from ..flight_recorder import RankState, RawRecord, Record, RecorderReader, jobs
+from ..flight_recorder.layout import GROUP_SLOTS, StateWords
+from .call_sites import digest
+from .report import Call, CollectiveCalls, Finding, RankCalls, RankStatus, Report
+
+__all__ = [
+    "DESTROYED_GROUPS",
+    "HISTORY",
+    "GroupState",
+    "HostState",
+    "RecordRow",
+    "Wait",
+    "channel_key",
+    "collect_state",
+    "current_wait",
+    "exception_line",
+    "from_row",
+    "is_recv",
+    "make_report",
+    "rank_status",
+    "to_row",
+    "wait_in",
+]
+
+_WORDS = StateWords()
+
+
+# --- What a rank is doing ---------------------------------------------------------------------------------------------
+
+_STATES = {"runs": "runs", "waits": "waits", "left": "ended", "ended": "ended", "raised": "raised"}
+_SILENT_S = 3.0  # the monitor thread of a rank records a heartbeat ten times a second
+
+DESTROYED_GROUPS = "it destroyed its process groups"
+"""The note of a rank that has not ended its program, but all its groups."""
+
+
+def rank_status(
+    state: RankState, several_hosts: bool, dead: bool, stopped: bool, stack: tuple[str, ...] = ()
+) -> RankStatus:
+    """Return the status of one rank of this host.
+
+    Args:
+        state: from its flight recorder.
+        several_hosts: whether to include the name of its host.
+        dead: whether its process has ended.
+        stopped: whether its process is stopped.
+        stack: of its main thread.
+    """
+    now = time.monotonic()
+    kind, note = _STATES[state.phase], ""
+    if kind == "raised":
+        note = exception_line(state.traceback)
+    elif kind == "ended":
+        note = DESTROYED_GROUPS if state.phase == "left" else "the program reached its end"
+    elif dead:
+        kind, note = "died", f"process {state.pid} is gone, without an exception or a regular exit"
+    elif stopped:
+        kind, note = "frozen", f"process {state.pid} is stopped by a signal"
+    elif now - state.heartbeat > _SILENT_S:
+        note = f"no heartbeat for {now - state.heartbeat:.1f} s"
+    elif kind == "runs" and state.call is not None and state.call.left is None:
+        note = "its last collective is still pending"
+    elif kind == "runs" and state.activity:
+        note = f"it is in {state.activity}"
+    return RankStatus(
+        state.rank,
+        kind,
+        note,
+        state.host if several_hosts else "",
+        state.pid,
+        state.batch,
+        None if state.call is None else _call(state.call),
+        now - state.call.entered if kind == "waits" and state.call is not None else None,
+        stack,
+        state.traceback if kind == "raised" else "",
+    )
+
+
+def exception_line(traceback: str) -> str:
+    """Return the line ``ValueError: message`` of a traceback; the first of them for a message of several lines."""
+    lines = traceback.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return next((line for line in after if line and not line.startswith(" ")), "")[:300]
+
+
+def _call(record: Record) -> Call:
+    batch = None if record.finished else record.batch  # after its loop a collective belongs to no batch
+    return Call(record.what, record.call_site, record.source, record.sequence, record.group, batch, record.name)
+
+
+# --- In which operation a rank waits ----------------------------------------------------------------------------------
+
+# Rows are published as arrays, twice a second by each host: names of fields would be half of what is sent.
+
+
+class Wait(msgspec.Struct, frozen=True, array_like=True):
+    """The operation in which a rank waits.
+
+    Messages of one group, source, destination and tag, a channel, are received in the order in which they were sent.
+    Each rank counts what it has sent, and for what it has posted receives, by channel.
+
+    Attributes:
+        record: the number of its record.
+        peer: the rank that it receives from or sends to; -1 in a collective.
+        messages: how many messages the peer must have sent, or posted receives for.
+        key: of the group of a collective.
+        sequence: sequence number of a collective.
+        channels: keys of the peer's channels of these messages; empty if there was no room for all of this rank's.
+        is_send: whether it sends.
+        tag: of the message.
+    """
+
+    record: int
+    peer: int
+    messages: int = 0
+    key: int = 0
+    sequence: int = 0
+    channels: list[int] = []
+    is_send: bool = False
+    tag: int = 0
+
+    def is_matched(self, sent: int, counts: Mapping[int, int] | None) -> bool:
+        """Return whether the peer has sent the message, or has, or may have, posted a receive for it.
+
+        Args:
+            sent: how many messages the peer has sent to this rank, in whatever channel.
+            counts: how many messages it has sent, or posted receives for, by channel; None if that is not known:
+                every receive may have been posted then, and what is sent is counted without regard to tags.
+        """
+        if counts is None or not self.channels:
+            return self.is_send or sent >= self.messages
+        return sum(counts.get(channel, 0) for channel in self.channels) >= self.messages
+
+    def is_matched_by(self, own: int, peer: RecorderReader) -> bool:
+        """As `is_matched`, for the wait of the rank `own` and a peer on this host."""
+        known = {channel: peer.channel_messages(channel) for channel in self.channels}
+        return self.is_matched(peer.messages(own, sent=True), known if peer.knows_channels else None)
+
+
+def current_wait(reader: RecorderReader) -> Wait | None:
+    """Return the operation in which a rank waits for others; None if it does not, or if that may be misleading.
+
+    If several of its threads communicate, another one may do what is waited for; and a message may come from any rank.
+    """
+    if reader.phase != "waits" or reader.state_word(_WORDS.threads) != 1:
+        return None
+    raw = reader.raw(reader.state_word(_WORDS.since_record))
+    return None if raw is None or raw.peer == reader.rank else wait_in(reader, raw)
+
+
+def wait_in(reader: RecorderReader, raw: RawRecord) -> Wait:
+    """Return the wait of a rank in the collective or message of that record."""
+    rank, peer = reader.rank, raw.peer
+    if peer < 0:
+        return Wait(raw.number, -1, key=raw.key, sequence=raw.sequence)
+    is_send = not is_recv(reader, raw)
+    later = (reader.raw(number) for number in range(raw.number + 1, reader.state_word(_WORDS.records) + 1))
+    after = [each for each in later if each and each.peer == peer and is_recv(reader, each) != is_send]
+    if not reader.knows_channels:
+        return Wait(raw.number, peer, reader.messages(peer, sent=is_send) - len(after), is_send=is_send, tag=raw.tag)
+    source, target = (rank, peer) if is_send else (peer, rank)
+    own = reader.channel_messages(channel_key(is_send, raw.key, source, target, raw.tag))
+    number = own - sum((each.key, each.tag) == (raw.key, raw.tag) for each in after)
+    sources = (source, -1) if is_send else (source,)  # a receive from any rank may have been posted for it
+    channels = [channel_key(not is_send, raw.key, each, target, raw.tag) for each in sources]
+    return Wait(raw.number, peer, number, channels=channels, is_send=is_send, tag=raw.tag)
+
+
+def is_recv(reader: RecorderReader, raw: RawRecord) -> bool:
+    """Return whether that record of the rank of `reader`, of a message, is a receive."""
+    return reader.text(raw.what).startswith("recv")
+
+
+def channel_key(sent: bool, group: int, source: int, target: int, tag: int) -> int:
+    """Return the key of a channel; see `flight_recorder.layout.Layout.channels`.
+
+    Args:
+        sent: whether of its sends; else of its receives.
+        group: key of the group.
+        source: the rank that sends; -1 for receives from any rank.
+        target: the rank that receives.
+        tag: of the messages.
+    """
+    return digest(f"{'send' if sent else 'recv'} {group} {source} {target} {tag}")
+
+
+# --- What the ranks of a host publish ---------------------------------------------------------------------------------
+
+HISTORY = 6  # last collectives of a group that are published; those before were compared in earlier periods
+_TRACEBACK = 2000  # characters of its end
+
+
+class RecordRow(msgspec.Struct, frozen=True, array_like=True):
+    """A collective, by what is compared among ranks; see `RawRecord`."""
+
+    sequence: int
+    fingerprint: int
+    line: int
+    batch: int
+    loop: int
+    name: int
+
+
+class GroupState(msgspec.Struct, array_like=True):
+    """Ranks of one host that are in the same state in one group.
+
+    Attributes:
+        ranks: these ranks.
+        last: the sequence number of their last collective.
+        pending: that of the first one that is pending; 0 for none.
+        seconds: since its call.
+        limit_s: timeout that the user has set; 0 for none.
+        records: their last collectives.
+        what: the last one.
+        call_site: where they called it, with the text of the line.
+        title: of the group, "" for the default group.
+        members: of a group that is being made, as those that do not make it publish nothing of it; else empty.
+    """
+
+    ranks: list[int]
+    last: int = 0
+    pending: int = 0
+    seconds: float = 0.0
+    limit_s: float = 0.0
+    records: list[RecordRow] = []
+    what: str = ""
+    call_site: str = ""
+    title: str = ""
+    members: list[int] = []
+
+    def last_call(self) -> str:
+        """Return what these ranks have called last."""
+        return f"{self.what} at {self.call_site.partition(chr(10))[0]}"
+
+    def is_equal(self, other: GroupState) -> bool:
+        """Return whether both differ in the ranks, and in the seconds and the limit of a wait, only."""
+        return structs.replace(self, ranks=other.ranks, seconds=other.seconds, limit_s=other.limit_s) == other
+
+
+class HostState(msgspec.Struct, omit_defaults=True):
+    """What a host publishes.
+
+    Attributes:
+        ranks: the `RankStatus` of each of its ranks, as `to_row` makes it.
+        groups: by key, the states of its ranks in groups with ranks of other hosts.
+        waits: of the ranks that wait for others.
+        sent: how many messages each rank has sent, by destination.
+        channels: for ranks that wait, how many messages they have sent, or posted receives for, by channel.
+        solo: whether rank 0 works while the others wait for it.
+        activities: what the programs of ranks are doing, such as "the callback Curve.on_train_end", where it is known.
+        own_work: ranks of which that is work of Lockstep's own that may take seconds.
+        final: whether a rank is about to exit.
+        count: differs from one publication to the next.
+    """
+
+    ranks: list[list[Any]] = []
+    groups: dict[int, list[GroupState]] = {}
+    waits: dict[int, Wait] = {}
+    sent: dict[int, dict[int, int]] = {}
+    channels: dict[int, dict[int, int]] = {}
+    solo: bool = False
+    activities: dict[int, str] = {}
+    own_work: list[int] = []
+    final: bool = False
+    count: int = 0
+
+
+def to_row(status: RankStatus) -> list[Any]:
+    """Return the values of a status, of a traceback its end; see `from_row`."""
+    short = structs.replace(status, traceback=status.traceback[-_TRACEBACK:])
+    return [list(structs.astuple(value)) if isinstance(value, Call) else value for value in structs.astuple(short)]
+
+
+def from_row(row: Sequence[Any]) -> RankStatus:
+    """Return the status that `to_row` was given.
+
+    Raises:
+        ValueError: another host has published something else.
+    """
+    values = dict(zip(RankStatus.__struct_fields__, row, strict=False))
+    if isinstance(values.get("call"), list):
+        values["call"] = dict(zip(Call.__struct_fields__, values["call"], strict=False))
+    return messages.convert(values, RankStatus)
+
+
+def collect_state(
+    readers: Mapping[int, RecorderReader], gone: Collection[int], stopped: Collection[int], skip: Collection[int]
+) -> HostState:
+    """Return the state of this host's ranks.
+
+    Args:
+        readers: of the flight recorders of this host's ranks.
+        gone: ranks whose processes have ended.
+        stopped: ranks whose processes are stopped.
+        skip: keys of groups that have no ranks on other hosts.
+    """
+    waits = {rank: wait for rank, reader in readers.items() if (wait := current_wait(reader)) is not None}
+    found = HostState(
+        ranks=[
+            to_row(rank_status(reader.state(), True, rank in gone, rank in stopped)) for rank, reader in readers.items()
+        ],
+        waits=waits,
+        channels={rank: counts for rank in waits if (counts := readers[rank].channels()) is not None},
+        sent={rank: sent for rank, reader in readers.items() if (sent := _sent_messages(reader))},
+        solo=any(reader.in_solo_section for rank, reader in readers.items() if rank not in gone),
+        activities={rank: reader.activity for rank, reader in readers.items() if reader.activity},
+        own_work=[rank for rank, reader in readers.items() if reader.activity_is_own],
+    )
+    for reader in readers.values():
+        for slot in range(GROUP_SLOTS):
+            key = reader.state_word((reader.layout.group_keys >> 3) + slot)
+            if key and key not in skip:
+                _add(found.groups.setdefault(key, []), _group_state(reader, slot, key))
+    return found
+
+
+def _sent_messages(reader: RecorderReader) -> dict[int, int]:
+    """Return how many messages the rank has sent, by destination."""
+    counts = ((peer, reader.messages(peer, sent=True)) for peer in range(reader.world_size))
+    return {peer: count for peer, count in counts if count}
+
+
+def _group_state(reader: RecorderReader, slot: int, key: int) -> GroupState:
+    """Return the state of one rank in one group."""
+    found = GroupState([reader.rank], reader.last_sequence(slot), limit_s=reader.limit_s(slot), records=[])
+    for sequence in range(max(1, found.last + 1 - HISTORY), found.last + 1):
+        raw = reader.raw(reader.record_number(slot, sequence))
+        if raw is None or raw.key != key or raw.sequence != sequence:
+            continue
+        if not raw.left and not found.pending:
+            found.pending = sequence
+            found.seconds = round(time.monotonic() - raw.entered, 1)
+        found.records.append(RecordRow(sequence, raw.fingerprint, raw.line, raw.batch, raw.loop, int(raw.name > 0)))
+    raw = reader.raw(reader.record_number(slot, found.last))
+    if raw is not None:
+        found.what, found.call_site, found.title = map(reader.text, (raw.what, raw.call_site, raw.group))
+    if found.what.startswith("new_group("):
+        found.members = list(reader.members(slot))
+    return found
+
+
+def _add(states: list[GroupState], state: GroupState) -> None:
+    """Add a rank's state to those of its host, joined with an equal one, as all are while all is well."""
+    equal = next((each for each in states if each.is_equal(state)), None)
+    if equal is None:
+        states.append(state)
+    else:
+        equal.ranks += state.ranks
+
+
+# --- The report on what the ranks were doing --------------------------------------------------------------------------
+
+_SHOWN = 5  # last collectives, the one at which the ranks diverge included
+
+
+def make_report(
+    finding: Finding, readers: Mapping[int, RecorderReader], rows: Mapping[int, RankStatus], world_size: int
+) -> Report:
+    """Return the report of a finding.
+
+    Args:
+        finding: what is wrong.
+        readers: of the flight recorders of this host's ranks, in order.
+        rows: the status of each rank, as far as it is known.
+        world_size: number of ranks.
+    """
+    return Report(
+        finding.kind,
+        finding.sentence,
+        tuple(rows[rank] for rank in sorted(rows) if rank < world_size),
+        finding.culprits,
+        _last_collectives(finding, readers.values()),
+        finding.cause,
+        finding.advice,
+        time.time(),
+        jobs.command_line(),
+    )
+
+
+def _last_collectives(finding: Finding, readers: Iterable[RecorderReader]) -> tuple[CollectiveCalls, ...]:
+    """Return what the ranks of this host have called last in the group of a finding."""
+    if not finding.key:
+        return ()
+    calls = {
+        reader.rank: {
+            raw.sequence: reader.record(raw) for raw in reader.raws() if raw.key == finding.key and raw.sequence
+        }
+        for reader in readers
+        if reader.group_slot(finding.key) >= 0
+    }
+    group = next((record.group for records in calls.values() for record in records.values()), "")
+    first = max(1, finding.sequence + 1 - _SHOWN)
+    return tuple(
+        CollectiveCalls(number, group, _joined_calls({rank: found.get(number) for rank, found in calls.items()}))
+        for number in range(first, finding.sequence + 1)
+    )
+
+
+def _joined_calls(records: Mapping[int, Record | None]) -> tuple[RankCalls, ...]:
+    """Return each distinct call of one collective with its ranks; None is that of ranks that have not made it."""
+    in_one_loop = len({record.loop for record in records.values() if record is not None}) == 1
+    ranks_by_call: dict[tuple[str, str] | None, list[int]] = {}
+    first: dict[tuple[str, str] | None, Call | None] = {}
+    for rank, record in records.items():
+        call = None if record is None else _call(record)
+        if call is not None and not in_one_loop:  # batches of different loops say nothing about each other
+            call = structs.replace(call, batch=None)
+        same = (call.what, call.call_site) if call is not None else None
+        ranks_by_call.setdefault(same, []).append(rank)
+        first.setdefault(same, call)
+    return tuple(RankCalls(tuple(ranks), first[same]) for same, ranks in ranks_by_call.items())
