@@ -60,6 +60,7 @@ LONGEST = (
     "test_collectives.py",
     "test_run.py",
     "test_limits.py",
+    "test_transcripts.py",
     "test_examples.py",
     "test_horovodrun.py",
     "test_resume_commands.py",
