@@ -31,7 +31,9 @@ CALL = {name: getattr(MINE, name) for name in MINE.__struct_fields__}
 def exchange_calls(store: Any) -> None:
     own = SimpleNamespace(raw=lambda _: None)
     state: Any = SimpleNamespace(own=own, rank=0, rendezvous=SimpleNamespace(store=store))
-    PreflightCheck(None, state, 4, (0, 1), SimpleNamespace())._exchange_calls(PendingCall(0, 7, 0.0), MINE)  # type: ignore[arg-type]
+    swaps: Any = SimpleNamespace()
+    check = PreflightCheck(None, state, 4, (0, 1), swaps, lambda work: None)
+    check._exchange_calls(PendingCall(0, 7, 0.0), MINE)
 
 
 def two_hosts(store: Any, node: int) -> None:

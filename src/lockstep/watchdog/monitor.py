@@ -293,6 +293,11 @@ class GroupMonitor:
             works = [*self.abandoned, *(pending.work for pending in self.pending)]
         return [work for work in works if work is not None and not work.is_completed()]
 
+    def abandon(self, work: Any) -> None:
+        """Note that nobody waits any more for a collective that has started, see `unfinished_works`."""
+        if self.waits_in_slices and work is not None and not work.is_completed():
+            self.abandoned.append(work)
+
     def abort_messages(self) -> None:
         """End the program's waits for messages over Gloo."""
         for work in list(self.awaited_messages):

@@ -187,7 +187,7 @@ def ddp_replacements(state: WatchdogState) -> list[Replaced]:
                 pending = monitor.enter("model", _layout(tensors, made))
                 if monitor.preflight is not None:
                     with state.blocking(pending.number, monitor.ranks):
-                        monitor.preflight.begin(pending, blocking=True).wait()
+                        monitor.preflight.check(pending)
                 monitor.finish(pending, pending.entered)
             return original(process_group, tensors, logger)
 
@@ -322,7 +322,7 @@ class _Watchdog:
         made.watchdog_monitor.waits_in_slices = session.state.limits.expects_losses and "gloo" in backends
         if made.watchdog_monitor.remote_ranks and backends <= {"gloo", "shm"}:  # these connect all ranks by Gloo
             monitor = made.watchdog_monitor
-            check = PreflightCheck(made, session.state, monitor.key, monitor.ranks, monitor.swaps)
+            check = PreflightCheck(made, session.state, monitor.key, monitor.ranks, monitor.swaps, monitor.abandon)
             monitor.preflight = check
         session.groups[made] = made.watchdog_monitor
         return made

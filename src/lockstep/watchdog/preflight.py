@@ -1,9 +1,9 @@
-"""The pre-flight check across hosts: ranks compare a digest of what they call before any data moves.
+"""The pre-flight check across hosts: ranks compare a digest of what they call before any of them uses its result.
 
-A host does not see what the ranks of other hosts record. So before each collective the ranks all-reduce a digest of
-what they are about to call: as many bytes for a thousand ranks as for two. Only where the digest does not show that all
-call the same do they exchange some numbers of their calls, by way of the store; and only where these differ do two of
-them exchange their whole records, and all ranks fail alike.
+A host does not see what the ranks of other hosts record. So before each collective, or beside it, the ranks all-reduce
+a digest of what they are about to call: as many bytes for a thousand ranks as for two. Only where the digest does not
+show that all call the same do they exchange some numbers of their calls, by way of the store; and only where these
+differ do two of them exchange their whole records, and all ranks fail alike.
 """
 
 # torch's stubs lack some of the names of torch.distributed
@@ -11,9 +11,11 @@ them exchange their whole records, and all ranks fail alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,10 +26,11 @@ from .. import messages
 from ..flight_recorder import RawRecord, Record
 from ..stores import Ranges, exchange_available, from_ranges, read_message, to_ranges
 from . import mismatch
+from .call_order import CallOrder
 from .mismatch import SwapDetector, are_swapped
 from .shared_state import PendingCall, WatchdogState
 
-__all__ = ["CallInfo", "Digest", "PendingCheck", "PreflightCheck", "encode"]
+__all__ = ["CallInfo", "Digest", "ExpectedCalls", "PendingCheck", "PreflightCheck", "encode"]
 
 # --- The digest: a few words of each rank, combined by bitwise OR (pure) ---------------------------------------------
 
@@ -108,6 +111,11 @@ class Digest:
         return not self._differs(_SEQUENCE)
 
     @property
+    def same_fingerprint(self) -> bool:
+        """Whether no two ranks call another operation, or with other shapes, types or options."""
+        return not self._differs(_FINGERPRINT)
+
+    @property
     def is_equal(self) -> bool:
         """Whether no two ranks differ in anything that is reported."""
         return not (self._differs(_FINGERPRINT) or self._differs(_LINE) or self._batches_differ())
@@ -147,61 +155,262 @@ def _as_signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
+# --- The call that is expected next (pure) ----------------------------------------------------------------------------
+
+_MOST_EXPECTED = 4096
+_MOST_CERTAIN = 3  # a call is expected until others have come that often in its place, more or less
+
+
+class ExpectedCalls:
+    """Which call comes next in a group, given the last two and what has followed these before.
+
+    Loops make the same calls turn by turn. What is expected follows from this rank's own calls alone, so that all ranks
+    that have called the same expect the same.
+    """
+
+    def __init__(self) -> None:
+        self._last_two = (0, 0)
+        self._next: dict[tuple[int, int], list[int]] = {}  # the last two: [the next one, how certain it is]
+
+    def note(self, fingerprint: int) -> bool:
+        """Note the next call, and return whether it was expected."""
+        expected = self._next.get(self._last_two)
+        if expected is None:
+            if len(self._next) == _MOST_EXPECTED:
+                self._next.clear()
+            self._next[self._last_two] = [fingerprint, 1]
+            found = False
+        else:
+            found = _update(expected, fingerprint)
+        self._last_two = (self._last_two[1], fingerprint)
+        return found
+
+
+def _update(expected: list[int], fingerprint: int) -> bool:
+    if expected[0] == fingerprint:
+        expected[1] = min(expected[1] + 1, _MOST_CERTAIN)
+        return True
+    expected[1] -= 1
+    if expected[1] == 0:
+        expected[:] = [fingerprint, 1]
+    return False
+
+
 # --- The check of one group -------------------------------------------------------------------------------------------
 
 _TIMEOUT = timedelta(seconds=5)  # for another rank to publish what it has called
+_POLL_S = 0.01
 
 
 class PreflightCheck:
     """Compares the collectives of one group that has ranks on several hosts.
 
+    A call that is expected starts right behind its check, and both go on at the same time: the check's error is raised
+    before the call's result is used. Any other call starts when its check has ended. So whatever ranks call that are
+    out of step, no two different calls have started: a rank whose call is not the expected one posts no receive into
+    which something could arrive that does not fit, and sends nothing. (Gloo ends a process that receives more than it
+    has room for, fills a part of it with less, and adds up values of other types.) And it starts no later call either.
+    The others are in the expected call, whose wait ends with the report.
+
     Args:
-        group: has `allreduce_unwatched`, an all-reduce that the watchdog does not record.
+        group: has `allreduce_unwatched` and `allreduce_beside`, all-reduces that the watchdog does not record.
         state: of the watchdog.
         key: of the group.
         ranks: global ranks of its members.
         swaps: of the group.
+        abandon: called with the work of a call that has started, and for which nobody waits any more.
     """
 
-    def __init__(self, group: Any, state: WatchdogState, key: int, ranks: Sequence[int], swaps: SwapDetector) -> None:
+    def __init__(
+        self,
+        group: Any,
+        state: WatchdogState,
+        key: int,
+        ranks: Sequence[int],
+        swaps: SwapDetector,
+        abandon: Callable[[Any], None],
+    ) -> None:
         self._group, self._state, self._key, self._ranks, self._swaps = group, state, key, ranks, swaps
+        self._abandon = abandon
         self._warned: set[tuple[str, tuple[int, ...]]] = set()  # lines and loops that were warned about
         self._before: tuple[int, list[RawRecord]] = (0, [])  # sequence number and records of the last collective
         self._patterns: set[tuple[int, ...]] = set()  # of digests that an exchange has shown to be no error
+        self._expected = ExpectedCalls()
+        self._order = CallOrder(lambda: self._state.check())
+        # operations of the group in which waits cannot be ended
+        self._never_ended: Collection[str] = getattr(group, "never_ended", ())
 
-    def begin(self, pending: PendingCall, blocking: bool = False) -> PendingCheck:
-        """Begin to compare a collective; every rank must do so for the same one.
+    # --- calls and their checks
+
+    def check(self, pending: PendingCall) -> Any:
+        """Compare a collective; every rank must do so for the same one.
 
         Args:
             pending: the collective.
-            blocking: whether the caller waits for the result before it does anything else.
+
+        Returns:
+            The work of the check, which has completed; None where the calls are not those of one collective, as some
+            ranks' calls before it were rejected.
+
+        Raises:
+            DesyncError: the ranks do not call the same.
         """
+        self._order.wait()
+        mine = self._call_of(pending)
+        self._expected.note(mine.fingerprint)
+        return self._compare(pending, mine)
+
+    def run(self, pending: PendingCall, call: Callable[[], Any], operation: str) -> Any:
+        """Compare a blocking collective and start it; return its work when all ranks are known to call the same.
+
+        A barrier is over when all ranks have called it, as its check is.
+
+        Args:
+            pending: the collective.
+            call: starts it, or does it.
+            operation: its name.
+
+        Raises:
+            DesyncError: the ranks do not call the same.
+        """
+        self._order.wait()
+        mine = self._call_of(pending)
+        is_expected = self._expected.note(mine.fingerprint)
+        waits_first = self._state.limits.strict or operation == "barrier" or operation in self._never_ended
+        if is_expected and not waits_first:
+            return self._run_beside(pending, mine, call)
+        checked = self._compare(pending, mine)
+        return checked if operation == "barrier" and checked is not None else call()
+
+    def start(self, pending: PendingCall, call: Callable[[], Any], can_wait: bool) -> tuple[Any, PendingCheck | None]:
+        """Start to compare an asynchronous collective, and start it: now if it is expected, or later.
+
+        Args:
+            pending: the collective.
+            call: starts it.
+            can_wait: whether it may start in another thread, when its check has ended.
+
+        Returns:
+            The work of the collective, and its check; None if the work waits for that as well.
+        """
+        mine = self._call_of(pending)
+        is_expected = self._expected.note(mine.fingerprint)
+        starts_now = (is_expected and not self._state.limits.strict) or not can_wait
+        start = partial(self._start_beside, pending, mine, call)
+        if starts_now and self._order.is_free:
+            return start()
+        if starts_now:
+            return self._order.add(None, start), None
+        return self._order.add(partial(self._begin, pending, mine), lambda: (call(), None)), None
+
+    def _call_of(self, pending: PendingCall) -> CallInfo:
         own = self._state.own.raw(pending.number)
         uneven = bool(self._state.uneven_batches)
         may_be_swapped = self._swaps.has_announced(self._state.own, pending.sequence)
         numbers = (getattr(own, name, 0) for name in _RECORD_FIELDS)
-        mine = CallInfo(pending.sequence, uneven, may_be_swapped, *numbers)
+        return CallInfo(pending.sequence, uneven, may_be_swapped, *numbers)
+
+    def _compare(self, pending: PendingCall, mine: CallInfo) -> Any:
         words = torch.tensor(encode(mine))
-        work = self._all_reduce(words, blocking)
-        return PendingCheck(lambda: self._evaluate(pending, mine, words), work)
+        work = self._group.allreduce_unwatched([words], _options(blocking=True))
+        work.wait()
+        return work if self._evaluate(pending, mine, words) else None
 
-    def _all_reduce(self, words: torch.Tensor, blocking: bool) -> Any:
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp, options.asyncOp = dist.ReduceOp.BOR, not blocking
-        return self._group.allreduce_unwatched([words], options)
+    def _begin(self, pending: PendingCall, mine: CallInfo) -> torch.futures.Future[None]:
+        words = torch.tensor(encode(mine))
+        work = self._group.allreduce_unwatched([words], _options(blocking=False))
+        return PendingCheck(work, lambda: self._evaluate(pending, mine, words)).ended
 
-    def _evaluate(self, pending: PendingCall, mine: CallInfo, words: torch.Tensor) -> None:
+    def _run_beside(self, pending: PendingCall, mine: CallInfo, call: Callable[[], Any]) -> Any:
+        words, end = self._begin_beside(pending, mine)
+        try:
+            work = call()
+        except Exception:
+            checked = end(None)
+            if checked is not None and self._state.error is None:  # ranks that differ explain it
+                checked.wait()
+                self._evaluate(pending, mine, words)
+            raise
+        try:
+            end(work).wait()
+            self._evaluate(pending, mine, words)
+        except BaseException:
+            self._abandon(work)
+            raise
+        return work
+
+    def _start_beside(self, pending: PendingCall, mine: CallInfo, call: Callable[[], Any]) -> tuple[Any, PendingCheck]:
+        words, end = self._begin_beside(pending, mine)
+        try:
+            work = call()
+        except BaseException:
+            end(None)
+            raise
+        return work, PendingCheck(end(work), lambda: self._evaluate(pending, mine, words))
+
+    def _begin_beside(self, pending: PendingCall, mine: CallInfo) -> tuple[torch.Tensor, Callable[[Any], Any]]:
+        """Start a check beside a call that comes right behind it.
+
+        Returns:
+            The words; and a function of the call's work, None if the call has failed, that returns the work of the
+            check, None if that has failed with it.
+        """
+        words = torch.tensor(encode(mine))
+        found = partial(self._look, pending, mine, words)
+        return words, self._group.allreduce_beside(words, _options(blocking=False), found)
+
+    # --- what the digest says
+
+    def _evaluate(self, pending: PendingCall, mine: CallInfo, words: torch.Tensor) -> bool:
         """Exchange the calls if the digest calls for it; all ranks have the same digest, and so decide alike.
+
+        Returns:
+            Whether the calls were compared; not where some ranks' calls were rejected, so that sequence numbers differ.
 
         Raises:
             DesyncError: the ranks do not call the same.
         """
         digest = Digest(words.tolist())
         if not digest.same_sequence or digest.is_equal or digest.pattern in self._patterns:
-            return  # sequence numbers differ where some ranks' calls were rejected, and do not count there
-        self.compare_calls(pending, self._exchange_calls(pending, mine))
+            return digest.same_sequence
+        if not self._look(pending, mine, words):
+            self.compare_calls(pending, self._exchange_calls(pending, mine))
         if digest.pattern is not None:
             self._patterns.add(digest.pattern)
+        return True
+
+    def _look(self, pending: PendingCall, mine: CallInfo, words: torch.Tensor) -> bool:
+        """Compare the calls of hosts if these are not of one collective, in a group that has a leader for each host.
+
+        The leaders alone do so: where a call has started beside its check, the others of a host, which call the same as
+        their leader, are within it.
+
+        Returns:
+            Whether they were compared.
+
+        Raises:
+            DesyncError: the hosts do not call the same.
+        """
+        digest, hosts = Digest(words.tolist()), getattr(self._group, "hosts", None)
+        if hosts is None or not digest.same_sequence or digest.same_fingerprint:
+            return False
+        own = next(number for number, ranks in enumerate(hosts) if self._ranks.index(self._state.rank) in ranks)
+        if self._ranks[hosts[own][0]] != self._state.rank:
+            self._await_report()
+            return True
+        calls = [mine] * len(self._ranks)
+        for call, ranks in zip(self._exchange(pending, mine, "hosts", own, len(hosts)), hosts, strict=True):
+            for rank in ranks:
+                calls[rank] = call
+        self.compare_calls(pending, calls)
+        return True
+
+    def _await_report(self) -> None:
+        """Wait for the report of this host's leader."""
+        deadline = time.monotonic() + _TIMEOUT.total_seconds()
+        while not self._state.poll_report() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._state.check()
 
     def _exchange_calls(self, pending: PendingCall, mine: CallInfo) -> list[CallInfo]:
         """Return what each rank is about to call; for a rank that publishes nothing in time, this rank's own call.
@@ -209,17 +418,20 @@ class PreflightCheck:
         Raises:
             TransportError: what is in the store is damaged.
         """
+        return self._exchange(pending, mine, "rows", self._ranks.index(self._state.rank), len(self._ranks))
+
+    def _exchange(self, pending: PendingCall, mine: CallInfo, topic: str, place: int, size: int) -> list[CallInfo]:
+        """Return what is called at each of `size` places, of which this rank is at `place`; see `_exchange_calls`."""
         # by way of the store: the collective itself may have begun already, and not complete
         state = self._state
         own = state.own.raw(pending.number)
-        topic = f"preflight/{self._key}/{pending.sequence}.{own.rejected if own is not None else 0}/rows"
-        at, size = self._ranks.index(state.rank), len(self._ranks)
+        name = f"preflight/{self._key}/{pending.sequence}.{own.rejected if own is not None else 0}/{topic}"
         text = messages.encode(mine)
-        combined = exchange_available(state.rendezvous.store, topic, at, text, size, _group_by_call, _TIMEOUT)
+        combined = exchange_available(state.rendezvous.store, name, place, text, size, _group_by_call, _TIMEOUT)
         calls = [mine] * size
         for group in read_message(combined, list[_CallRanks], "the pre-flight check, the calls of all ranks"):
-            for rank in from_ranges(group.ranks, size):
-                calls[rank] = group.call
+            for each in from_ranges(group.ranks, size):
+                calls[each] = group.call
         return calls
 
     def compare_calls(self, pending: PendingCall, calls: Sequence[CallInfo]) -> None:
@@ -285,49 +497,45 @@ class PreflightCheck:
 
 
 class PendingCheck:
-    """A pre-flight check whose all-reduce may not have completed.
+    """The pre-flight check of an asynchronous collective; the thread that completes it evaluates its digest.
 
     Args:
-        evaluate: called when it has; raises if ranks differ.
-        work: of the all-reduce.
+        work: of the check's all-reduce.
+        evaluate: called when it has completed; raises if ranks differ.
+
+    Attributes:
+        ended: completed when ranks are known to call the same, or with the error.
     """
 
-    def __init__(self, evaluate: Callable[[], None], work: Any) -> None:
-        self._evaluate, self._work = evaluate, work
-        self._result: torch.futures.Future[Any] | None = None
+    def __init__(self, work: Any, evaluate: Callable[[], object]) -> None:
+        def look(exchanged: torch.futures.Future[Any]) -> None:
+            exchanged.value()
+            evaluate()
+
+        self.ended: torch.futures.Future[None] = work.get_future().then(look)
 
     def wait(self) -> None:
-        """Wait for the other ranks and evaluate the digest.
+        """Wait for the other ranks.
 
         Raises:
             DesyncError: the ranks do not call the same.
         """
-        if self._result is not None:
-            self._result.wait()
-            return
-        self._work.wait()
-        self._evaluate()
-
-    def evaluate_when_done(self) -> PendingCheck:
-        """Evaluate the digest as soon as the all-reduce completes, in whichever thread completes it."""
-
-        def evaluate(exchanged: torch.futures.Future[Any]) -> None:
-            exchanged.value()
-            self._evaluate()
-
-        self._result = self._work.get_future().then(evaluate)
-        return self
+        self.ended.wait()
 
     def is_done(self) -> bool:
         """Return whether `wait` returns, or raises, at once."""
-        return self._result is None or bool(self._result.done())
+        return bool(self.ended.done())
 
     def guard(self, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
         """Return a future with the value of `future` that fails if ranks differ."""
-        if self._result is None:
-            return future
-        both = torch.futures.collect_all([self._result, future])
+        both = torch.futures.collect_all([self.ended, future])
         return both.then(lambda ended: [each.value() for each in ended.value()][1])
+
+
+def _options(blocking: bool) -> Any:
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp.BOR, not blocking
+    return options
 
 
 def _group_by_call(published: Mapping[int, str]) -> str:

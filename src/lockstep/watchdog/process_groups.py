@@ -211,16 +211,19 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
         opts = given[-1] if given else None
         device = None if monitor.completes_on_host else _device(given)
         if getattr(opts, "asyncOp", True):
-            return _start(monitor, pending, thread, functools.partial(method, self, *args, **kwargs), device)
+            made = functools.partial(method, self, *args, **kwargs)
+            return _start(monitor, pending, thread, made, device, given)
         # from here on what `_start` and `WatchdogState.blocking` do, inlined: this path has to be short
         state, recorder, inside = monitor.state, monitor.state.recorder, monitor.threads_inside
         recorder.begin_wait(pending.number, pending.entered)
         inside.add(thread)
         state.enter_wait(thread)
         try:
-            if monitor.preflight is not None:
-                monitor.preflight.begin(pending, blocking=True).wait()
-            work = method(self, *args, **kwargs)
+            if monitor.preflight is None:
+                work = method(self, *args, **kwargs)
+            else:
+                made = functools.partial(method, self, *args, **kwargs)
+                work = monitor.preflight.run(pending, made, operation)
             if work is not None:
                 _wait(work, monitor)  # also if it has failed by now, so that its root cause is raised
         except BaseException as error:
@@ -263,14 +266,19 @@ def _start(
     thread: int,
     method: Callable[[], Any],
     device: torch.device | None = None,
+    given: Any = (),
 ) -> Any:
-    """Make a call that returns a work at once."""
+    """Make a call that returns a work at once; `given` are the arguments of a collective."""
     monitor.threads_inside.add(thread)
     check = None
     try:
         if monitor.preflight is not None and pending.sequence:
-            check = monitor.preflight.begin(pending).evaluate_when_done()
-        work = method()
+            own_device = _device(given)
+            can_wait = thread not in monitor.coalesced and (own_device is None or own_device.type == "cpu")
+            call = functools.partial(_call_in_any_thread, monitor, pending, method)
+            work, check = monitor.preflight.start(pending, call, can_wait)
+        else:
+            work = method()
     except BaseException as error:
         _failed(monitor, pending, error)
         raise
@@ -285,6 +293,23 @@ def _start(
     else:
         pending.work = work
     return WatchedWork(work, monitor, pending, check, device)
+
+
+def _call_in_any_thread(monitor: GroupMonitor, pending: PendingCall, method: Callable[[], Any]) -> Any:
+    """Start a collective, in the program's thread or in that in which its pre-flight check has ended."""
+    thread = threading.get_ident()
+    if thread in monitor.threads_inside:
+        return method()
+    monitor.threads_inside.add(thread)
+    try:
+        return method()
+    except Exception as error:
+        if is_rejection(error):
+            monitor.cancel_call(pending)
+        monitor.remove_pending(pending)
+        raise
+    finally:
+        monitor.threads_inside.discard(thread)
 
 
 def _failed(monitor: GroupMonitor, pending: PendingCall, error: BaseException) -> None:
@@ -429,6 +454,21 @@ class GroupProxy(dist.ProcessGroup):
     def allreduce_unwatched(self, tensors: Any, opts: Any) -> Any:
         """Do the same as `allreduce`, for a call of the watchdog itself."""
         return self._group.allreduce(tensors, opts)
+
+    def allreduce_beside(self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]) -> Callable[[Any], Any]:
+        """Start such an all-reduce right before a call that goes on at the same time.
+
+        Args:
+            tensor: this rank's words.
+            opts: of the all-reduce.
+            found: called when the words of all are there, where the call may have to be ended before it is over.
+
+        Returns:
+            A function that is called with the work of the call, None if the call has failed, and returns that of the
+            all-reduce; None if that has failed as well.
+        """
+        work = self.allreduce_unwatched([tensor], opts)
+        return lambda _: work
 
     def __getattr__(self, name: str) -> Any:
         if name == "_group":

@@ -96,7 +96,7 @@ def test_calls_are_exchanged_once_where_ranks_branch_or_skip_a_batch_and_never_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: list[int] = []
-    check = PreflightCheck(None, cast("Any", None), 1, (0, 1), cast("Any", None))
+    check = PreflightCheck(None, cast("Any", None), 1, (0, 1), cast("Any", None), lambda work: None)
     monkeypatch.setattr(check, "_exchange_calls", lambda pending, mine: looks.append(pending.sequence))
     monkeypatch.setattr(check, "compare_calls", lambda pending, calls: None)
     calls = [[ONE], [replace(ONE, line=2)], [replace(ONE, batch=4)], [replace(ONE, fingerprint=6)]]

@@ -10,7 +10,7 @@ from support import layers
 # The lowest first. What is on one floor knows nothing of its neighbours, but for the names of types.
 FLOORS = (
     ("call_sites", "report"),
-    ("signatures", "states", "rendezvous", "last_rank"),
+    ("signatures", "states", "rendezvous", "last_rank", "call_order"),
     ("mismatch", "deadlock", "diagnosis", "shared_state"),
     ("preflight", "monitor", "cross_host", "delivery"),
     ("session", "process_groups"),

@@ -28,6 +28,7 @@ __all__ = ["GlooConnection", "LazyPairs"]
 # --- A Gloo group that can be closed ----------------------------------------------------------------------------------
 
 _CLOSE_TIMEOUT_S = 0.2
+_CLOSED = "shm: this group has been destroyed, or cannot be used since an earlier error"
 
 
 def unwrapped(group: dist.ProcessGroup, store: Store, timeout: timedelta) -> Any:
@@ -57,7 +58,9 @@ class GlooConnection:
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, lazy: bool = False) -> None:
         self.rank, self.size, self.is_lazy = rank, size, lazy
-        self._references: list[object] = []
+        self._references: list[Any] = []
+        self._beside: Any = None  # a work beside that of the operation in progress
+        self._found: Callable[[], object] | None = None  # called when it has completed
         sockets = SocketTracker()
         with sockets.tracking():
             gloo = dist.ProcessGroupGloo(store, rank, size, _lazy_options(timeout) if lazy else timeout)
@@ -72,8 +75,37 @@ class GlooConnection:
             TransportError: the connection has been closed.
         """
         if self._group is None:
-            raise TransportError("shm: this group has been destroyed, or cannot be used since an earlier error")
+            raise TransportError(_CLOSED)
         return self._group
+
+    def start_beside(self, work: dist.Work, found: Callable[[], object]) -> None:
+        """Let `work`, of this group, go on beside the next one, until `wait_beside`.
+
+        Args:
+            work: of an operation.
+            found: called as soon as it has completed, also during a wait for the other one, which ends if it raises.
+        """
+        self._beside, self._found = work, found
+
+    def wait_beside(self) -> Steps:
+        """Wait until that work has completed.
+
+        Raises:
+            TransportError: it has failed; other ranks may be gone.
+        """
+        while self._beside is not None and not self._beside.is_completed():
+            yield _remote_ranks
+        if self._group is None:  # another thread has closed the connection
+            raise TransportError(_CLOSED)
+        self._end_beside()
+
+    def _end_beside(self) -> None:
+        if self._beside is None or self._found is None:
+            return
+        self._references.append(self._beside)
+        found, self._beside, self._found = self._found, None, None
+        self._wait_for_last()
+        found()
 
     def wait_steps(self, work: dist.Work) -> Steps:
         """Wait until `work`, of this group, has completed.
@@ -84,9 +116,15 @@ class GlooConnection:
         self._references.append(work)
         del work
         while self._references and not self._references[-1].is_completed():
+            if self._beside is not None and self._beside.is_completed():
+                self._end_beside()
             yield _remote_ranks
         if not self._references:  # another thread has closed the connection
-            raise TransportError("shm: this group has been destroyed, or cannot be used since an earlier error")
+            raise TransportError(_CLOSED)
+        self._wait_for_last()
+
+    def _wait_for_last(self) -> None:
+        """Wait for the last reference, a work, and forget it."""
         try:
             self._references.pop().wait()
         except RuntimeError as error:
@@ -97,6 +135,9 @@ class GlooConnection:
 
         One that is pending here is ended as well, if Gloo can; a thread waits for it.
         """
+        if self._beside is not None:
+            self._references.append(self._beside)
+            self._beside = self._found = None
         if self._references and not self.is_lazy:  # which would connect ranks, and wait for them
             abort_gloo(self._group)
         self._references.append(self._group)

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from ...errors import ConfigError
 from ..device_groups import dispatch_by_device
 from ..process_group import TransportGroup
-from ..runtime.backoff import Steps
+from ..runtime.backoff import Steps, chain
 from ..runtime.c10d import Store
 from ..runtime.reduce_ops import ReduceFn, premul_factor, reduce_fn_for
 from ..runtime.tensor_arguments import NotOnCPUError, Tensors, copy_back, flatten
+from ..runtime.work import CPUWork
 from ..shm import collectives
 from ..shm.context import ShmContext
 from .connections import GlooConnection, LazyPairs
@@ -57,6 +58,12 @@ class Leaders:
         yield from self.all_gather(parts)
         reduce_fn(parts, flat)
 
+    def start_beside(self, flat: torch.Tensor, op: Any, found: Callable[[], object]) -> None:
+        """Start to reduce `flat` over the hosts beside the next operation; see `GlooConnection.start_beside`."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self.connection.start_beside(self.connection.group.allreduce([flat], options), found)
+
     def broadcast(self, flat: torch.Tensor, host: int) -> Steps:
         """Copy `flat` of the leader of `host` to the other leaders', in place."""
         if not flat.numel():
@@ -75,11 +82,53 @@ class Leaders:
         yield from self.connection.wait_steps(self.connection.group.barrier(dist.BarrierOptions()))
 
 
+class _Beside:
+    """A small all-reduce that goes on beside another operation: between hosts both are under way at the same time.
+
+    Inside a host they take turns, in one order on all ranks: this one's values are reduced into the leader's first, and
+    copied to the others last.
+
+    Args:
+        context, leaders: of the group.
+        tensor: this rank's values, of a dtype that Gloo reduces.
+        op: of the reduction.
+        found: see `GlooConnection.start_beside`; called on leaders.
+    """
+
+    def __init__(
+        self,
+        context: ShmContext,
+        leaders: Leaders | None,
+        tensor: torch.Tensor,
+        op: Any,
+        found: Callable[[], object],
+    ) -> None:
+        self._context, self._leaders = context, leaders
+        self._tensor, self._op, self._found = tensor, op, found
+
+    def begin(self) -> Steps:
+        """Start it."""
+        reduce_fn = reduce_fn_for(self._op, self._tensor.dtype)
+        yield from collectives.reduce(self._context.buffers, self._tensor, 0, reduce_fn)
+        if self._leaders is not None:
+            self._leaders.start_beside(self._tensor, self._op, self._found)
+
+    def end(self) -> Steps:
+        """Wait until it is over."""
+        if self._leaders is not None:
+            yield from self._leaders.connection.wait_beside()
+        yield from collectives.broadcast(self._context.buffers, self._tensor, 0)
+
+
 # --- The group --------------------------------------------------------------------------------------------------------
 
 _WIDENED = (torch.float16, torch.bfloat16)
 _MESSAGES = ("send", "recv", "recv_anysource")
-# c10d's names of the operations that Gloo does between all ranks
+# What Gloo does between all ranks, without messages, and c10d's names of it
+_BETWEEN_ALL = (
+    *("reduce", "gather", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+)
 _OVER_GLOO = (
     *("reduce", "gather", "scatter", *_MESSAGES),
     *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
@@ -115,12 +164,45 @@ class HierarchicalGroup(TransportGroup):
     ) -> None:
         super().__init__(everyone.rank, everyone.size, context, store)
         self._leaders, self._everyone, self._hosts = leaders, everyone, hosts
+        self._next_beside: _Beside | None = None  # which the next operation takes along
         self._host = next(i for i, ranks in enumerate(hosts) if everyone.rank in ranks)
         limit = timedelta(seconds=context.timeout)
         self._pairs = LazyPairs(context, store, everyone.rank, limit) if everyone.is_lazy else None
         between_hosts = leaders.connection if leaders is not None else None
         connections = [each for each in (between_hosts, everyone, self._pairs) if each is not None]
         context.on_end = functools.partial(_close_all, connections)
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host, of which the first is its leader."""
+        return self._hosts
+
+    @property
+    def never_ended(self) -> tuple[str, ...]:
+        """The operations whose waits end by themselves only: those of ranks that Gloo connects on demand."""
+        return _BETWEEN_ALL if self._everyone.is_lazy else ()
+
+    def allreduce_beside(self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]) -> Callable[[Any], Any]:
+        """Start an all-reduce beside the call that comes next, see `GroupProxy.allreduce_beside`.
+
+        The two are one operation where that is one of shared memory; its work is then that of the call.
+        """
+        beside = _Beside(self._context, self._leaders, tensor, opts.reduceOp, found)
+        self._next_beside = beside
+
+        def end(work: Any) -> Any:
+            if self._next_beside is not beside:
+                return work
+            self._next_beside = None
+            return self._context.run("all_reduce", chain([beside.begin(), beside.end()]), True, None, [tensor])
+
+        return end
+
+    def _run(self, what: str, steps: Iterable[Steps], opts: Any, result: Tensors) -> CPUWork:
+        beside, self._next_beside = self._next_beside, None
+        if beside is not None:
+            steps = [beside.begin(), *steps, beside.end()]
+        return super()._run(what, steps, opts, result)
 
     def _reduction(self, op: Any, dtype: torch.dtype) -> Any:
         reduce_fn_for(op, dtype)  # raises where it is not defined
