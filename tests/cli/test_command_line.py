@@ -162,7 +162,7 @@ def test_defaults(started: list[Any]) -> None:
         ("--quiet train", "lockstep: error: command: expected .*got '--quiet'"),
         ("train --epochs", "lockstep train: error: --epochs: expected a value, got none"),
         ("train --lr -1e-3", r"lockstep train: error: --lr: expected a value.* written --lr=VALUE\)"),
-        ("train --lr=-1e-3", "lockstep train: error: --lr: expected a finite number above 0, got -0.001"),
+        ("train --lr=-1e-3", "lockstep train: error: --lr: expected a finite number above 0, got '-1e-3'"),
         ("train --compile=yes", "lockstep train: error: --compile/--no-compile: ignored explicit argument 'yes'"),
         ("train --epoch 3", "lockstep train: error: option: .*got '--epoch'. Did you mean --epochs"),
         (

@@ -31,7 +31,11 @@ def resolved(*arguments: str) -> TrainOptions:
     [
         ("a.yaml", "epoch: 3", "Did you mean epochs"),
         ("a.yaml", "global_bach: 3", "Did you mean global_batch_size"),
-        ("a.yaml", "epochs: three", "a.yaml: epochs: expected a whole number, got 'three'"),
+        (
+            "a.yaml",
+            "keep_checkpoints: three",
+            "a.yaml: keep_checkpoints: expected a whole number of at least 1, got 'three'",
+        ),
         ("a.yaml", "- 1\n- 2", "to hold options by name"),
         ("a.yaml", "", "to hold options by name, such as `epochs: 20`, got an empty file"),
         ("a.yaml", "lr: [1", "to be YAML"),
@@ -39,16 +43,16 @@ def resolved(*arguments: str) -> TrainOptions:
         ("a.toml", "lr = ", "to be YAML, or TOML or JSON with the ending"),
         ("a.yaml", "!!python/object/apply:os.mkdir [hacked]", "to be YAML"),
         ("a.yaml", "compile: maybe", "a.yaml: compile: expected true or false, got 'maybe'"),
-        ("a.toml", "max-grad-norm = 'big'", "a.toml: max-grad-norm: expected a number, got 'big'"),
+        ("a.toml", "max-grad-norm = 'big'", "a.toml: max-grad-norm: expected a finite number above 0, got 'big'"),
         # of the right kind, but not to be used
-        ("a.yaml", "lr: -1", "a.yaml: lr: expected a finite number above 0, got -1.0"),
+        ("a.yaml", "lr: -1", "a.yaml: lr: expected a finite number above 0, got -1"),
         (
             "a.yaml",
             "optimizer: adamm",
             "a.yaml: optimizer: expected sgd, adam, adamw, lars or lamb, got 'adamm'. Did you",
         ),
         ("a.yaml", "momentum: .nan", "a.yaml: momentum: expected a finite number"),
-        ("a.yaml", "warmup-epochs: 2", "a.yaml: warmup_epochs: expected less than the 1 epoch of the run"),
+        ("a.yaml", "warmup-epochs: 2", "a.yaml: warmup-epochs: expected less than the 1 epoch of the run"),
         ("a.yaml", "resume: nowhere", "a.yaml: resume: expected a checkpoint, a run directory, or latest, got nowhere"),
         ("a.yaml", "run_dir: mine.py/run", "a.yaml: run_dir: expected a folder that can be written"),
         ("a.yaml", "data_dir: here", "a.yaml: data_dir: expected nothing, as synthetic reads no files"),
@@ -67,7 +71,7 @@ def test_bad_config_files(folder: Path, capsys: pytest.CaptureFixture[str], name
 def test_a_flag_in_place_of_a_bad_key_is_what_an_error_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.yaml").write_text("lr: -1")
     assert run("--config", "a.yaml", "--lr", "0") == 2
-    assert "error: --lr: expected a finite number above 0, got 0.0" in capsys.readouterr().err
+    assert "error: --lr: expected a finite number above 0, got '0'" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.cli import any_command
 from lockstep.cli import run as run_module
-from lockstep.cli.horovodrun import child_variables, program_of
+from lockstep.cli.horovodrun import HorovodOptions, child_variables, program_of
 from lockstep.cli.host_discovery import Discovery, Follower, OwnJob
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError, LockstepError
@@ -57,18 +57,21 @@ def test_the_program_of_a_command(command: str, script: str, arguments: list[str
 
 
 def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def learnt(variables: dict[str, str], **own: Any) -> dict[str, str]:
+        return child_variables(HorovodOptions(**own), variables)
+
     monkeypatch.chdir(tmp_path)
     warning = "LOCKSTEP_STALL_WARNING"
-    assert child_variables({"timeline_filename": "t.json"}, {}) == {"HOROVOD_TIMELINE": str(tmp_path / "t.json")}
-    assert child_variables({"timeline_mark_cycles": True}, {}) == {"HOROVOD_TIMELINE_MARK_CYCLES": "1"}
+    assert learnt({}, timeline_filename="t.json") == {"HOROVOD_TIMELINE": str(tmp_path / "t.json")}
+    assert learnt({}, timeline_mark_cycles=True) == {"HOROVOD_TIMELINE_MARK_CYCLES": "1"}
     seconds = "HOROVOD_STALL_CHECK_TIME_SECONDS"
-    assert child_variables({}, {seconds: "7"}) == {warning: "7", seconds: "7"}
-    assert child_variables({"stall_warning": "9"}, {seconds: "7"}) == {warning: "9", seconds: "9"}
-    assert child_variables({"no_stall_check": True}, {}) == child_variables({}, {"HOROVOD_STALL_CHECK_DISABLE": "1"})
-    assert float(child_variables({"no_stall_check": True}, {})[warning]) > 1e5
+    assert learnt({seconds: "7"}) == {warning: "7", seconds: "7"}
+    assert learnt({seconds: "7"}, stall_warning="9") == {warning: "9", seconds: "9"}
     disable = "HOROVOD_STALL_CHECK_DISABLE"
-    assert child_variables({"no_stall_check": True}, {})[disable] == "1"
-    assert child_variables({"no_stall_check": False}, {disable: "1"}) == {disable: "0"}
+    assert learnt({}, no_stall_check=True) == learnt({disable: "1"})
+    assert float(learnt({}, no_stall_check=True)[warning]) > 1e5
+    assert learnt({}, no_stall_check=True)[disable] == "1"
+    assert learnt({disable: "1"}, no_stall_check=False) == {disable: "0"}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest
         ("-np 2 -H a:2 --host-discovery-script s python x.py", "--host-discovery-script: expected either this option"),
         ("-np 2 --stall-check-warning-time-seconds 0 python x.py", "--stall-check-warning-time-seconds: expected"),
         ("-np 2 --slot-per-host 3 python x.py", "Did you mean --slots-per-host"),
-        ("-np 2 --slots none python x.py", "--slots-per-host: expected a whole number"),
+        ("-np 2 --slots none python x.py", "--slots: expected a whole number"),
         ("-np 2 python not-there.py", "script: expected an existing Python file"),
         ("-np 2 -hostfile not-there python x.py", "-hostfile: expected a text file"),
         ("-np 2 --mpi-args --oversubscribe python x.py", "error: --mpi-args: expected 1 argument"),

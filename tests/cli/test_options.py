@@ -1,7 +1,7 @@
 """Every option of `run`, `train`, `horovodrun` and `submit`: what a command line becomes, here and on other hosts.
 
-`golden/options.txt` has each command line of the table, the values that it sets, what the launchers of other hosts get,
-and the errors. After an intended change: GOLDEN=write pytest tests/cli/test_options.py, and read the difference.
+`tests/data/golden/command_lines.txt` has each command line of the table, the values that it sets, what the launchers of
+other hosts get, and the errors. UPDATE_GOLDEN=1 writes it anew.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lockstep.launcher import start
 from lockstep.launcher.elastic_node import JobSpec
 from lockstep.launcher.remote_command import assign_workers, host_commands, remote_environment, requested_variables
 from lockstep.training import training_run
+from support import golden_texts
 from support.documented_code import subcommands
 
-GOLDEN = Path(__file__).parent / "golden" / "options.txt"
 SOME_VARIABLES = {"LOCKSTEP_DEBUG": "1", "MINE": "m", "PATH": "p", "PYTHONPATH": "q"}
 
 RUN = """
@@ -176,7 +176,6 @@ SUBMIT = """
 --to kubernetes --image i --nodes 2 --gpus 2 --volume runs:/runs --shm 16 --namespace ml train.py
 --to kubernetes --image i --kind jobset --start-timeout 30 --retries 5 train.py
 --to slurm --shared-folder / train.py
---to skypilot --infra aws --setup x train.py
 
 train.py
 --to slrm train.py
@@ -375,12 +374,10 @@ def test_what_every_command_line_becomes(
             for name in set(os.environ) - set(clean):
                 del os.environ[name]
             blocks.append("\n  ".join([f"lockstep {command} {line}", *found]))
-    text = "\n\n".join(blocks) + "\n"
+    text = "\n\n".join(blocks)
     text = text.replace(str(project), "FOLDER").replace(sys.executable, "PYTHON")
     text = re.sub(r"runs/\d{8}-\d{6}-([\w-]+)-[0-9a-f]{4}", r"runs/TIME-\1-XXXX", text)
-    if os.environ.get("GOLDEN") == "write":
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+    golden_texts.compare(golden_texts.GOLDEN / "command_lines.txt", text.splitlines())
 
 
 @pytest.mark.parametrize("command", TABLE)

@@ -125,7 +125,7 @@ def test_the_number_of_workers_is_the_launchers_and_not_the_saved_one(
             "expected a checkpoint in runs/stopped/checkpoints, got an empty folder or none",
         ),
         ("--resume runs/first/result.json", "--resume: expected a checkpoint, a run directory, or latest"),
-        ("--resume runs/odd", "runs/odd/config.yaml: lr: expected a finite number above 0, got -1.0"),
+        ("--resume runs/odd", "runs/odd/config.yaml: lr: expected a finite number above 0, got -1"),
     ],
 )
 def test_what_cannot_be_resumed_gets_one_line_and_changes_nothing(

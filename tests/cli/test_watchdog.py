@@ -23,9 +23,10 @@ from lockstep.cli import main
 from lockstep.errors import ConfigError
 from lockstep.flight_recorder import jobs, layout
 from lockstep.launcher import local
-from lockstep.launcher.run_config import RunConfig, WatchdogOptions
+from lockstep.launcher.options import JobOptions
 from lockstep.launcher.script import Script
 from lockstep.launcher.supervisor import WatchdogFiles, WorkerSupervisor
+from lockstep.launcher.worker_options import WatchdogOptions
 from lockstep.watchdog import report as reports
 from support import warm_python
 
@@ -280,4 +281,4 @@ def test_options_that_do_not_fit(words: list[str], said: str, capsys: pytest.Cap
 def test_an_invalid_value_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_WATCHDOG", "loud")
     with pytest.raises(ConfigError, match="LOCKSTEP_WATCHDOG: expected on, strict or off, got 'loud'"):
-        local.run_host_share(Script(__file__), RunConfig((__file__,)), 2, None, None)  # type: ignore[arg-type]
+        local.run_host_share(Script(__file__), JobOptions((__file__,)), 2, None, None)  # type: ignore[arg-type]

@@ -22,14 +22,14 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any
 
+import yaml
 from typing_extensions import Self
 
 import lockstep
-from lockstep.cli import train_options
 from lockstep.cli.submit import make_job
 from lockstep.errors import LockstepError
 from lockstep.hosts import parse_hosts
-from lockstep.launcher.run_config import RunConfig
+from lockstep.launcher.options import JobOptions
 from lockstep.submit import SCHEDULERS
 from lockstep.training.options import TrainOptions
 
@@ -51,7 +51,7 @@ PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob
 
 command_line = importlib.import_module("lockstep.cli.main")  # the package has a function of this name
 
-LANGUAGES = ("console", "python", "text")
+LANGUAGES = ("console", "python", "text", "yaml")
 
 
 # --- Blocks -----------------------------------------------------------------------------------------------------------
@@ -107,12 +107,24 @@ def check_block(block: Block) -> list[str]:
         return [f"a block of {block.language or 'no language'}, expected one of {', '.join(LANGUAGES)}"]
     if block.language == "python":
         return check_python(block.text)
+    if block.language == "yaml":
+        return check_yaml(block.text)
     if block.language == "text":
         found = [line for line in block.text.splitlines() if line.startswith(("$ ", ">>> "))]
         return [f"{line}: a command or code in a text block" for line in found]
     if block.not_run:
         return []
     return [problem for line in command_lines(block.text) for problem in check_command(line)]
+
+
+def check_yaml(text: str) -> list[str]:
+    """Return what is wrong with a file of YAML, or with the launchers that it starts."""
+    try:
+        yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        return [" ".join(str(error).split())]
+    joined = re.sub(r" \\\n +", " ", text)
+    return [problem for command in re.findall(r"lockstep run .*", joined) for problem in check_command(command)]
 
 
 def check_inline(code: str) -> list[str]:
@@ -185,10 +197,10 @@ def _check_lockstep(words: list[str]) -> list[str]:
 
 def _check_values(command: str, options: argparse.Namespace) -> None:
     if command in ("train", "verify"):
-        TrainOptions(**train_options._flags(options)).check()
+        TrainOptions.parse(vars(options))
     if command == "run":
         given = {name: value for name, value in vars(options).items() if name != "hostfile"}
-        RunConfig.parse({**given, "program": (options.script, *options.arguments)})
+        JobOptions.parse({**given, "program": (options.script, *options.arguments)})
         _require_file(options.script)
     if command == "submit":
         scheduler = SCHEDULERS.load(options.to)()

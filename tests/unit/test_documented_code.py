@@ -78,6 +78,8 @@ def test_whole_programs_are_found() -> None:
         ("console", "pip install 'lockstep-train[gold]'", "no extra gold"),
         ("console", "kubectl apply", "nothing checks this program"),
         ("bash", "lockstep run train.py", "a block of bash"),
+        ("yaml", "run: python -m lockstep run --fast train.py", "--fast"),
+        ("yaml", "run: [", "while parsing"),
         ("", "lockstep run train.py", "a block of no language"),
         ("text", "$ lockstep run train.py", "a command or code in a text block"),
         ("python", "lockstep.trainer", "lockstep has no attribute 'trainer'"),

@@ -48,7 +48,7 @@ PLUG_INS = [
 
 # Names of modules that play the same role in several packages.
 ROLES = [
-    *("collectives", "context", "full_state", "point_to_point", "process_group", "rendezvous", "signatures"),
+    *("collectives", "context", "full_state", "options", "point_to_point", "process_group", "rendezvous", "signatures"),
     *("timeline", "verify"),  # commands have the names of what they command
     *("loss", "trainer"),  # MXNet's own modules
 ]

@@ -15,8 +15,8 @@ from lockstep.checkpoint import distributed_checkpoint
 from lockstep.communicator.initialization import claim_gpu
 from lockstep.errors import CheckpointError, LockstepError, TransportError
 from lockstep.launcher.host_protocol import describe_host
+from lockstep.launcher.options import JobOptions
 from lockstep.launcher.rendezvous import HostRendezvous, check_hosts
-from lockstep.launcher.run_config import RunConfig
 from lockstep.stores import from_ranges
 from lockstep.transports.mpi import process_group as mpi
 from lockstep.transports.runtime.host_identity import find_hosts
@@ -38,7 +38,7 @@ def exchange_calls(store: Any) -> None:
 
 def two_hosts(store: Any, node: int) -> None:
     members = HostRendezvous(store, "127.0.0.1", node, 2)
-    config = RunConfig(("train.py",), nnodes=2, master_addr="127.0.0.1", start_timeout=5.0)
+    config = JobOptions(("train.py",), nnodes=2, master_addr="127.0.0.1", start_timeout=5.0)
     check_hosts(members, describe_host(1), config)
 
 

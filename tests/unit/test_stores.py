@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from lockstep import stores
 from lockstep.launcher import rendezvous
-from lockstep.launcher.run_config import RunConfig
+from lockstep.launcher.options import JobOptions
 from lockstep.stores import LOOPBACK, serve_store
 from support.openings import listens_at
 
@@ -102,10 +102,10 @@ def test_the_launchers_stores_listen_where_the_job_is(made: list[TCPStore]) -> N
     alone.next_rendezvous()
     again = alone.next_rendezvous().bootstrap_store_info.master_port  # started afresh: a store of its own
     assert listens_at(again) == {LOOPBACK}
-    made.append(rendezvous.serve_job_store("node1", 0, RunConfig(("x.py",))))
+    made.append(rendezvous.serve_job_store("node1", 0, JobOptions(("x.py",))))
     assert listens_at(made[-1].port) == {LOOPBACK}
     address = own_address()
-    made.append(rendezvous.serve_job_store(address, 0, RunConfig(("x.py",), nnodes=2, master_addr=address)))
+    made.append(rendezvous.serve_job_store(address, 0, JobOptions(("x.py",), nnodes=2, master_addr=address)))
     assert listens_at(made[-1].port) == {address}
     spanning = rendezvous.HostRendezvous(made[-1], address, 0, 2)
     spanning.round = 1

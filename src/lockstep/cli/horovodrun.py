@@ -6,84 +6,104 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import arguments, environment
+from .. import arguments, environment, option_table
 from ..errors import ConfigError
 from ..hosts import Host, is_loopback, is_this_host, parse_hosts, read_hostfile
-from ..launcher.run_config import OPTIONS as RUN_OPTIONS
+from ..launcher.options import WORKERS, JobOptions
+from ..option_table import Option, integer, option, options_of, values_of
 from . import run
 from .host_discovery import Discovery, Follower, OwnJob
 from .parser import Help
 
-__all__ = ["IGNORED", "OPTIONS", "Ignored", "add_to", "child_variables", "program_of", "run_command"]
+__all__ = ["HorovodOptions", "add_to", "child_variables", "program_of", "run_command"]
 
 
 # --- Options of Horovod's launcher ------------------------------------------------------------------------------------
 
+ELASTIC = "elastic jobs"
+TIMELINE = "timeline and stall check"
+INFORMATION = "information"
 
-def _option(*flags: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return flags, settings
-
-
-def _shared(name: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the option `name` of `lockstep run` under Horovod's flags."""
-    option = _RUN[name]
-    return option.horovodrun, {**run.argparse_settings(option), **settings}
+_seconds = option_table.number("a number of seconds, 0 or more", least=0, below=1e9)
 
 
-_RUN = {option.name: option for option in RUN_OPTIONS}
+def _warning_seconds(name: str, text: str) -> str:
+    """Return a number of seconds as it was typed."""
+    arguments.parse_number(name, text, above=0, below=1e9, expected="a number of seconds above 0")
+    return text
 
-OPTIONS = {
-    "workers": [
-        _shared("workers", help="number of workers (default: as for `lockstep run`)"),
-        _shared("output_dir", help="also write the output of rank N to DIR/rank.N/stdout and DIR/rank.N/stderr"),
-        _shared("start_timeout", help="seconds to wait for the other hosts (default: HOROVOD_START_TIMEOUT, or 60)"),
-        _option("--verbose", action="store_true", help="print the equivalent `lockstep run` command"),
-        _option("--debug", action="store_true", help="print the traceback of the launcher's own errors"),
-    ],
-    "multiple hosts": [
-        _shared("hosts"),
-        _shared("hostfile"),
-        _shared("ssh_port"),
-        _shared("identity"),
-        _option("--network-interfaces", "--network-interface", dest="network_interfaces", metavar="A,B",
-                action="append", help=_RUN["network_interface"].help),
-    ],
-    "elastic jobs": [
-        _option("--min-np", "--min-num-proc", dest="min_np", metavar="N", help="the training waits below so many "
-                "workers (default: -np)"),
-        _option("--max-np", "--max-num-proc", dest="max_np", metavar="N", help="at most so many workers (default: -np, "
-                "or with --host-discovery-script as many as there are slots)"),
-        _option("--host-discovery-script", metavar="FILE", help="program that prints one line `host:slots` per host; "
-                "it is run once a second, and the job follows the hosts and their slots"),
-        _option("--slots-per-host", "--slots", dest="slots_per_host", metavar="N", help="slots of a host that "
-                "is printed without a number (default: 1)"),
-        _option("--elastic-timeout", metavar="S", help="seconds to wait for enough slots (default: "
-                "HOROVOD_ELASTIC_TIMEOUT, or 600)"),
-    ],
-    "timeline and stall check": [
-        _option("--timeline-filename", metavar="FILE", help="write a trace of all operations to FILE, for "
-                "ui.perfetto.dev or chrome://tracing"),
-        _option("--timeline-mark-cycles", action="store_true", help="mark the start of each cycle in the trace"),
-        _option("--no-timeline-mark-cycles", dest="timeline_mark_cycles", action="store_false",
-                help=argparse.SUPPRESS),
-        _option("--no-stall-check", action="store_true", help="do not limit how long ranks wait for each other"),
-        _option("--stall-check", dest="no_stall_check", action="store_false", help=argparse.SUPPRESS),
-        _option("--stall-check-warning-time-seconds", dest="stall_warning", metavar="S", help="seconds of waiting "
-                "for a rank after which a warning is logged (default: 5)"),
-        _shared("stall_timeout", help="seconds of waiting for a rank after which that is an error; 0 for never "
-                "(default: 600)"),
-    ],
-    "information": [
-        _option("-cb", "--check-build", action="store_true", help="show the available frameworks and backends"),
-        _option("-v", "--version", dest="show_version", action="store_true", help="show the version"),
-    ],
-}  # fmt: skip
-"""Group in the help → its options (without the ignored ones)."""
+
+@dataclass(frozen=True)
+class HorovodOptions:
+    """The options of horovodrun that `lockstep run` does not have. Those that it has say in its table what they are."""
+
+    # fmt: off
+
+    verbose: bool = option(False, group=WORKERS, help="print the equivalent `lockstep run` command")
+    debug: bool = option(False, group=WORKERS, help="print the traceback of the launcher's own errors")
+
+    # --- elastic jobs
+    min_np: int | None = option(
+        None, "--min-np", "--min-num-proc", group=ELASTIC, metavar="N", parse=integer(1),
+        help="the training waits below so many workers (default: -np)",
+    )
+    max_np: int | None = option(
+        None, "--max-np", "--max-num-proc", group=ELASTIC, metavar="N", parse=integer(1),
+        help="at most so many workers (default: -np, or with --host-discovery-script as many as there are slots)",
+    )
+    host_discovery_script: str | None = option(
+        None, group=ELASTIC, metavar="FILE",
+        help="program that prints one line `host:slots` per host; it is run once a second, and the job follows the "
+        "hosts and their slots",
+    )
+    slots_per_host: int = option(
+        1, "--slots-per-host", "--slots", group=ELASTIC, metavar="N", parse=integer(1),
+        help="slots of a host that is printed without a number",
+    )
+    elastic_timeout: float | None = option(
+        None, group=ELASTIC, metavar="S", parse=_seconds,
+        help="seconds to wait for enough slots (default: HOROVOD_ELASTIC_TIMEOUT, or 600)",
+    )
+
+    # --- timeline and stall check
+    timeline_filename: str | None = option(
+        None, group=TIMELINE, metavar="FILE",
+        help="write a trace of all operations to FILE, for ui.perfetto.dev or chrome://tracing",
+    )
+    timeline_mark_cycles: bool | None = option(
+        None, group=TIMELINE, opposites=("--no-timeline-mark-cycles",),
+        help="mark the start of each cycle in the trace",
+    )
+    no_stall_check: bool | None = option(
+        None, group=TIMELINE, opposites=("--stall-check",), help="do not limit how long ranks wait for each other",
+    )
+    stall_warning: str | None = option(
+        None, "--stall-check-warning-time-seconds", group=TIMELINE, metavar="S", parse=_warning_seconds,
+        help="seconds of waiting for a rank after which a warning is logged (default: 5)",
+    )
+
+    # --- information
+    check_build: bool = option(
+        False, "-cb", "--check-build", group=INFORMATION, help="show the available frameworks and backends",
+    )
+    show_version: bool = option(False, "-v", "--version", group=INFORMATION, help="show the version")
+    # fmt: on
+
+
+def _shared() -> Iterator[Option]:
+    """Return the options of `lockstep run` that horovodrun has too, as they are typed there."""
+    for entry in options_of(JobOptions):
+        typed = entry.horovodrun
+        if typed is not None:
+            group = typed.group or entry.group
+            yield replace(entry, flags=typed.flags, group=group, help=typed.help or entry.help)
+
 
 IGNORED: dict[int, str] = {
     0: """
@@ -155,41 +175,36 @@ def add_to(commands: Any, name: str) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="such as `python train.py --epochs 3`")
-    for title, options in OPTIONS.items():
-        group = parser.add_argument_group(title)
-        for flags, settings in options:
-            group.add_argument(*flags, **settings)
+    parser.add_options(_shared())
+    parser.add_options(options_of(HorovodOptions))
     for count, names in IGNORED.items():
         for flag in names.split():
             parser.add_argument(flag, dest="ignored", nargs=count, action=Ignored, help=argparse.SUPPRESS)
-    sources = parser.first_flags()  # the options' names in errors
-    sources["network_interface"] = sources["network_interfaces"]
-    parser.set_command(run_command, full_tracebacks=True, sources=sources)
+    parser.set_command(run_command, full_tracebacks=True)
 
 
 def run_command(parsed: argparse.Namespace) -> int:
     """Run the command with the `parsed` arguments, and return the exit code."""
-    given = {
-        name: value for name, value in vars(parsed).items() if name not in ("run", "known", "elsewhere", "sources")
-    }
-    if "show_version" in given or "check_build" in given:
-        print(_version() if "show_version" in given else _build_information())
+    given = vars(parsed)
+    own = HorovodOptions(**values_of(HorovodOptions, given))
+    if own.show_version or own.check_build:
+        print(_version() if own.show_version else _build_information())
         return 0
     if ignored := given.get("ignored"):
         _log(f"options without effect, ignored: {', '.join(ignored)}")
     program = program_of(given.get("command", []))
     variables = environment.variables()
-    elastic, follower = _elastic_job(given, variables)
+    elastic, follower = _elastic_job(own, given, variables)
     chosen = {
         **program,
         **_shared_values(given, variables),
         **elastic,
-        **_stall_timeout(given, variables),
+        **_stall_timeout(own, given, variables),
     }
-    environment.set_variables(child_variables(given, variables))
+    environment.set_variables(child_variables(own, variables))
     names = [name for name in environment.variables() if name.startswith("HOROVOD_")]
     chosen["env"] = [name for name in names if name.removeprefix("HOROVOD_") not in _RANK_VARIABLES]
-    if "verbose" in given:
+    if own.verbose:
         _log(shlex.join(_equivalent_command(chosen)))
     if "elastic" in chosen and follower is None and _are_here(_given_hosts(chosen)):
         for name in ("hosts", "hostfile"):
@@ -230,31 +245,34 @@ def _is_this_python(word: str) -> bool:
 
 
 def _shared_values(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of the options that `lockstep run` also has."""
-    shared = [option.name for option in RUN_OPTIONS if option.horovodrun and option.name != "stall_timeout"]
-    values = {name: given[name] for name in shared if name in given}
-    if "network_interfaces" in given:
-        values["network_interface"] = ",".join(given["network_interfaces"])
-    if "output_dir" in values:
-        values["tee"] = True
-    if "start_timeout" not in values and variables.get("HOROVOD_START_TIMEOUT"):
-        values["start_timeout"] = variables["HOROVOD_START_TIMEOUT"]
-    return values
+    """Return the texts of the options that `lockstep run` also has."""
+    shared = {entry.name: given[entry.name] for entry in _shared() if entry.name in given}
+    shared.pop("stall_timeout", None)
+    if "network_interface" in shared:
+        shared["network_interface"] = ",".join(shared["network_interface"])
+    if "output_dir" in shared:
+        shared["tee"] = True
+    if "start_timeout" not in shared and variables.get("HOROVOD_START_TIMEOUT"):
+        shared["start_timeout"] = variables["HOROVOD_START_TIMEOUT"]
+    return shared
 
 
 _MOST = 120  # workers of an elastic job, see --elastic of `lockstep run`
 
 
-def _elastic_job(given: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[dict[str, str], Follower | None]:
+def _elastic_job(
+    own: HorovodOptions, given: Mapping[str, Any], variables: Mapping[str, str]
+) -> tuple[dict[str, str], Follower | None]:
     """Return the options of `lockstep run` for an elastic job, and what follows its script, if there is one."""
-    numbers = {name: _count(name, given) for name in ("workers", "min_np", "max_np", "slots_per_host")}
-    least, most = numbers["min_np"] or numbers["workers"] or 1, numbers["max_np"]
-    bound = max(least, numbers["workers"] or 1)
+    workers = arguments.parse_whole("workers", given["workers"], least=1) if "workers" in given else None
+    least = own.min_np or workers or 1
+    most = own.max_np
+    bound = max(least, workers or 1)
     if most is not None and most < bound:
         raise ConfigError("max_np", f"at least {bound}, the value of -np or --min-np", most)
-    script = given.get("host_discovery_script")
+    script = own.host_discovery_script
     if script is None:
-        if "min_np" not in given and "max_np" not in given:
+        if own.min_np is None and own.max_np is None:
             return {}, None
         slots = sum(host.slots for host in _given_hosts(given)) or _MOST
         if _is_fixed(given):
@@ -263,9 +281,10 @@ def _elastic_job(given: Mapping[str, Any], variables: Mapping[str, str]) -> tupl
         return {"elastic": f"{least}:{most}", "workers": str(min(bound, most))}, None
     if "hosts" in given or "hostfile" in given:
         raise ConfigError("host_discovery_script", "either this option, or -H or --hostfile", found="both")
-    timeout = given.get("elastic_timeout") or variables.get("HOROVOD_ELASTIC_TIMEOUT") or "600"
-    seconds = _seconds("elastic_timeout", timeout)
-    discovery = Discovery(script, numbers["workers"] or least, numbers["slots_per_host"] or 1, seconds)
+    seconds = own.elastic_timeout
+    if seconds is None:
+        seconds = _seconds("elastic_timeout", variables.get("HOROVOD_ELASTIC_TIMEOUT") or "600")
+    discovery = Discovery(script, workers or least, own.slots_per_host, seconds)
     hosts = discovery.find()
     workers = min(sum(host.slots for host in hosts), most or sys.maxsize)
     names = {"hosts": ",".join(_host_text(host) for host in hosts)}
@@ -301,43 +320,34 @@ def _host_text(host: Host) -> str:
     return f"{host.user}@{name}:{host.slots}" if host.user else f"{name}:{host.slots}"
 
 
-def _count(name: str, given: Mapping[str, Any]) -> int | None:
-    text = str(given.get(name, ""))
-    return arguments.parse_whole(name, text, least=1) if text else None
-
-
-def _seconds(name: str, text: str) -> float:
-    return arguments.parse_number(name, text, least=0, below=1e9, expected="a number of seconds, 0 or more")
-
-
-def _stall_timeout(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
+def _stall_timeout(own: HorovodOptions, given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
     """Return the value of --stall-timeout, if the user has set it."""
-    if _is_stall_check_off(given, variables):
+    if _is_stall_check_off(own, variables):
         return {"stall_timeout": _NEVER}
     text = given.get("stall_timeout", variables.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", ""))
     return {"stall_timeout": text if _seconds("stall_timeout", text) else _NEVER} if text else {}
 
 
-def _is_stall_check_off(given: Mapping[str, Any], variables: Mapping[str, str]) -> bool:
-    disabled = variables.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
-    return bool(given.get("no_stall_check", disabled))
+def _is_stall_check_off(own: HorovodOptions, variables: Mapping[str, str]) -> bool:
+    if own.no_stall_check is not None:
+        return own.no_stall_check
+    return variables.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
 
 
-def child_variables(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
+def child_variables(own: HorovodOptions, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for the options that `lockstep run` does not have."""
     values = {}
-    if "timeline_filename" in given:
-        values["HOROVOD_TIMELINE"] = str(Path(given["timeline_filename"]).absolute())
-    if "timeline_mark_cycles" in given:
-        values["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(given["timeline_mark_cycles"]))
-    text = given.get("stall_warning", variables.get("HOROVOD_STALL_CHECK_TIME_SECONDS", ""))
-    if _is_stall_check_off(given, variables):
+    if own.timeline_filename is not None:
+        values["HOROVOD_TIMELINE"] = str(Path(own.timeline_filename).absolute())
+    if own.timeline_mark_cycles is not None:
+        values["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(own.timeline_mark_cycles))
+    warning = own.stall_warning or variables.get("HOROVOD_STALL_CHECK_TIME_SECONDS", "")
+    if _is_stall_check_off(own, variables):
         values |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "LOCKSTEP_STALL_WARNING": _NEVER}
-    elif text:
-        expected = "a number of seconds above 0"
-        arguments.parse_number("stall_warning", text, above=0, below=1e9, expected=expected)
-        values |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": text, "LOCKSTEP_STALL_WARNING": text}
-    if "no_stall_check" in given and not given["no_stall_check"]:
+    elif warning:
+        seconds = _warning_seconds("stall_warning", warning)
+        values |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": seconds, "LOCKSTEP_STALL_WARNING": seconds}
+    if own.no_stall_check is False:
         values["HOROVOD_STALL_CHECK_DISABLE"] = "0"
     return values
 
@@ -345,9 +355,9 @@ def child_variables(given: Mapping[str, Any], variables: Mapping[str, str]) -> d
 def _equivalent_command(chosen: Mapping[str, Any]) -> list[str]:
     """Return the equivalent command line of `lockstep run`."""
     words = ["lockstep", "run", "--as-horovod"]
-    for option in RUN_OPTIONS:
-        if option.name in chosen and option.metavar and not option.repeats:
-            words += [option.flags[0], chosen[option.name]]
+    for entry in options_of(JobOptions):
+        if entry.name in chosen and entry.metavar and entry.name != "env":
+            words += [entry.flags[0], chosen[entry.name]]
     for name in chosen["env"]:
         words += ["-x", name]
     return [*words, *["-m"] * chosen.get("module", False), chosen["script"], *chosen["arguments"]]

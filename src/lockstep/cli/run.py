@@ -11,11 +11,12 @@ from typing import Any
 from .. import other_names
 from ..errors import LockstepError
 from ..hosts import Host
-from ..launcher.run_config import OPTIONS, RunConfig, RunOption
+from ..launcher.options import JobOptions
+from ..option_table import options_of
 from .parser import Help
 from .train_options import REPORTS, new_folder
 
-__all__ = ["add_to", "argparse_settings", "run_command"]
+__all__ = ["add_to", "run_command"]
 
 _DESCRIPTION = """\
 Run a program as the ranks of one job, each in its own process with RANK,
@@ -53,8 +54,6 @@ options, 130 and 143 after Ctrl-C and SIGTERM
 # Options that programs hardly have themselves: after the script they might be meant for this command.
 _BEFORE_THE_SCRIPT = ("-np", "--nproc", "--num-proc", "--nproc-per-node", "--nproc_per_node", "--elastic", "--hostfile")
 
-_SET_BY_PARSER = ("run", "known", "elsewhere", "full_tracebacks", "sources")
-
 
 def add_to(commands: Any, name: str) -> None:
     """Add this command to the subparsers `commands`."""
@@ -70,21 +69,8 @@ def add_to(commands: Any, name: str) -> None:
     )
     parser.add_argument("script", help="a Python file; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
-    groups: dict[str, Any] = {"": parser}
-    for option in OPTIONS:
-        if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group)
-        groups[option.group].add_argument(*option.flags, **argparse_settings(option))
-    sources = parser.first_flags()  # the options' names in errors
-    parser.set_command(run_command, other_names.RUN_FLAGS, full_tracebacks=True, sources=sources)
-
-
-def argparse_settings(option: RunOption) -> dict[str, Any]:
-    """Return the keyword arguments of argparse's `add_argument` for an option of `lockstep run`."""
-    settings: dict[str, Any] = {"dest": option.name, "help": option.help or argparse.SUPPRESS}
-    if option.default is False:
-        return {**settings, "action": "store_true"}
-    return {**settings, "metavar": option.metavar, "action": "append" if option.repeats else "store"}
+    parser.add_options(options_of(JobOptions))
+    parser.set_command(run_command, other_names.RUN_FLAGS, full_tracebacks=True)
 
 
 def run_command(parsed: argparse.Namespace, listed: Callable[[], Sequence[Host]] | None = None) -> int:
@@ -96,7 +82,7 @@ def run_command(parsed: argparse.Namespace, listed: Callable[[], Sequence[Host]]
     """
     from ..launcher import start
 
-    given = {name: value for name, value in vars(parsed).items() if name not in _SET_BY_PARSER}
+    given = vars(parsed)
     program = [str(parsed.script), *map(str, parsed.arguments)]
     late = [word for word in program[1:] if word.partition("=")[0] in _BEFORE_THE_SCRIPT]
     if program[1:2] == ["--"]:
@@ -104,7 +90,7 @@ def run_command(parsed: argparse.Namespace, listed: Callable[[], Sequence[Host]]
     elif late and "quiet" not in given:
         text = f"{', '.join(late)} after {program[0]} goes to the program; options of lockstep run come before it"
         print(f"lockstep run: {text}", file=sys.stderr)
-    config = RunConfig.parse({**given, "program": tuple(program)})
+    config = JobOptions.parse({**given, "program": tuple(program)})
     try:
         start.start(config, listed)
     except LockstepError as error:
@@ -114,7 +100,7 @@ def run_command(parsed: argparse.Namespace, listed: Callable[[], Sequence[Host]]
     return 0
 
 
-def _write_report(report_json: str, config: RunConfig) -> str:
+def _write_report(report_json: str, config: JobOptions) -> str:
     """Write the watchdog's report into --output-dir or a new folder in ``reports/``, and return its path."""
     from ..watchdog import report
 

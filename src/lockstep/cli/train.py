@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from .. import environment, other_names
 from ..activity import Activity
 from ..errors import ConfigError, LockstepError
+from ..option_table import options_of
 from ..registry import import_path_here
-from ..training.options import GROUPS, TrainOptions
+from ..training.options import FILES, TrainOptions
 from .parser import Help
-from .train_options import as_flag, resolve
+from .train_options import resolve
 
-__all__ = ["add_option", "add_to", "choose_workers", "run_command"]
+__all__ = ["add_to", "choose_workers", "run_command"]
 
 _DESCRIPTION = """\
 Train a model on one worker or many. The number of workers only affects speed: a
@@ -76,26 +76,11 @@ def add_to(commands: Any, name: str) -> None:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
-    for option in fields(TrainOptions):
-        add_option(groups[option.metadata["group"]], option)
-    files = groups[GROUPS[4]]
+    parser.add_options(options_of(TrainOptions))
     text = "YAML, TOML or JSON file with options, e.g. a line `epochs: 20`; flags take precedence"
-    files.add_argument("--config", metavar="FILE", help=text)
-    files.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.group(FILES).add_argument("--config", metavar="FILE", help=text)
+    parser.group(FILES).add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command, other_names.TRAIN_FLAGS)
-
-
-def add_option(group: Any, option: Any) -> None:
-    """Add a field of `TrainOptions` to a parser or to a group of it."""
-    flag, text = as_flag(option.name), option.metadata["help"]
-    if isinstance(option.default, bool):
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
-        return
-    choices = option.metadata["choices"]
-    if option.default is not None:
-        text = f"{text} (default: {option.default})"
-    group.add_argument(flag, metavar=option.metadata["metavar"] or "|".join(choices), help=text)
 
 
 def run_command(parsed: argparse.Namespace) -> int:

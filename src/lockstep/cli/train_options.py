@@ -8,20 +8,19 @@ import json
 import secrets
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from .. import arguments, environment
 from ..errors import ConfigError
-from ..training.options import CONFIGS, TrainOptions, from_mapping, parse_text
+from ..option_table import options_of, values_of
+from ..training.options import CONFIGS, TrainOptions, check_names
 
 __all__ = [
     "REPORTS",
     "RUNS",
-    "as_flag",
     "as_typed",
     "choose_folder",
     "find_checkpoint",
@@ -58,7 +57,8 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         got = "an empty file" if content is None else type(content).__name__
         raise ConfigError("config", f"{path} to hold options by name, such as `epochs: 20`", found=got)
-    return from_mapping(content, str(path))
+    check_names(content, str(path))
+    return content
 
 
 def _yaml(text: str) -> Any:
@@ -184,59 +184,45 @@ def resolve(parsed: argparse.Namespace) -> TrainOptions:
     Raises:
         ConfigError: an option is invalid.
     """
-    flags = _flags(parsed)
-    files = []
-    if hasattr(parsed, "config"):
-        path = Path(parsed.config).expanduser()
-        files = [(path, read_config(path))]
-    parsed.sources = _sources(files, flags)
-    values, run = _merge(files, flags), None
-    if values.get("resume") is not None:
-        checkpoint, run = find_checkpoint(values["resume"], values.get("run_dir"))
-        files = [*_recorded_options(run), *files]
-        parsed.sources = _sources(files, flags)
-        values = {**_merge(files, flags), "resume": str(checkpoint)}
-    options = TrainOptions(**values)
-    options.check()
-    options.run_dir = str(choose_folder(options.run_dir, run, options.title))
-    return options
+    flags = {each.name: getattr(parsed, each.name) for each in options_of(TrainOptions) if hasattr(parsed, each.name)}
+    path = Path(parsed.config).expanduser() if hasattr(parsed, "config") else None
+    given: dict[str, Any] = {} if path is None else _named(read_config(path), str(path), parsed, flags)
+    given |= flags
+    run = None
+    if given.get("resume") is not None:
+        asked = values_of(TrainOptions, {name: given[name] for name in ("resume", "run_dir") if name in given})
+        checkpoint, run = find_checkpoint(asked["resume"], asked.get("run_dir"))
+        given = {**_recorded(run, parsed, given), **given, "resume": str(checkpoint)}
+    chosen = TrainOptions.parse(given)
+    chosen.run_dir = str(choose_folder(chosen.run_dir, run, chosen.title))
+    return chosen
 
 
-def _flags(parsed: argparse.Namespace) -> dict[str, Any]:
-    values = {}
-    for option in fields(TrainOptions):
-        if hasattr(parsed, option.name):
-            value = getattr(parsed, option.name)
-            values[option.name] = parse_text(option, value) if isinstance(value, str) else value
-    return values
+def _named(
+    content: dict[str, Any], source: str, parsed: argparse.Namespace, above: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options in a file by name, and note in `parsed.sources` the key of each that none `above` replaces."""
+    named = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        named[name] = value
+        if name not in above:
+            parsed.sources = {**parsed.sources, name: f"{source}: {key}"}
+    return named
 
 
-def _recorded_options(run: Path | None) -> list[tuple[Path, dict[str, Any]]]:
-    """Read the options that the resumed run has recorded."""
+def _recorded(run: Path | None, parsed: argparse.Namespace, above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the resumed run has recorded."""
     path = None if run is None else _config_of(run)
     if path is None:
-        return []
-    values = read_config(path)
+        return {}
+    recorded = _named(read_config(path), str(path), parsed, above)
     if environment.is_launched():
-        values.pop("workers", None)  # the launcher determines their number
-    return [(path, values)]
-
-
-def _merge(files: list[tuple[Path, dict[str, Any]]], flags: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for values in (*(values for _, values in files), flags) for name, value in values.items()}
-
-
-def _sources(files: list[tuple[Path, dict[str, Any]]], flags: dict[str, Any]) -> dict[str, str]:
-    return {name: f"{path}: {name}" for path, values in files for name in values if name not in flags}
-
-
-def as_flag(argument: str) -> str:
-    """Return an option as a flag: global_batch_size → --global-batch-size; any other text is unchanged."""
-    known = {option.name for option in fields(TrainOptions)} | {"config"}
-    return "--" + argument.replace("_", "-") if argument in known else argument
+        recorded.pop("workers", None)  # the launcher determines their number
+    return recorded
 
 
 def as_typed(argument: str, parsed: argparse.Namespace) -> str:
     """Return the name of an option as the user gave it: as a flag, or as a key of a file."""
     sources: dict[str, str] = getattr(parsed, "sources", {})
-    return sources.get(argument, as_flag(argument))
+    return sources.get(argument, argument)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import arguments
 from ..activity import Activity
 from ..errors import ConfigError
+from ..option_table import Option, options_of
 from ..parallel.shards import DEFAULT_VIRTUAL_WORKERS
 from ..registry import import_path_here
-from ..training.options import GROUPS, TrainOptions
+from ..training.options import FILES, TrainOptions
 from .parser import Help
-from .train import add_option
 from .train_options import resolve
 from .verify_script import verify_script
 
@@ -88,15 +88,16 @@ def add_to(commands: Any, name: str) -> None:
     comparison.add_argument(
         "--compare-ddp", action="store_true", default=False, help="run training without virtual workers as well"
     )
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
-    for option in fields(TrainOptions):
-        if option.name not in _EXCLUDED:
-            add_option(groups[option.metadata["group"]], option)
-    groups[GROUPS[4]].add_argument(
-        "--config", metavar="FILE", help="YAML, TOML or JSON file with options; flags win over it"
-    )
-    groups[GROUPS[4]].add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_options(_options())
+    text = "YAML, TOML or JSON file with options; flags win over it"
+    parser.group(FILES).add_argument("--config", metavar="FILE", help=text)
+    parser.group(FILES).add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
+
+
+def _options() -> list[Option]:
+    """Return the options of `lockstep train` that this command has too."""
+    return [option for option in options_of(TrainOptions) if option.name not in _EXCLUDED]
 
 
 def run_command(parsed: argparse.Namespace) -> int:
@@ -133,7 +134,7 @@ def _refuse_training_options(parsed: argparse.Namespace) -> None:
     Raises:
         ConfigError: naming the first one.
     """
-    names = [option.name for option in fields(TrainOptions) if option.name not in _EXCLUDED]
+    names = [option.name for option in _options()]
     for name in (*names, "config", "compare_ddp"):
         if getattr(parsed, name, False) is not False:
             flag = f"--{name.replace('_', '-')}"

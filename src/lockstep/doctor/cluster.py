@@ -17,7 +17,7 @@ import msgspec
 from .. import environment, messages
 from ..environment.schedulers import find_node
 from ..errors import ConfigError
-from ..launcher.run_config import RunConfig
+from ..launcher.options import JobOptions
 from ..messages import Integer
 from . import this_host
 from .findings import Problem, Section
@@ -91,7 +91,7 @@ def _find_place() -> _Place | None:
     node = find_node(variables, socket.getfqdn())
     if node is None:
         return None
-    port = (node.port or RunConfig(()).master_port) if node.nodes > 1 else None
+    port = (node.port or JobOptions(()).master_port) if node.nodes > 1 else None
     return _Place(node.scheduler, node.node, node.nodes, "node", node.address, port)
 
 
@@ -232,7 +232,7 @@ def compare_nodes(found: Mapping[int, _Node], what: str) -> tuple[str, list[Prob
 def _add_tools(section: Section) -> None:
     """List the schedulers to which `lockstep submit` can hand a job from here."""
     found = [name for name, (tool, _) in _TOOLS.items() if shutil.which(tool) is not None]
-    section.add("submit --to", ", ".join(found) or "none: no sbatch, kubectl, sky or dstack on the PATH")
+    section.add("submit --to", ", ".join(found) or "none: no sbatch or kubectl on the PATH")
     for name in found:
         _, describe = _TOOLS[name]
         if describe is not None:
@@ -258,8 +258,6 @@ def _describe_kubernetes() -> str:
 _TOOLS: dict[str, tuple[str, Callable[[], str] | None]] = {
     "slurm": ("sbatch", _describe_slurm),
     "kubernetes": ("kubectl", _describe_kubernetes),
-    "skypilot": ("sky", None),
-    "dstack": ("dstack", None),
 }
 
 

@@ -22,7 +22,8 @@ from ..errors import (
 from ..network import VirtualNetwork, parse_network
 from ..system.job_folders import temporary_job_folder
 from .host_requirements import check_loopback
-from .run_config import SAVE_GRACE, WorkerOptions, check_network
+from .options import check_network
+from .worker_options import SAVE_GRACE, WorkerOptions
 
 __all__ = ["attach_report", "check_process", "check_settings", "launch"]
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.utils.api import macros
 from ..activity import Activity
 from .fork_server import note_how_to_know, starting_processes
 from .rendezvous import HostRendezvous
-from .run_config import WorkerOptions
+from .worker_options import WorkerOptions
 
 __all__ = ["Agent", "WorkerVariables", "make_agent", "run_agent"]
 

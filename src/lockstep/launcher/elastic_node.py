@@ -50,8 +50,8 @@ from .host_protocol import ParentMessage, describe_host
 from .local import elastic_setup
 from .log_multiplexer import LogMultiplexer
 from .node import failure_of, next_command, send_to_parent
+from .options import JobOptions
 from .rendezvous import interface_with_address
-from .run_config import OPTIONS, RunConfig
 from .script import HOROVOD_SETUP, Script
 
 T = TypeVar("T")
@@ -73,17 +73,10 @@ class JobSpec(msgspec.Struct, frozen=True):
     variables: dict[str, str]
 
     @staticmethod
-    def of(config: RunConfig) -> JobSpec:
+    def of(config: JobOptions) -> JobSpec:
         """Return what other hosts have to run for `config`."""
-        given: dict[str, str | bool] = {"module": config.module} if config.module else {}
-        for option in OPTIONS:
-            words = option.words(getattr(config, option.name)) if option.to_hosts else []
-            if words:
-                given[option.name] = words[1] if len(words) > 1 else True
-        if config.elastic is not None:
-            given["elastic"] = f"{config.elastic[0]}:{config.elastic[1]}"
         variables = {name: value for name, value in environment.variables().items() if name == "PYTHONPATH"}
-        return JobSpec(config.program, given, str(Path.cwd()), variables)
+        return JobSpec(config.program, config.texts(), str(Path.cwd()), variables)
 
 
 class Listener:
@@ -140,7 +133,7 @@ class Listener:
 # --- `lockstep run` on one of several hosts ---------------------------------------------------------------------------
 
 
-def run_as_node(script: Script, config: RunConfig, workers: int, problem: str) -> None:
+def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) -> None:
     """Run this host's part of an elastic job, as `lockstep run` was told, or as its parent launcher tells it.
 
     Args:
@@ -187,7 +180,7 @@ def run_as_node(script: Script, config: RunConfig, workers: int, problem: str) -
 
 def _run_part(
     script: Script,
-    config: RunConfig,
+    config: JobOptions,
     workers: int,
     multiplexer: LogMultiplexer,
     address: str,
@@ -270,7 +263,7 @@ def _write_to_file() -> None:
 # --- Founding a job ---------------------------------------------------------------------------------------------------
 
 
-def found_job(config: RunConfig, setup: HostSetup, slots: int, listener: Listener, watch: Watch) -> None:
+def found_job(config: JobOptions, setup: HostSetup, slots: int, listener: Listener, watch: Watch) -> None:
     """Wait until all hosts of `config` are there, and run the job.
 
     Args:
@@ -311,7 +304,7 @@ def _opened(setup: HostSetup, own: HostEntry, listener: Listener) -> Any:
 class _Porter:
     """Lets the hosts in with which a job begins."""
 
-    def __init__(self, host: ElasticHost, config: RunConfig) -> None:
+    def __init__(self, host: ElasticHost, config: JobOptions) -> None:
         self._host, self._config, self._problem = host, config, ""
         self._others: dict[int, HostEntry] = {}
         self.spec = messages.encode(JobSpec.of(config))
@@ -354,7 +347,7 @@ class _Porter:
 
 def join_job(
     addresses: list[tuple[str, int]],
-    config: RunConfig,
+    config: JobOptions,
     setup: HostSetup,
     slots: int,
     watch: Watch,
@@ -485,7 +478,8 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
     os.chdir(spec.folder)
     environment.set_variables(spec.variables)
     given = {**spec.options, "program": spec.program, "master_addr": address, "master_port": str(port)}
-    config = RunConfig.parse(given)
+    config = JobOptions.parse(given)
+    environment.set_variables(config.variables())
     config = replace(config, start_timeout=min(config.start_timeout, ALONE_S))  # the job runs already, or is over
     with Activity("lockstep join: loading PyTorch", shown=True):
         count = workers or default_workers()

@@ -22,9 +22,9 @@ from .elastic_job import Ended, JobState, Limits, Start
 from .fork_server import note_how_to_know, starting_processes
 from .log_multiplexer import LogMultiplexer, OutputLine, PipedOutput, open_pipes
 from .pulse import Patience
-from .run_config import WorkerOptions
 from .script import Script
 from .supervisor import StoppedWorkers, WatchdogFiles, WorkerSupervisor
+from .worker_options import WorkerOptions
 from .worker_status import StatusFolder, newest_checkpoint, time_request_file
 
 __all__ = ["HostSetup", "HostWorkers"]

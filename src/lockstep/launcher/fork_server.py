@@ -24,7 +24,7 @@ from ..interruption import LAUNCHER_SIGNALS
 from ..system import socket_folders
 from ..system.processes import UNKNOWN_EXIT_CODE
 from . import host_requirements
-from .run_config import RunConfig
+from .options import JobOptions
 
 __all__ = [
     "check_memory",
@@ -193,12 +193,12 @@ def default_workers() -> int:
     return max(1, torch.accelerator.device_count())
 
 
-def threads_per_worker(config: RunConfig, workers: int) -> int:
+def threads_per_worker(config: JobOptions, workers: int) -> int:
     """Return --threads, or else OMP_NUM_THREADS, or else so many that no two threads share a core."""
     return config.threads or environment.threads() or max(1, environment.usable_cores() // workers)
 
 
-def prepare_workers(config: RunConfig, workers: int) -> None:
+def prepare_workers(config: JobOptions, workers: int) -> None:
     """Set the environment of the workers and start the fork server, while this process continues.
 
     Raises:
@@ -215,7 +215,7 @@ def prepare_workers(config: RunConfig, workers: int) -> None:
         start_fork_server((*config.preload, "torch._dynamo") if config.elastic else config.preload)
 
 
-def wait_until_loaded(config: RunConfig) -> None:
+def wait_until_loaded(config: JobOptions) -> None:
     """Wait until the fork server has loaded PyTorch, so that a launcher that joins a job does not wait later."""
     if config.start_method == "forkserver":
         process = multiprocessing.get_context("forkserver").Process(target=int)

@@ -30,12 +30,13 @@ from .elastic_workers import HostSetup
 from .fork_server import threads_per_worker
 from .host_protocol import HostFailure
 from .log_multiplexer import FileOutput, LogMultiplexer, OutputTarget, RankLogFiles, inherit_output, pipe_output
+from .options import JobOptions
 from .pulse import Patience, Pulse
 from .rendezvous import HostRendezvous
-from .run_config import EXIT_GRACE, RunConfig, WatchdogOptions, WorkerOptions
 from .script import Script
 from .supervisor import WatchdogFiles, WorkerSupervisor, program_name
 from .terminal import lend_terminal
+from .worker_options import EXIT_GRACE, WatchdogOptions, WorkerOptions
 from .worker_status import (
     StatusFolder,
     WorkerResults,
@@ -402,7 +403,7 @@ def _open_output(
 
 
 def run_host_share(
-    script: Script, config: RunConfig, workers: int, multiplexer: LogMultiplexer, rendezvous: HostRendezvous
+    script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer, rendezvous: HostRendezvous
 ) -> None:
     """Run this host's workers of `config.program`."""
     threads, watch = threads_per_worker(config, workers), _watchdog_options(config)
@@ -418,7 +419,7 @@ def run_host_share(
     run_program(script, options, OutputSettings(multiplexer, folder, alone, config.tee, config.quiet), rendezvous)
 
 
-def elastic_setup(script: Script, config: RunConfig, workers: int, multiplexer: LogMultiplexer) -> HostSetup:
+def elastic_setup(script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer) -> HostSetup:
     """Return how to run the workers of an elastic job on this host."""
     threads, watch = threads_per_worker(config, workers), _watchdog_options(config)
     if not config.quiet:
@@ -430,7 +431,7 @@ def elastic_setup(script: Script, config: RunConfig, workers: int, multiplexer: 
     return HostSetup(script, options, Limits(*config.elastic), multiplexer, variables, patience)
 
 
-def _watchdog_options(config: RunConfig) -> WatchdogOptions:
+def _watchdog_options(config: JobOptions) -> WatchdogOptions:
     environment.watchdog_mode()  # raises for an invalid value before anything starts
     mode = "off" if config.no_watchdog else "strict" if config.strict else None
     timeline = None if config.timeline is None else str(Path(config.timeline).absolute())
@@ -438,7 +439,7 @@ def _watchdog_options(config: RunConfig) -> WatchdogOptions:
     return WatchdogOptions(mode, config.stall_timeout, timeline, folder)
 
 
-def _startup_message(workers: int, threads: int, config: RunConfig) -> str:
+def _startup_message(workers: int, threads: int, config: JobOptions) -> str:
     of = f"{threads} thread{'s'[: threads != 1]}" + (" each" if workers > 1 else "")
     text = f"lockstep run: {workers} worker{'s'[: workers != 1]}, {of} ({environment.usable_cores()} cores)"
     if config.output_dir is None:

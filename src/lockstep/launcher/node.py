@@ -22,9 +22,10 @@ from ..errors import InterruptedRunError, LockstepError, WorkerError
 from .host_protocol import CONTROL_PREFIX, HostFailure, ParentMessage, describe_host
 from .local import run_host_share
 from .log_multiplexer import LogMultiplexer
+from .options import JobOptions
 from .rendezvous import address_towards, check_hosts, interface_with_address, join_rendezvous, serve_job_store
-from .run_config import FAILURE_GRACE, RunConfig
 from .script import Script
+from .worker_options import FAILURE_GRACE
 
 if TYPE_CHECKING:
     from .rendezvous import HostRendezvous
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["failure_of", "next_command", "run_as_node", "send_to_parent"]
 
 
-def run_as_node(script: Script, config: RunConfig, workers: int, problem: str) -> None:
+def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) -> None:
     """Rendezvous with the other hosts and run the workers of this one.
 
     Args:
@@ -55,7 +56,7 @@ def run_as_node(script: Script, config: RunConfig, workers: int, problem: str) -
     _run(script, config, workers, multiplexer, rendezvous)
 
 
-def _run_for_parent(script: Script, config: RunConfig, workers: int, problem: str) -> None:
+def _run_for_parent(script: Script, config: JobOptions, workers: int, problem: str) -> None:
     """Execute the commands of the parent launcher, and report to it."""
     connection = environment.variables().get("SSH_CONNECTION", "")
     send_to_parent(ParentMessage(ready=describe_host(workers, problem, connection)))
@@ -86,7 +87,7 @@ def next_command() -> tuple[str, list[str]]:
 
 
 def _run(
-    script: Script, config: RunConfig, workers: int, multiplexer: LogMultiplexer, rendezvous: HostRendezvous
+    script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer, rendezvous: HostRendezvous
 ) -> None:
     _choose_interface(config, rendezvous)
     own, error = None, None
@@ -133,7 +134,7 @@ def failure_of(error: LockstepError, clock_offset_ns: int = 0) -> HostFailure | 
     return HostFailure.from_error(cause, socket.gethostname(), clock_offset_ns)
 
 
-def _choose_interface(config: RunConfig, rendezvous: HostRendezvous) -> None:
+def _choose_interface(config: JobOptions, rendezvous: HostRendezvous) -> None:
     """Make Gloo and NCCL use the network of the first host; by default Gloo uses the address of the host name."""
     name = config.network_interface
     if name is None and rendezvous.nodes > 1:

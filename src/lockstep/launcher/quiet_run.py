@@ -12,8 +12,8 @@ from ..errors import LockstepError, WorkerError
 from ..network import VirtualNetwork
 from . import fork_server, local, rendezvous
 from .log_multiplexer import LogMultiplexer
-from .run_config import EXIT_GRACE, WorkerOptions
 from .script import Script
+from .worker_options import EXIT_GRACE, WorkerOptions
 
 __all__ = ["in_one_line", "last_line", "run_quietly"]
 

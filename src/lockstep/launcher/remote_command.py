@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import environment
 from ..errors import ConfigError
 from ..hosts import Host, is_this_host
-from .run_config import OPTIONS, RunConfig
+from .options import JobOptions
 
 __all__ = [
     "assign_workers",
@@ -39,7 +39,7 @@ _FORWARDED = ("PYTHONPATH", "PYTHONUNBUFFERED", "LOCKSTEP_", "TORCH", "NCCL_", "
 _NOT_FORWARDED = ("LOCKSTEP_RUN_ID", "LOCKSTEP_ASK_FOR_TIME", "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHDOG_DIR")
 
 
-def assign_workers(config: RunConfig) -> list[Host]:
+def assign_workers(config: JobOptions) -> list[Host]:
     """Return the hosts that take part, each with its number of workers as slots: a host is filled before the next.
 
     In an elastic job all take part, with all their slots.
@@ -55,7 +55,7 @@ def assign_workers(config: RunConfig) -> list[Host]:
     return assigned
 
 
-def host_commands(config: RunConfig, hosts: Sequence[Host]) -> list[list[str]]:
+def host_commands(config: JobOptions, hosts: Sequence[Host]) -> list[list[str]]:
     """Return the command for each host: through ssh, or the launcher itself for this host.
 
     Each command reads its variables, `remote_environment` as one line of JSON, from standard input.
@@ -63,7 +63,7 @@ def host_commands(config: RunConfig, hosts: Sequence[Host]) -> list[list[str]]:
     return [host_command(config, host, node, len(hosts)) for node, host in enumerate(hosts)]
 
 
-def host_command(config: RunConfig, host: Host, node: int, nodes: int) -> list[str]:
+def host_command(config: JobOptions, host: Host, node: int, nodes: int) -> list[str]:
     """Return the command for `host`, the one with the number `node` of so many `nodes`, see `host_commands`."""
     is_local = is_this_host(host.name)
     python = sys.executable if is_local else config.remote_python or sys.executable
@@ -75,30 +75,15 @@ def host_command(config: RunConfig, host: Host, node: int, nodes: int) -> list[s
     return [*_ssh_session(config), host.login, f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}"]
 
 
-def _launcher_command(config: RunConfig, nodes: int, node: int, workers: int) -> list[str]:
-    words = [
-        "-m",
-        "lockstep",
-        "run",
-        "--as-host",
-        "--nnodes",
-        str(nodes),
-        "--node-rank",
-        str(node),
-        "-np",
-        str(workers),
-    ]
+def _launcher_command(config: JobOptions, nodes: int, node: int, workers: int) -> list[str]:
+    own = ["--as-host", "--nnodes", str(nodes), "--node-rank", str(node), "-np", str(workers)]
     if config.elastic is not None:
         start = config.workers or sum(host.slots for host in config.hosts)
-        words += ["--elastic", f"{config.elastic[0]}:{config.elastic[1]}"]
-        words += ["--elastic-start", str(min(start, config.elastic[1]))]
-    for option in OPTIONS:
-        words += option.words(getattr(config, option.name)) if option.to_hosts else []
-    words += ["-m"] if config.module else []
-    return [*words, config.program[0], "--", *config.program[1:]]
+        own += ["--elastic-start", str(min(start, config.elastic[1]))]
+    return ["-m", "lockstep", "run", *own, *config.words(), config.program[0], "--", *config.program[1:]]
 
 
-def _ssh_session(config: RunConfig) -> list[str]:
+def _ssh_session(config: JobOptions) -> list[str]:
     # it must not prompt: its standard input is the connection to the launcher; and a broken connection must be noticed
     limit = max(1, min(15, int(config.start_timeout)))
     # the connection ends after three probes without an answer
@@ -109,13 +94,13 @@ def _ssh_session(config: RunConfig) -> list[str]:
     return [first, "-T", *(word for setting in settings for word in ("-o", setting)), *others]
 
 
-def ssh_command(config: RunConfig) -> list[str]:
+def ssh_command(config: JobOptions) -> list[str]:
     """Return the words of ssh with the user's options."""
     port = ["-p", str(config.ssh_port)] if config.ssh_port is not None else []
     return ["ssh", *port, *(["-i", config.identity] if config.identity is not None else [])]
 
 
-def remote_environment(config: RunConfig, variables: Mapping[str, str]) -> dict[str, str]:
+def remote_environment(config: JobOptions, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for the launchers of all hosts, besides their host's own.
 
     Raises:
@@ -126,8 +111,8 @@ def remote_environment(config: RunConfig, variables: Mapping[str, str]) -> dict[
     return forwarded | requested_variables(config, variables)
 
 
-def requested_variables(config: RunConfig, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of -x, by name or with a value, and that of --resume.
+def requested_variables(config: JobOptions, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that workers read options in, and those of -x, by name or with a value.
 
     Raises:
         ConfigError: a variable named by -x is not set.
@@ -138,9 +123,7 @@ def requested_variables(config: RunConfig, variables: Mapping[str, str]) -> dict
         if not equals and name not in variables:
             raise ConfigError("env", "the name of a variable that is set, or NAME=VALUE", text)
         requested[name] = value if equals else variables[name]
-    if config.resume is not None:
-        requested["LOCKSTEP_RESUME"] = config.resume
-    return requested
+    return requested | config.variables()
 
 
 def redact_variables(words: Sequence[str]) -> list[str]:

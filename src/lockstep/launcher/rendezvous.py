@@ -26,8 +26,8 @@ from ..messages import Integer
 from ..stores import LOOPBACK, get_available, read_message, serve_store
 from ..system.heartbeat import HeartbeatClient, HeartbeatServer, address_towards
 from .host_protocol import HostDescription, HostFailure, check_compatible
+from .options import JobOptions, check_debug_rank
 from .pulse import Patience, SilenceWatch
-from .run_config import RunConfig, check_debug_rank
 
 __all__ = [
     "HostMonitor",
@@ -544,7 +544,7 @@ def single_host_rendezvous() -> HostRendezvous:
 _RETRY_S = 0.1
 
 
-def serve_job_store(address: str, port: int, config: RunConfig) -> Any:
+def serve_job_store(address: str, port: int, config: JobOptions) -> Any:
     """Return the job's store, served by this host, which the others reach at `address`; port 0: the system chooses one.
 
     Raises:
@@ -559,7 +559,7 @@ def serve_job_store(address: str, port: int, config: RunConfig) -> Any:
         raise
 
 
-def join_rendezvous(config: RunConfig, address: str, port: int, store: Any = None) -> HostRendezvous:
+def join_rendezvous(config: JobOptions, address: str, port: int, store: Any = None) -> HostRendezvous:
     """Connect to the store of the first host, or serve it if this is the first.
 
     Raises:
@@ -581,7 +581,7 @@ class _Verdict(msgspec.Struct, frozen=True):
     sent_at_ns: Integer
 
 
-def check_hosts(rendezvous: HostRendezvous, own: HostDescription, config: RunConfig) -> None:
+def check_hosts(rendezvous: HostRendezvous, own: HostDescription, config: JobOptions) -> None:
     """Check on the first host that all hosts are compatible; every host gets the verdict.
 
     Raises:
@@ -607,7 +607,7 @@ def check_hosts(rendezvous: HostRendezvous, own: HostDescription, config: RunCon
         raise LockstepError(verdict)
 
 
-def _compare_all(rendezvous: HostRendezvous, config: RunConfig) -> str:
+def _compare_all(rendezvous: HostRendezvous, config: JobOptions) -> str:
     """Return why the hosts cannot run the program together; "" if they can."""
     keys = [f"description/{node}" for node in range(rendezvous.nodes)]
     if not rendezvous.wait_for(keys, config.start_timeout):

@@ -26,8 +26,9 @@ from ..interruption import collect_signals
 from ..system.heartbeat import address_in_a_network
 from .host_protocol import CONTROL_PREFIX, HostDescription, HostFailure, ParentMessage, check_compatible
 from .log_multiplexer import LineSplitter, LogMultiplexer, OutputLine
+from .options import JobOptions, check_debug_rank
 from .remote_command import assign_workers, host_command, host_commands, remote_environment, ssh_command
-from .run_config import EXIT_GRACE, FAILURE_GRACE, RunConfig, check_debug_rank
+from .worker_options import EXIT_GRACE, FAILURE_GRACE
 
 __all__ = ["run_on_hosts"]
 
@@ -107,7 +108,7 @@ class _HostLauncher:
             self.process.stdin.flush()
 
 
-def run_on_hosts(config: RunConfig, listed: Callable[[], Sequence[Host]] | None = None) -> None:
+def run_on_hosts(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None) -> None:
     """Run the program on all hosts of `config.hosts`, to completion.
 
     Args:
@@ -155,7 +156,7 @@ class _RemoteRun:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: JobOptions,
         hosts: Sequence[Host],
         commands: Sequence[Sequence[str]],
         variables: Mapping[str, str],
@@ -360,7 +361,7 @@ def _control_message(text: bytes) -> ParentMessage | None:
     return None
 
 
-def _start_error(launcher: _HostLauncher, config: RunConfig) -> LockstepError:
+def _start_error(launcher: _HostLauncher, config: JobOptions) -> LockstepError:
     text = " ".join(" ".join(launcher.last_lines[-4:]).split()) or f"exit code {launcher.process.returncode}"
     name = launcher.host.name
     if launcher.process.returncode == _SSH_FAILED:
@@ -391,7 +392,7 @@ class _ListedHosts:
         self,
         listed: Callable[[], Sequence[Host]],
         launchers: list[_HostLauncher],
-        config: RunConfig,
+        config: JobOptions,
         add: Callable[[Host], _HostLauncher],
         say: Callable[[str], None],
     ) -> None:

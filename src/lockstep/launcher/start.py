@@ -18,8 +18,8 @@ from ..topology import World
 from .fork_server import default_workers, prepare_workers
 from .host_requirements import check_loopback
 from .log_multiplexer import LogMultiplexer
+from .options import AUTO, JobOptions, check_debug_rank, check_network
 from .remote_command import requested_variables
-from .run_config import AUTO, RunConfig, check_debug_rank, check_network
 from .script import HOROVOD_SETUP, Script
 
 __all__ = ["config_for_slurm_task", "start"]
@@ -28,7 +28,7 @@ __all__ = ["config_for_slurm_task", "start"]
 # --- A launcher per node under srun (pure) ----------------------------------------------------------------------------
 
 
-def config_for_slurm_task(config: RunConfig, world: World, variables: Mapping[str, str]) -> RunConfig:
+def config_for_slurm_task(config: JobOptions, world: World, variables: Mapping[str, str]) -> JobOptions:
     """Return `config` with the nodes of the Slurm step in which this launcher is the task at `world`.
 
     The master address is the first node of the step, and the port is derived from the job and step IDs, unless
@@ -64,7 +64,7 @@ def config_for_slurm_task(config: RunConfig, world: World, variables: Mapping[st
 # --- A launcher on each of a scheduler's nodes ------------------------------------------------------------------------
 
 
-def config_for_node(config: RunConfig, variables: Mapping[str, str], host: str) -> RunConfig:
+def config_for_node(config: JobOptions, variables: Mapping[str, str], host: str) -> JobOptions:
     """Return `config` with the place that a scheduler has given this node, for ``--nodes auto``.
 
     Args:
@@ -91,7 +91,7 @@ def config_for_node(config: RunConfig, variables: Mapping[str, str], host: str) 
 # --- Starting a run ---------------------------------------------------------------------------------------------------
 
 
-def start(config: RunConfig, listed: Callable[[], Sequence[Host]] | None = None) -> None:
+def start(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None) -> None:
     """Run the program of `config` to completion.
 
     Args:
@@ -125,7 +125,7 @@ def start(config: RunConfig, listed: Callable[[], Sequence[Host]] | None = None)
         _run_on_this_host(script, config)
 
 
-def _apply_slurm_step(config: RunConfig) -> RunConfig:
+def _apply_slurm_step(config: JobOptions) -> JobOptions:
     """Return `config` with the nodes of the Slurm step; refuse to start inside a worker of any other launcher."""
     world = environment.find_world()
     if world.source == "slurm" and not config.as_host:
@@ -141,7 +141,7 @@ def _apply_slurm_step(config: RunConfig) -> RunConfig:
 # Neither this module nor what it imports at its top loads PyTorch, so that the fork server loads it at the same time.
 
 
-def _run_on_this_host(script: Script, config: RunConfig) -> None:
+def _run_on_this_host(script: Script, config: JobOptions) -> None:
     """Run the program on this host only."""
     check_loopback()
     with _loading_pytorch(config):
@@ -159,7 +159,7 @@ def _run_on_this_host(script: Script, config: RunConfig) -> None:
     local.run_host_share(script, config, workers, multiplexer, rendezvous.single_host_rendezvous())
 
 
-def _run_on_several_hosts(script: Script, config: RunConfig) -> None:
+def _run_on_several_hosts(script: Script, config: JobOptions) -> None:
     """Run this host's share of the program."""
     with _loading_pytorch(config):
         workers = config.workers or default_workers()
@@ -171,7 +171,7 @@ def _run_on_several_hosts(script: Script, config: RunConfig) -> None:
     module.run_as_node(script, config, workers, problem)
 
 
-def _prepare_host(script: Script, config: RunConfig, workers: int) -> str:
+def _prepare_host(script: Script, config: JobOptions, workers: int) -> str:
     """Prepare for the workers; return why this host cannot run them, which all hosts are told, or ""."""
     try:
         prepare_workers(config, workers)
@@ -181,5 +181,5 @@ def _prepare_host(script: Script, config: RunConfig, workers: int) -> str:
     return ""
 
 
-def _loading_pytorch(config: RunConfig) -> Activity:
+def _loading_pytorch(config: JobOptions) -> Activity:
     return Activity("lockstep run: loading PyTorch", shown=not (config.quiet or config.as_host))

@@ -23,7 +23,7 @@ from ..watchdog import report as reports
 from ..watchdog.diagnosis import ObservationClock
 from .host_protocol import HostFailure
 from .remote_command import redact_variables
-from .run_config import FAILURE_GRACE, WatchdogOptions
+from .worker_options import FAILURE_GRACE, WatchdogOptions
 from .worker_status import StatusFolder, WorkerReport
 
 __all__ = ["StoppedWorkers", "WatchdogFiles", "WorkerSupervisor", "program_name"]

@@ -12,7 +12,7 @@ from .. import arguments
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..interruption import install
 from ..launcher import attach_report, check_process, check_settings
-from ..launcher.run_config import SAVE_GRACE
+from ..launcher.worker_options import SAVE_GRACE
 
 __all__ = ["launch"]
 

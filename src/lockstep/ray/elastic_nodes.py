@@ -15,7 +15,7 @@ from .. import environment
 from ..errors import LockstepError, WorkerError
 from ..interruption import collect_signals
 from ..launcher.host_protocol import HostDescription, check_compatible, describe_host
-from ..launcher.run_config import RunConfig
+from ..launcher.options import JobOptions
 from ..launcher.script import Script
 from ..system.socket_folders import short_base
 from .relay import Item, RelayedLog, Screen, forwarded_variables
@@ -103,7 +103,7 @@ class NodeActor:
         self._listener = Listener(ray.util.get_node_ip_address())
         return self._listener.address, self._listener.port
 
-    def run(self, call: bytes, config: RunConfig, slots: int, addresses: list[tuple[str, int]]) -> NodeEnd:
+    def run(self, call: bytes, config: JobOptions, slots: int, addresses: list[tuple[str, int]]) -> NodeEnd:
         """Run this host's part of the job.
 
         Args:
@@ -127,7 +127,7 @@ class NodeActor:
             cause = error.__cause__ if error is not None else None
             return NodeEnd(value, error, cause, self._host is not None and self._host.knows_outcome)
 
-    def _take_part(self, call: Call, config: RunConfig, slots: int, addresses: list[tuple[str, int]]) -> None:
+    def _take_part(self, call: Call, config: JobOptions, slots: int, addresses: list[tuple[str, int]]) -> None:
         from ..launcher.elastic_node import found_job, join_job
         from ..launcher.fork_server import prepare_workers
         from ..launcher.local import elastic_setup
@@ -251,9 +251,9 @@ class _Job:
             own = replace(config, nnodes=len(parts), node_rank=node)
             self._run_part(part, own, [(address, port)])
 
-    def _config(self, address: str, port: int) -> RunConfig:
+    def _config(self, address: str, port: int) -> JobOptions:
         threads, grace = self.placement.worker_threads, self.placement.grace
-        return RunConfig(
+        return JobOptions(
             ("function",),
             elastic=self.limits,
             threads=threads,
@@ -275,7 +275,7 @@ class _Job:
         self._parts.append(part)
         return part
 
-    def _run_part(self, part: _Part, config: RunConfig, addresses: list[tuple[str, int]]) -> None:
+    def _run_part(self, part: _Part, config: JobOptions, addresses: list[tuple[str, int]]) -> None:
         self._pending[part.actor.run.remote(self._reference, config, part.slots, addresses)] = ("run", part)
         self._pending[part.actor.poll.remote(_OUTPUT_S)] = ("poll", part)
 

@@ -17,7 +17,7 @@ from .. import environment
 from ..errors import LockstepError
 from ..interruption import collect_signals
 from ..launcher.host_protocol import HostDescription, HostFailure, check_compatible, describe_host
-from ..launcher.run_config import WorkerOptions
+from ..launcher.worker_options import WorkerOptions
 from ..system.job_folders import temporary_job_folder
 from ..topology import World
 from .relay import Item, RelayedLog, Screen, forwarded_variables

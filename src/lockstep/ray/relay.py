@@ -12,8 +12,8 @@ from typing import Any
 from .. import environment
 from ..activity import in_notebook
 from ..launcher.log_multiplexer import LogMultiplexer, NotebookOutput, OutputLine
+from ..launcher.options import JobOptions
 from ..launcher.remote_command import remote_environment
-from ..launcher.run_config import RunConfig
 
 __all__ = ["Item", "RelayedLog", "Screen", "forwarded_variables"]
 
@@ -97,7 +97,7 @@ class Screen:
 
 def forwarded_variables(threads: int) -> dict[str, str]:
     """Return the variables of this process that the actors get: those that `lockstep run -H` sends to other hosts."""
-    own: dict[str, Any] = remote_environment(RunConfig(("function",)), environment.variables())
+    own: dict[str, Any] = remote_environment(JobOptions(("function",)), environment.variables())
     own["OMP_NUM_THREADS"] = str(threads)
     if in_notebook():
         own["LOCKSTEP_DISPLAY"] = "notebook"

@@ -1,44 +1,28 @@
-"""A job as its user describes it, whatever scheduler gets it, and the way of its file to the scheduler's own tool."""
+"""A job as a scheduler gets it, whichever it is, and the way of its file to the scheduler's own tool."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from ..errors import ConfigError, LockstepError
+from .options import SubmitOptions
 
-__all__ = [
-    "START_LIMIT_S",
-    "Job",
-    "Scheduler",
-    "check_script_is_shared",
-    "hand_over",
-    "in_lines",
-    "parse_gigabytes",
-    "parse_name",
-    "parse_time",
-    "quoted",
-    "run_tool",
-    "split_variables",
-]
+__all__ = ["Job", "Scheduler", "check_script_is_shared", "hand_over", "run_tool", "split_variables"]
 
 END_MARGIN_S = 30
 """Seconds after those in which workers save until the job ends: the launcher ends, and logs are written."""
 
-START_LIMIT_S = 900
-"""Seconds for which nodes that start in containers wait for each other: an image with CUDA takes minutes to pull."""
-
 _TOOL_LIMIT_S = 60.0
 
 
-# --- The job (data only) ----------------------------------------------------------------------------------------------
+# --- The job, and a scheduler -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,46 +30,32 @@ class Job:
     """What a scheduler has to run, and what the job needs.
 
     Attributes:
-        command: the command line that has described it, for the head of the file.
+        request: what the user has asked for.
+        command: the command line that says so, for the head of the file.
         name: of the job: lower-case letters, digits and hyphens.
         options: of `lockstep run`, as words, without those of the nodes.
         program: the program's file or module, and its arguments.
-        nodes: how many.
         workers: on each node.
-        gpus: on each node; 0 for none.
-        gpu_type: their model, such as H100; "" for any.
         cpus: cores of each node.
-        memory: gigabytes of each node; None for the scheduler's default.
-        limit: seconds after which the scheduler ends the job; None for its default.
         grace: seconds that workers may take to save.
         elastic: whether the job goes on when nodes are lost.
-        restarts: how often what was lost is started again, where the scheduler counts that.
         folder: in which the program runs, the same on all nodes.
         python: the interpreter there.
-        setup: lines of shell before the program starts.
         variables: NAME=VALUE, or NAME for one whose value is not in the file.
-        settings: options that only some schedulers have, by name.
     """
 
+    request: SubmitOptions
     command: str
     name: str
     options: tuple[str, ...]
     program: tuple[str, ...]
-    nodes: int = 1
-    workers: int = 1
-    gpus: int = 0
-    gpu_type: str = ""
-    cpus: int = 1
-    memory: int | None = None
-    limit: int | None = None
-    grace: int = 120
-    elastic: bool = False
-    restarts: int = 3
-    folder: str = ""
-    python: str = "python"
-    setup: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    settings: Mapping[str, str] = field(default_factory=dict)
+    workers: int
+    cpus: int
+    grace: int
+    elastic: bool
+    folder: str
+    python: str
+    variables: tuple[str, ...]
 
     @property
     def lead(self) -> int:
@@ -96,50 +66,29 @@ class Job:
         """Return the words of `lockstep run` for one node, with `more` of its options."""
         return [self.python, "-m", "lockstep", "run", *more, *self.options, *self.program]
 
-    def setting(self, name: str, needed_by: str = "", example: str = "") -> str:
-        """Return one of `settings`; "" if it is not given.
-
-        Raises:
-            ConfigError: it is not given, and `needed_by` names who needs it.
-        """
-        value = self.settings.get(name, "")
-        if not value and needed_by:
-            raise ConfigError(name, f"{example}, which {needed_by} needs", found="nothing")
-        return value
-
-    def check_installed(self, title: str) -> None:
-        """Raise ConfigError if nothing installs the program's packages on nodes that begin empty."""
-        if not self.setup and not self.setting("image"):
-            expected = (
-                f"commands that install Lockstep and the program's packages on the nodes, which {title} gives empty"
-            )
-            hint = "For example --setup 'pip install -r requirements.txt', or --image NAME for an image that has them."
-            raise ConfigError("setup", expected, found="nothing", hint=hint)
-
     def check_limit(self) -> None:
         """Raise ConfigError if the time limit leaves no time to train."""
-        if self.limit is not None and self.limit <= self.lead:
+        limit = self.request.time
+        if limit is not None and limit <= self.lead:
             expected = (
                 f"more than {self.lead} s: workers are told to save {self.grace} + {END_MARGIN_S} s before the end"
             )
-            raise ConfigError("time", expected, found=f"{self.limit} s", hint="--grace S gives them less time.")
+            raise ConfigError("time", expected, found=f"{limit} s", hint="--grace S gives them less time.")
 
 
 class Scheduler(Protocol):
     """A scheduler: how its file is written, checked and handed over.
 
     Attributes:
-        title: its name in messages.
+        title: its name in messages, and the group of the options that only it has.
         suffix: of the file's name.
         tool: the program to which the file is handed.
-        settings: the names in `Job.settings` that it has a use for.
         local_python: whether jobs run in the Python and the folder in which the command is given.
     """
 
     title: str
     suffix: str
     tool: str
-    settings: tuple[str, ...]
     local_python: bool
 
     def write(self, job: Job) -> str:
@@ -156,56 +105,11 @@ class Scheduler(Protocol):
             ConfigError: it cannot.
         """
 
-    def submit_words(self, job: Job, path: str) -> list[str]:
+    def submit_words(self, path: str) -> list[str]:
         """Return the command that hands over the file at `path`."""
 
     def prepare(self, job: Job, path: str) -> None:
         """Do what must be done before the file is handed over, and let the tool check it."""
-
-
-# --- Values of options (pure) -----------------------------------------------------------------------------------------
-
-_TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)|(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?", re.ASCII)
-_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?", re.ASCII)
-
-
-def parse_time(text: str) -> int:
-    """Return the seconds in a time limit such as 90m, 4h, 2d12h, 4:00:00 or 2-12:00:00.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    match = _TIME.fullmatch(text.strip())
-    numbers = [int(number or 0) for number in match.groups()] if match else [0]
-    seconds = sum(n * unit for n, unit in zip(numbers, (86400, 3600, 60, 1, 86400, 3600, 60), strict=False))
-    if not 60 <= seconds < 1000 * 86400:
-        raise ConfigError("time", "a time limit of at least a minute, such as 90m, 4h, 2d or 1-12:00:00", text)
-    return seconds
-
-
-def parse_gigabytes(text: str) -> int:
-    """Return the gigabytes in a text such as 64 or 64G.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    match = re.fullmatch(r"([1-9]\d{0,5})\s*(?:gi?b?)?", text.strip(), re.IGNORECASE | re.ASCII)
-    if match is None:
-        raise ConfigError("memory", "gigabytes on each node, such as 64G", text)
-    return int(match[1])
-
-
-def parse_name(text: str, given: bool) -> str:
-    """Return the name of a job; one that is not `given` by the user but the program's is made to fit.
-
-    Raises:
-        ConfigError: it does not fit.
-    """
-    if not given:
-        text = re.sub(r"[^a-z0-9]+", "-", text.lower())[:40].strip("-") or "train"
-    if not _NAME.fullmatch(text):
-        raise ConfigError("name", "up to 40 lower-case letters, digits and hyphens, as all schedulers take them", text)
-    return text
 
 
 def split_variables(variables: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -225,28 +129,6 @@ def split_variables(variables: Sequence[str]) -> tuple[dict[str, str], list[str]
         else:
             names.append(name)
     return values, names
-
-
-# --- Pieces of files (pure) -------------------------------------------------------------------------------------------
-
-
-def quoted(text: str) -> str:
-    """Return `text` as a string of YAML, and of JSON, of which YAML is a superset."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def in_lines(words: Sequence[str], width: int = 100) -> list[str]:
-    """Return a command of sh in lines that end in backslashes; an option stays with its value."""
-    lines, line = [], ""
-    for number, word in enumerate(words):
-        starts = word.startswith("-") or not (number and words[number - 1].startswith("-"))
-        text = shlex.quote(word)
-        if line and starts and len(line) + len(text) > width:
-            lines.append(line + " \\")
-            line = "    " + text
-        else:
-            line = f"{line} {text}" if line else text
-    return [*lines, line]
 
 
 # --- The files on this host -------------------------------------------------------------------------------------------
@@ -313,12 +195,12 @@ def hand_over(scheduler: Scheduler, job: Job, path: Path) -> str:
         LockstepError: the tool refuses it.
     """
     if shutil.which(scheduler.tool) is None:
-        hint = "`lockstep doctor` lists the schedulers that can be reached from here; --dry-run needs none."
+        hint = "Run it where jobs are submitted from; --dry-run prints the file anywhere."
         expected = f"a scheduler that can be reached from here: {scheduler.title} is by `{scheduler.tool}`"
         raise ConfigError("to", expected, found=f"no {scheduler.tool} on the PATH", hint=hint)
     scheduler.check_here(job)
     scheduler.prepare(job, str(path))
-    words = scheduler.submit_words(job, str(path))
+    words = scheduler.submit_words(str(path))
     code, output, error = run_tool(words)
     if code:
         raise LockstepError(f"`{shlex.join(words)}` has failed: {error or f'exit code {code}'}. The file is {path}.")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigError, LockstepError
-from .description import Job, in_lines, parse_time, run_tool, split_variables
+from .description import Job, run_tool, split_variables
+from .options import parse_time
 
 __all__ = ["Slurm"]
 
@@ -23,16 +25,15 @@ class Slurm:
     title = "Slurm"
     suffix = ".sbatch"
     tool = "sbatch"
-    settings = ("partition", "account", "qos", "constraint", "log_dir", "shared_folder")
     local_python = True
 
     def write(self, job: Job) -> str:
         """Return the batch script."""
         job.check_limit()
-        logs = job.setting("log_dir") or "logs"
+        logs = job.request.log_dir
         lines = ["#!/bin/bash", *_head(job, logs), "", *_directives(job, logs)]
-        if job.setup:
-            lines += ["", *job.setup]
+        if job.request.setup:
+            lines += ["", *job.request.setup]
         values, _ = split_variables(job.variables)  # those without a value are in the shell that calls sbatch
         lines += [f"export {name}={shlex.quote(value)}" for name, value in values.items()]
         return "\n".join([*lines, "", *_step(job), "", *_ending(job)]) + "\n"
@@ -45,13 +46,13 @@ class Slurm:
         if not code:  # without a controller a file can be written all the same
             check_partition(job, output)
 
-    def submit_words(self, job: Job, path: str) -> list[str]:
+    def submit_words(self, path: str) -> list[str]:
         """Return the command that hands over the script at `path`."""
         return ["sbatch", path]
 
     def prepare(self, job: Job, path: str) -> None:
         """Make the folder of the logs, and let Slurm check the script without submitting it."""
-        Path(job.folder, job.setting("log_dir") or "logs").mkdir(parents=True, exist_ok=True)
+        Path(job.folder, job.request.log_dir).mkdir(parents=True, exist_ok=True)
         code, _, error = run_tool(["sbatch", "--test-only", path])
         if code:
             message = error.replace("allocation failure: ", "").removeprefix("sbatch: error: ")
@@ -69,27 +70,30 @@ def check_partition(job: Job, listing: str) -> None:
     # a partition has several lines if its nodes differ in state
     nodes: dict[str, int] = {}
     limits: dict[str, str] = {}
-    chosen = job.setting("partition")
+    request = job.request
+    chosen = request.partition or ""
     for line in listing.splitlines():
         name, count, limit = (*line.split("|"), "", "")[:3]
         if name.endswith("*") and not chosen:
             chosen = name.rstrip("*")
         name = name.rstrip("*")
-        nodes[name], limits[name] = nodes.get(name, 0) + int(count or 0), limit
+        nodes[name] = nodes.get(name, 0) + int(count or 0)
+        limits[name] = limit
     hint = "`sinfo` lists them."
-    if job.setting("partition") and chosen not in nodes:
+    if request.partition and chosen not in nodes:
         raise ConfigError("partition", f"one of {', '.join(nodes) or 'none'}", chosen, hint)
-    if chosen in nodes and job.nodes > nodes[chosen]:
-        raise ConfigError("nodes", f"at most {nodes[chosen]}, the nodes of partition {chosen}", job.nodes, hint)
+    if chosen in nodes and request.nodes > nodes[chosen]:
+        raise ConfigError("nodes", f"at most {nodes[chosen]}, the nodes of partition {chosen}", request.nodes, hint)
     most = _seconds(limits.get(chosen, ""))
-    if most is not None and job.limit is not None and job.limit > most:
-        raise ConfigError("time", f"at most {limits[chosen]}, the limit of partition {chosen}", found=_time(job.limit))
+    if most is not None and request.time is not None and request.time > most:
+        expected = f"at most {limits[chosen]}, the limit of partition {chosen}"
+        raise ConfigError("time", expected, found=_time(request.time))
 
 
 def _seconds(limit: str) -> int | None:
     """Return the seconds in a time limit of `sinfo`, which leaves out hours that are 0; None if there is none."""
     try:
-        return parse_time(limit if limit.count(":") == 2 else f"0:{limit}")
+        return parse_time("time", limit if limit.count(":") == 2 else f"0:{limit}")
     except ConfigError:  # infinite, n/a
         return None
 
@@ -121,17 +125,22 @@ def _directives(job: Job, logs: str) -> list[str]:
         (f"--output={logs}/{job.name}-%j.out", "of all ranks"),
         ("--open-mode=append", "a job that is requeued goes on with its log"),
     ]
-    rows += [(f"--{name}={job.setting(name)}", "") for name in ("partition", "account", "qos", "constraint")]
-    rows = [row for row in rows if not row[0].endswith("=")]
-    rows += [(f"--nodes={job.nodes}", ""), ("--ntasks-per-node=1", "one launcher on each node; it starts the workers")]
+    request = job.request
+    for name in ("partition", "account", "qos", "constraint"):
+        value = getattr(request, name)
+        if value:
+            rows.append((f"--{name}={value}", ""))
+    rows.append((f"--nodes={request.nodes}", ""))
+    rows.append(("--ntasks-per-node=1", "one launcher on each node; it starts the workers"))
     rows.append((f"--cpus-per-task={job.cpus}", "cores of a node, for all of its workers and their loader processes"))
-    if job.gpus:
-        kind = f"{job.gpu_type}:" if job.gpu_type else ""
-        rows.append((f"--gpus-per-node={kind}{job.gpus}", "one for each worker" if job.workers == job.gpus else ""))
-    if job.memory is not None:
-        rows.append((f"--mem={job.memory}G", "of a node"))
-    if job.limit is not None:
-        rows.append((f"--time={_time(job.limit)}", ""))
+    if request.gpus:
+        kind = f"{request.gpu_type}:" if request.gpu_type else ""
+        comment = "one for each worker" if job.workers == request.gpus else ""
+        rows.append((f"--gpus-per-node={kind}{request.gpus}", comment))
+    if request.memory is not None:
+        rows.append((f"--mem={request.memory}G", "of a node"))
+    if request.time is not None:
+        rows.append((f"--time={_time(request.time)}", ""))
     rows.append((f"--signal=TERM@{job.lead}", f"{job.lead} s before the time limit: the trainer saves, and ends"))
     rows.append(("--requeue", "after the failure of a node, or preemption, the job starts again, and resumes"))
     if job.elastic:
@@ -155,7 +164,21 @@ def _step(job: Job) -> list[str]:
     else:
         comment = "# A launcher on each node. When one fails, srun ends the others."
         words.append("--kill-on-bad-exit=1")
-    return [comment, *in_lines([*words, *job.run_words()]), "code=$?"]
+    return [comment, *_in_lines([*words, *job.run_words()]), "code=$?"]
+
+
+def _in_lines(words: Sequence[str], width: int = 100) -> list[str]:
+    """Return a command of sh in lines that end in backslashes; an option stays with its value."""
+    lines, line = [], ""
+    for number, word in enumerate(words):
+        starts = word.startswith("-") or not (number and words[number - 1].startswith("-"))
+        text = shlex.quote(word)
+        if line and starts and len(line) + len(text) > width:
+            lines.append(line + " \\")
+            line = "    " + text
+        else:
+            line = f"{line} {text}" if line else text
+    return [*lines, line]
 
 
 def _ending(job: Job) -> list[str]:

@@ -1,188 +1,283 @@
-"""The options of a training run, with names, help texts and checks, for command-line flags and files."""
+"""The options of a training run: the table from which flags and help of `train` and `verify` and files of options come.
+
+To add an option, add an entry to `TrainOptions`; `option_table.Option` explains its parts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
-from .. import arguments
+from .. import arguments, option_table
 from ..data import DATA
 from ..errors import ConfigError, counted, unknown_name
 from ..models import MODELS
+from ..option_table import Parse, choice, integer, number, option
 from ..parallel import STRATEGIES
 from ..parallel.shards import check_virtual_workers
 from ..registry import Registry
 from .formats import COMPILE_MODES, IN_FLIGHT, PRECISIONS, REPLICA_CHECK
 from .schedules import SCHEDULES
 
-__all__ = ["CONFIGS", "GROUPS", "LOGS", "TrainOptions", "from_mapping", "parse_param_groups", "parse_text"]
+__all__ = ["CONFIGS", "FILES", "LOGS", "TrainOptions", "check_names", "parse_param_groups"]
 
-GROUPS = ("what to train", "workers", "the step", "the run", "files and display")
 LOGS = ("csv", "tensorboard")
 # The file in which a run of `lockstep train` records its options, and its name in versions before 0.2.
 CONFIGS = ("config.json", "config.yaml")
 _GPT = {"layers": 4, "heads": 4, "width": 128, "dropout": 0.0}  # the defaults of lockstep.models.gpt
 _PER_CALL = ("run_dir", "resume", "allow_different_hardware", "quiet")
-_EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
-def _option(default: Any, group: str, text: str, metavar: str = "", choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"group": group, "help": text, "metavar": metavar, "choices": choices})
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+def _one_of(known: Registry) -> Parse:
+    return lambda name, given: known.check(option_table.text(name, given))
 
 
 def _names(known: Registry) -> str:
     return ", ".join(known.names()) + ", or package.module:factory of your own, see below"
 
 
+def _worker_count(name: str, given: object) -> str:
+    if given != "auto":
+        arguments.parse_whole(name, given, least=1, expected="a whole number of at least 1 or auto")
+    return str(given)
+
+
+def _param_groups(name: str, given: object) -> str:
+    text = option_table.text(name, given)
+    parse_param_groups(text)
+    return text
+
+
+def _interval(name: str, given: object) -> str:
+    from .callbacks.checkpoints import parse_interval
+
+    text = option_table.text(name, given)
+    parse_interval(text)
+    return text
+
+
+def _logs(name: str, given: object) -> str:
+    text = option_table.text(name, given)
+    for log in option_table.names(name, text):
+        arguments.choice(name, log, LOGS)
+    return text
+
+
+_PROBABILITY = number("a probability from 0 to below 1", least=0, below=1)
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
+# the groups of the help
+SUBJECT = "what to train"
+WORKERS = "workers"
+STEP = "the step"
+RUN = "the run"
+FILES = "files and display"
+
+
 @dataclass
 class TrainOptions:
     """All options of ``lockstep train``, with their defaults. Names are those of the flags with ``_`` for ``-``."""
 
-    model: str = _option("lenet", GROUPS[0], _names(MODELS), "NAME")
-    data: str = _option("digits", GROUPS[0], _names(DATA) + "; text is text:FILE, for gpt", "NAME")
-    data_dir: str | None = _option(
-        None, GROUPS[0], "folder of the data's files; missing ones are downloaded into it", "DIR"
+    # fmt: off
+
+    # --- what to train
+    model: str = option("lenet", group=SUBJECT, metavar="NAME", parse=_one_of(MODELS), help=_names(MODELS))
+    data: str = option(
+        "digits", group=SUBJECT, metavar="NAME", parse=_one_of(DATA),
+        help=_names(DATA) + "; text is text:FILE, for gpt",
     )
-    context: int | None = _option(None, GROUPS[0], "for text: tokens in a sample (default: 256)", "N")
-    tokenizer: str | None = _option(
-        None, GROUPS[0], "for text: a tokenizer.json of the package tokenizers (default: each byte is a token)", "FILE"
+    data_dir: str | None = option(
+        None, group=SUBJECT, metavar="DIR", help="folder of the data's files; missing ones are downloaded into it",
     )
-    layers: int | None = _option(None, GROUPS[0], "for gpt: blocks of attention and MLP (default: 4)", "N")
-    heads: int | None = _option(None, GROUPS[0], "for gpt: attention heads in a block (default: 4)", "N")
-    width: int | None = _option(
-        None, GROUPS[0], "for gpt: numbers for a token between blocks, a multiple of 2 x heads (default: 128)", "N"
+    context: int | None = option(
+        None, group=SUBJECT, metavar="N", parse=integer(1), help="for text: tokens in a sample (default: 256)",
     )
-    dropout: float | None = _option(
-        None, GROUPS[0], "for gpt and convnet: probability with which numbers are zeroed in training", "X"
+    tokenizer: str | None = option(
+        None, group=SUBJECT, metavar="FILE",
+        help="for text: a tokenizer.json of the package tokenizers (default: each byte is a token)",
+    )
+    layers: int | None = option(
+        None, group=SUBJECT, metavar="N", parse=integer(1), help="for gpt: blocks of attention and MLP (default: 4)",
+    )
+    heads: int | None = option(
+        None, group=SUBJECT, metavar="N", parse=integer(1), help="for gpt: attention heads in a block (default: 4)",
+    )
+    width: int | None = option(
+        None, group=SUBJECT, metavar="N", parse=integer(1),
+        help="for gpt: numbers for a token between blocks, a multiple of 2 x heads (default: 128)",
+    )
+    dropout: float | None = option(
+        None, group=SUBJECT, metavar="X", parse=_PROBABILITY,
+        help="for gpt and convnet: probability with which numbers are zeroed in training",
     )
 
-    workers: str = _option(
-        "auto",
-        GROUPS[1],
-        "processes that share each step; auto: one for each GPU or, without one, for each CPU core that gets at least "
-        "32 samples of a step",
-        "N|auto",
+    # --- workers
+    workers: str = option(
+        "auto", group=WORKERS, metavar="N|auto", parse=_worker_count,
+        help="processes that share each step; auto: one for each GPU or, without one, for each CPU core that gets at "
+        "least 32 samples of a step",
     )
-    device: str = _option(
-        "auto", GROUPS[1], "auto: an accelerator if there is one; or its type, such as cuda, mps or xpu; or cpu", "TYPE"
+    device: str = option(
+        "auto", group=WORKERS, metavar="TYPE",
+        help="auto: an accelerator if there is one; or its type, such as cuda, mps or xpu; or cpu",
     )
-    strategy: str = _option(
-        "distributed",
-        GROUPS[1],
-        "distributed: a copy of the model on each worker; replicas: on each of several devices in a worker; sharded: "
-        "one model, sharded over the workers",
-        choices=tuple(STRATEGIES.names()),
+    strategy: str = option(
+        "distributed", group=WORKERS, metavar="|".join(STRATEGIES.names()), parse=choice(STRATEGIES.names()),
+        help="distributed: a copy of the model on each worker; replicas: on each of several devices in a worker; "
+        "sharded: one model, sharded over the workers",
     )
-    devices: str = _option(
-        "auto",
-        GROUPS[1],
-        "with replicas: the devices of each worker, such as cpu,cpu or 0,1; auto: every GPU or, without one, the CPU "
-        "once for each core that gets at least 32 samples of a step",
-        "LIST|auto",
+    devices: str = option(
+        "auto", group=WORKERS, metavar="LIST|auto",
+        help="with replicas: the devices of each worker, such as cpu,cpu or 0,1; auto: every GPU or, without one, the "
+        "CPU once for each core that gets at least 32 samples of a step",
     )
-    sync_batchnorm: bool = _option(
-        False, GROUPS[1], "batch norm with the statistics of the global batch, not of each worker's part"
+    sync_batchnorm: bool = option(
+        False, group=WORKERS, opposites=("--no-sync-batchnorm",),
+        help="batch norm with the statistics of the global batch, not of each worker's part",
     )
-
-    virtual_workers: int | None = _option(
-        None,
-        GROUPS[1],
-        "give the same bits at any number of workers: compute what V workers compute, each with a separate pass over "
-        "its part of every step, on any number of workers up to V (e.g. 8)",
-        "V",
+    virtual_workers: int | None = option(
+        None, group=WORKERS, metavar="V", parse=integer(1),
+        help="give the same bits at any number of workers: compute what V workers compute, each with a separate pass "
+        "over its part of every step, on any number of workers up to V (e.g. 8)",
     )
-    threads: int | None = _option(
-        None, GROUPS[1], "with virtual workers: threads within an operation on the CPU (1)", "N"
+    threads: int | None = option(
+        None, group=WORKERS, metavar="N", parse=integer(1),
+        help="with virtual workers: threads within an operation on the CPU (1)",
     )
-    allow_different_hardware: bool = _option(
-        False, GROUPS[1], "with virtual workers: resume from a checkpoint on another host or torch, with other bits"
+    allow_different_hardware: bool = option(
+        False, group=WORKERS, opposites=("--no-allow-different-hardware",),
+        help="with virtual workers: resume from a checkpoint on another host or torch, with other bits",
     )
 
-    global_batch_size: int = _option(
-        None, GROUPS[2], "samples in one step, over all workers (default: 256; 64 for digits, 32 for text)", "N"
+    # --- the step
+    global_batch_size: int = option(
+        None, group=STEP, metavar="N", parse=integer(1),
+        help="samples in one step, over all workers (default: 256; 64 for digits, 32 for text)",
     )
-    lr: float = _option(
-        None,
-        GROUPS[2],
-        "learning rate (default: 0.05 for sgd, 5 for lars, 0.01 for lamb, 0.001 for adam and adamw)",
-        "X",
+    lr: float = option(
+        None, group=STEP, metavar="X", parse=number(above=0, finite=True),
+        help="learning rate (default: 0.05 for sgd, 5 for lars, 0.01 for lamb, 0.001 for adam and adamw)",
     )
-    optimizer: str = _option(
-        None,
-        GROUPS[2],
-        "optimizer; lars and lamb are for large batches (default: sgd; adamw for text)",
-        choices=("sgd", "adam", "adamw", "lars", "lamb"),
+    optimizer: str = option(
+        None, group=STEP, metavar="sgd|adam|adamw|lars|lamb", parse=choice(("sgd", "adam", "adamw", "lars", "lamb")),
+        help="optimizer; lars and lamb are for large batches (default: sgd; adamw for text)",
     )
-    momentum: float = _option(0.9, GROUPS[2], "momentum of sgd and lars", "X")
-    beta1: float = _option(0.9, GROUPS[2], "first beta of adam, adamw and lamb", "X")
-    beta2: float = _option(0.999, GROUPS[2], "second beta of adam, adamw and lamb", "X")
-    weight_decay: float = _option(0.0, GROUPS[2], "weight decay (L2 penalty)", "X")
-    param_groups: str | None = _option(
-        None,
-        GROUPS[2],
-        "other values for some parameters, by patterns of their names, such as '*.bias:weight_decay=0;fc*:lr=0.01'",
-        "LIST",
+    momentum: float = option(
+        0.9, group=STEP, metavar="X", parse=number(least=0, finite=True), help="momentum of sgd and lars",
     )
-    max_grad_norm: float | None = _option(
-        None, GROUPS[2], "maximum 2-norm of all gradients together (gradient clipping)", "X"
+    beta1: float = option(
+        0.9, group=STEP, metavar="X", parse=number(least=0, below=1), help="first beta of adam, adamw and lamb",
     )
-    gradient_accumulation_steps: int = _option(
-        1, GROUPS[2], "gradient accumulation steps in a worker's part of a step; more need less memory", "N"
+    beta2: float = option(
+        0.999, group=STEP, metavar="X", parse=number(least=0, below=1), help="second beta of adam, adamw and lamb",
     )
-    precision: str = _option("fp32", GROUPS[2], "number format; fp16 scales gradients", choices=PRECISIONS)
-    compile: bool = _option(False, GROUPS[2], "run the model through torch.compile")
-    compile_mode: str = _option(
-        "default",
-        GROUPS[2],
-        "with --compile: the mode of torch.compile; reduce-overhead records CUDA graphs, for models with small steps",
-        choices=COMPILE_MODES,
+    weight_decay: float = option(
+        0.0, group=STEP, metavar="X", parse=number(least=0, finite=True), help="weight decay (L2 penalty)",
     )
-    channels_last: bool = _option(False, GROUPS[2], "channels-last memory format, for convolutions on GPUs")
-    max_steps_in_flight: int = _option(
-        IN_FLIGHT, GROUPS[2], "on a GPU: steps that may be queued before the host waits for the oldest", "N"
+    param_groups: str | None = option(
+        None, group=STEP, metavar="LIST", parse=_param_groups,
+        help="other values for some parameters, by patterns of their names, such as "
+        "'*.bias:weight_decay=0;fc*:lr=0.01'",
     )
-    replica_check: int = _option(
-        REPLICA_CHECK,
-        GROUPS[2],
-        "steps between two comparisons of sampled weights among workers; all weights are compared at checkpoints and "
-        "ends of epochs, hyperparameters at every step; 0: nothing is compared",
-        "N",
+    max_grad_norm: float | None = option(
+        None, group=STEP, metavar="X", parse=number(above=0, finite=True),
+        help="maximum 2-norm of all gradients together (gradient clipping)",
     )
-
-    epochs: int = _option(
-        None,
-        GROUPS[3],
-        "passes over the training data, counted from the start of the run (default: 10; 15 for digits)",
-        "N",
+    gradient_accumulation_steps: int = option(
+        1, group=STEP, metavar="N", parse=integer(1),
+        help="gradient accumulation steps in a worker's part of a step; more need less memory",
     )
-    schedule: str = _option("cosine", GROUPS[3], "learning-rate schedule", choices=SCHEDULES)
-    warmup_epochs: float = _option(0.0, GROUPS[3], "epochs of linear learning-rate warm-up", "X")
-    base_batch_size: int | None = _option(
-        None, GROUPS[3], "the global batch that --lr was chosen for; --lr is scaled from it to --global-batch-size", "N"
+    precision: str = option(
+        "fp32", group=STEP, metavar="|".join(PRECISIONS), parse=choice(PRECISIONS),
+        help="number format; fp16 scales gradients",
     )
-    seed: int = _option(0, GROUPS[3], "random seed of initial weights, sample order and dropout", "N")
-    checkpoint_every: str = _option(
-        "1epoch", GROUPS[3], "how often to save, such as 2epochs or 500steps; 0: only when interrupted", "INTERVAL"
+    compile: bool = option(False, group=STEP, opposites=("--no-compile",), help="run the model through torch.compile")
+    compile_mode: str = option(
+        "default", group=STEP, metavar="|".join(COMPILE_MODES), parse=choice(COMPILE_MODES),
+        help="with --compile: the mode of torch.compile; reduce-overhead records CUDA graphs, for models with small "
+        "steps",
     )
-    keep_checkpoints: int = _option(3, GROUPS[3], "number of newest checkpoints to keep", "N")
-    async_save: bool = _option(
-        False, GROUPS[3], "write checkpoints in the background, from a copy of the state in memory"
+    channels_last: bool = option(
+        False, group=STEP, opposites=("--no-channels-last",),
+        help="channels-last memory format, for convolutions on GPUs",
     )
-    resume: str | None = _option(
-        None,
-        GROUPS[3],
-        "resume from a run directory, a checkpoint, or the latest run in runs/, with the options of that run",
-        "PATH|latest",
+    max_steps_in_flight: int = option(
+        IN_FLIGHT, group=STEP, metavar="N", parse=integer(1),
+        help="on a GPU: steps that may be queued before the host waits for the oldest",
+    )
+    replica_check: int = option(
+        REPLICA_CHECK, group=STEP, metavar="N", parse=integer(0),
+        help="steps between two comparisons of sampled weights among workers; all weights are compared at checkpoints "
+        "and ends of epochs, hyperparameters at every step; 0: nothing is compared",
     )
 
-    run_dir: str | None = _option(
-        None, GROUPS[4], "run directory (default: a new one in runs/, or that of --resume)", "DIR"
+    # --- the run
+    epochs: int = option(
+        None, group=RUN, metavar="N", parse=integer(1),
+        help="passes over the training data, counted from the start of the run (default: 10; 15 for digits)",
     )
-    log: str = _option("csv", GROUPS[4], "comma-separated logs: csv (metrics.csv, always written), tensorboard", "LIST")
-    loader_workers: int = _option(0, GROUPS[4], "data loader processes for each worker", "N")
-    quiet: bool = _option(False, GROUPS[4], "print errors only")
+    schedule: str = option(
+        "cosine", group=RUN, metavar="|".join(SCHEDULES), parse=choice(SCHEDULES), help="learning-rate schedule",
+    )
+    warmup_epochs: float = option(
+        0.0, group=RUN, metavar="X", parse=number(least=0, finite=True),
+        help="epochs of linear learning-rate warm-up",
+    )
+    base_batch_size: int | None = option(
+        None, group=RUN, metavar="N", parse=integer(1),
+        help="the global batch that --lr was chosen for; --lr is scaled from it to --global-batch-size",
+    )
+    seed: int = option(
+        0, group=RUN, metavar="N", parse=integer(0, 2**63 - 1),  # torch takes 64 bits
+        help="random seed of initial weights, sample order and dropout",
+    )
+    checkpoint_every: str = option(
+        "1epoch", group=RUN, metavar="INTERVAL", parse=_interval,
+        help="how often to save, such as 2epochs or 500steps; 0: only when interrupted",
+    )
+    keep_checkpoints: int = option(
+        3, group=RUN, metavar="N", parse=integer(1), help="number of newest checkpoints to keep",
+    )
+    async_save: bool = option(
+        False, group=RUN, opposites=("--no-async-save",),
+        help="write checkpoints in the background, from a copy of the state in memory",
+    )
+    resume: str | None = option(
+        None, group=RUN, metavar="PATH|latest",
+        help="resume from a run directory, a checkpoint, or the latest run in runs/, with the options of that run",
+    )
+
+    # --- files and display
+    run_dir: str | None = option(
+        None, group=FILES, metavar="DIR", help="run directory (default: a new one in runs/, or that of --resume)",
+    )
+    log: str = option(
+        "csv", group=FILES, metavar="LIST", parse=_logs,
+        help="comma-separated logs: csv (metrics.csv, always written), tensorboard",
+    )
+    loader_workers: int = option(
+        0, group=FILES, metavar="N", parse=integer(0), help="data loader processes for each worker",
+    )
+    quiet: bool = option(False, group=FILES, opposites=("--no-quiet",), help="print errors only")
+    # fmt: on
+
+    @staticmethod
+    def parse(given: Mapping[str, Any]) -> TrainOptions:
+        """Return the options that are `given` by name: texts of flags, or values of a file.
+
+        Raises:
+            ConfigError: an option, which the error names, is invalid or contradicts another.
+        """
+        chosen = TrainOptions(**option_table.values_of(TrainOptions, given))
+        chosen.check()
+        return chosen
 
     def __post_init__(self) -> None:
         small = self.data == "digits"  # 1,437 samples
@@ -202,65 +297,56 @@ class TrainOptions:
             self.lr = {"sgd": 0.05, "lars": 5.0, "lamb": 0.01}.get(self.optimizer, 0.001)
 
     def check(self) -> None:
-        """Check every value, as far as it is possible without data, model and device.
+        """Check that no option contradicts another one, as far as it is possible without data, model and device.
 
         Raises:
-            ConfigError: naming the option, what was expected and what was given.
+            ConfigError: naming the first that does, what was expected and what was given.
         """
-        MODELS.check(self.model)
-        DATA.check(self.data)
-        if self.workers != "auto":
-            arguments.parse_whole("workers", self.workers, least=1, expected="a whole number of at least 1 or auto")
-        for name in (
-            "global_batch_size",
-            "gradient_accumulation_steps",
-            "epochs",
-            "keep_checkpoints",
-            "max_steps_in_flight",
-        ):
-            arguments.whole(name, getattr(self, name), least=1)
-        for name in ("loader_workers", "replica_check"):
-            arguments.whole(name, getattr(self, name), least=0)
-        arguments.whole("seed", self.seed, least=0, most=2**63 - 1)  # torch takes 64 bits
-        for name in ("base_batch_size", "virtual_workers", "threads", "context", "layers", "heads", "width"):
-            if getattr(self, name) is not None:
-                arguments.whole(name, getattr(self, name), least=1)
-        arguments.number("lr", self.lr, above=0, finite=True)
-        for name in ("momentum", "weight_decay", "warmup_epochs"):
-            arguments.number(name, getattr(self, name), least=0, finite=True)
-        arguments.number("beta1", self.beta1, least=0, below=1)
-        arguments.number("beta2", self.beta2, least=0, below=1)
-        if self.dropout is not None:
-            arguments.number("dropout", self.dropout, least=0, below=1, expected="a probability from 0 to below 1")
         if self.text_file is None:
             for name in ("context", "tokenizer"):
                 if getattr(self, name) is not None:
                     raise ConfigError(name, f"nothing, as the data {self.data} is no text", getattr(self, name))
         elif not self.text_file:
             raise ConfigError("data", "text:FILE, the path of a text file", self.data)
-        parse_param_groups(self.param_groups or "")
-        if self.max_grad_norm is not None:
-            arguments.number("max_grad_norm", self.max_grad_norm, above=0, finite=True)
         if self.gradient_accumulation_steps > self.global_batch_size:
-            raise ConfigError(
-                "gradient_accumulation_steps",
-                f"at most the {counted(self.global_batch_size, 'sample')} of a step",
-                self.gradient_accumulation_steps,
-            )
+            expected = f"at most the {counted(self.global_batch_size, 'sample')} of a step"
+            raise ConfigError("gradient_accumulation_steps", expected, self.gradient_accumulation_steps)
         if self.warmup_epochs >= self.epochs:
-            raise ConfigError(
-                "warmup_epochs", f"less than the {counted(self.epochs, 'epoch')} of the run", self.warmup_epochs
-            )
-        check_together(self)
-        for option in fields(self):
-            choices = option.metadata["choices"]
-            if choices:
-                arguments.choice(option.name, getattr(self, option.name), choices)
-        for name in self.logs():
-            arguments.choice("log", name, LOGS)
-        from .callbacks.checkpoints import parse_interval
+            expected = f"less than the {counted(self.epochs, 'epoch')} of the run"
+            raise ConfigError("warmup_epochs", expected, self.warmup_epochs)
+        if self.compile_mode != "default" and not self.compile:
+            raise ConfigError("compile_mode", "default without compile", self.compile_mode, "Pass --compile as well.")
+        if self.strategy == "replicas":
+            self._check_replicas()
+        elif self.devices != "auto":
+            hint = "Pass --strategy replicas; or --devices auto, to resume a run of that strategy under another one."
+            raise ConfigError("devices", "auto without the strategy replicas", self.devices, hint)
+        if self.virtual_workers is not None:
+            self._check_virtual_workers(self.virtual_workers)
+        elif self.threads is not None:
+            raise ConfigError("threads", "none without virtual workers", self.threads)
 
-        parse_interval(self.checkpoint_every)
+    def _check_replicas(self) -> None:
+        if self.virtual_workers is not None:
+            hint = "Virtual workers need processes: leave the strategy out."
+            raise ConfigError("virtual_workers", "none with the strategy replicas", self.virtual_workers, hint)
+        if self.sync_batchnorm:
+            hint = "Each replica uses the statistics of its own part; several --workers can synchronise them."
+            raise ConfigError("sync_batchnorm", "false with the strategy replicas", True, hint)
+        if self.compile:
+            hint = "Compiled programs do not support threads with separate random numbers."
+            raise ConfigError("compile", "false with the strategy replicas", True, hint)
+
+    def _check_virtual_workers(self, virtual_workers: int) -> None:
+        if self.workers != "auto":
+            check_virtual_workers(virtual_workers, int(self.workers))
+        if self.gradient_accumulation_steps > 1:
+            steps = self.gradient_accumulation_steps
+            hint = "Each shard has its own pass."
+            raise ConfigError("gradient_accumulation_steps", "1 with virtual workers", steps, hint)
+        if self.sync_batchnorm and self.compile:
+            hint = "Leave out one of the three."
+            raise ConfigError("compile", "false with virtual workers and sync_batchnorm", True, hint)
 
     @property
     def text_file(self) -> str | None:
@@ -291,7 +377,7 @@ class TrainOptions:
         return [int(part) if part.isdecimal() else part for part in parts]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the options by name, for a file that `from_mapping` reads, without those that belong to one call."""
+        """Return the options by name, for a file that `parse` reads again, without those that belong to one call."""
         return {name: value for name, value in asdict(self).items() if name not in _PER_CALL}
 
 
@@ -316,104 +402,22 @@ def parse_param_groups(text: str) -> list[tuple[list[str], dict[str, float]]]:
     return groups
 
 
-def check_together(options: TrainOptions) -> None:
-    """Check that no option contradicts another one, such as `strategy` or `virtual_workers`.
-
-    Raises:
-        ConfigError: naming the first that does.
-    """
-    if options.compile_mode != "default" and not options.compile:
-        raise ConfigError("compile_mode", "default without compile", options.compile_mode, "Pass --compile as well.")
-    if options.strategy == "replicas":
-        _check_with_replicas(options)
-    elif options.devices != "auto":
-        hint = "Pass --strategy replicas; or --devices auto, to resume a run of that strategy under another one."
-        raise ConfigError("devices", "auto without the strategy replicas", options.devices, hint)
-    if options.virtual_workers is None:
-        if options.threads is not None:
-            raise ConfigError("threads", "none without virtual workers", options.threads)
-        return
-    if options.workers != "auto":
-        check_virtual_workers(options.virtual_workers, int(options.workers))
-    if options.gradient_accumulation_steps > 1:
-        raise ConfigError(
-            "gradient_accumulation_steps",
-            "1 with virtual workers",
-            options.gradient_accumulation_steps,
-            "Each shard has its own pass.",
-        )
-    if options.sync_batchnorm and options.compile:
-        raise ConfigError(
-            "compile", "false with virtual workers and sync_batchnorm", True, "Leave out one of the three."
-        )
-
-
-def _check_with_replicas(options: TrainOptions) -> None:
-    if options.virtual_workers is not None:
-        hint = "Virtual workers need processes: leave the strategy out."
-        raise ConfigError("virtual_workers", "none with the strategy replicas", options.virtual_workers, hint)
-    if options.sync_batchnorm:
-        hint = "Each replica uses the statistics of its own part; several --workers can synchronise them."
-        raise ConfigError("sync_batchnorm", "false with the strategy replicas", True, hint)
-    if options.compile:
-        hint = "Compiled programs do not support threads with separate random numbers."
-        raise ConfigError("compile", "false with the strategy replicas", True, hint)
-
-
-def from_mapping(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Convert the options of a file to their types.
+def check_names(content: Mapping[Any, Any], source: str) -> None:
+    """Check the keys of a file of options, in which ``-`` and ``_`` are equivalent.
 
     Args:
-        values: option → value; ``-`` and ``_`` in names are equivalent, and a string is parsed as a flag's value.
+        content: key → value.
         source: the file, for errors.
 
     Raises:
-        ConfigError: for an unknown or duplicate name, or a value of a wrong type.
+        ConfigError: for a key that is no option, or one of an option that the file has twice.
     """
-    known = {option.name: option for option in fields(TrainOptions)}
-    result: dict[str, Any] = {}
-    for key, value in values.items():
+    known = [entry.name for entry in option_table.options_of(TrainOptions)]
+    seen = set()
+    for key in content:
         name = str(key).replace("-", "_")
         if name not in known:
             raise unknown_name(source, key, known, expected="options of a run, as listed by `lockstep train --help`")
-        if name in result:
+        if name in seen:
             raise ConfigError(f"{source}: {key}", "each option once", found="it twice")
-        result[name] = _typed(known[name], value, f"{source}: {key}")
-    return result
-
-
-def _typed(option: Field[Any], value: Any, argument: str) -> Any:
-    kind, _, optional = str(option.type).partition(" | ")
-    if value is None and optional:
-        return None
-    if isinstance(value, bool) or value is None or kind == "bool":
-        if kind != "bool" or not isinstance(value, bool):
-            raise ConfigError(argument, _EXPECTED[kind], value)
-        return value
-    # YAML 1.1 reads 1e-3 as a string, and `workers: 2` as a number.
-    if isinstance(value, (str, int)) or (isinstance(value, float) and kind != "str"):
-        return parse_text(option, str(value), argument, original=value)
-    raise ConfigError(argument, _EXPECTED[kind], value, "Put it in quotes." if kind == "str" else "")
-
-
-def parse_text(option: Field[Any], text: str, argument: str = "", original: object = None) -> Any:
-    """Parse a flag's text as a value of its option's type.
-
-    Args:
-        option: a field of `TrainOptions`.
-        text: the text.
-        argument: the name in errors; that of the option when "".
-        original: the value in errors; the text when None.
-
-    Raises:
-        ConfigError: if it is not a value of that type.
-    """
-    got = text if original is None else original
-    kind = str(option.type).partition(" | ")[0]
-    try:
-        value = {"int": int, "float": float, "str": str}[kind](text)
-    except ValueError:
-        raise ConfigError(argument or option.name, _EXPECTED[kind], got) from None
-    if not text.strip() or "\0" in text:
-        raise ConfigError(argument or option.name, _EXPECTED[kind], got)
-    return value
+        seen.add(name)

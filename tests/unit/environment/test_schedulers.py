@@ -7,7 +7,7 @@ import pytest
 from lockstep import environment
 from lockstep.environment.schedulers import NodePlace, find_node
 from lockstep.errors import ConfigError
-from lockstep.launcher.run_config import RunConfig
+from lockstep.launcher.options import JobOptions
 from lockstep.launcher.start import config_for_node
 
 Variables = dict[str, str]
@@ -135,7 +135,7 @@ def test_what_is_wrong_is_named(variables: Variables, named: str, said: str) -> 
 
 
 def test_the_place_becomes_the_launchers() -> None:
-    config = RunConfig.parse({"nnodes": "auto", "workers": "4", "program": ("train.py",)})
+    config = JobOptions.parse({"nnodes": "auto", "workers": "4", "program": ("train.py",)})
     found = config_for_node(config, SKYPILOT, POD)
     assert (found.nnodes, found.node_rank, found.master_addr, found.master_port) == (2, 1, "10.0.0.4", 29500)
     assert config_for_node(config, KUBEFLOW, POD).master_port == 29400

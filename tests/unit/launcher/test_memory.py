@@ -13,7 +13,7 @@ from lockstep import environment
 from lockstep.cli import main
 from lockstep.errors import ConfigError
 from lockstep.launcher import fork_server, start
-from lockstep.launcher.run_config import RunConfig
+from lockstep.launcher.options import JobOptions
 from lockstep.launcher.script import Script
 
 
@@ -43,7 +43,7 @@ def test_launch_names_its_argument() -> None:
 
 
 def test_a_host_of_several_reports_it_as_its_problem() -> None:
-    config = RunConfig((__file__,), nnodes=2)
+    config = JobOptions((__file__,), nnodes=2)
     assert start._prepare_host(Script(__file__), config, 25) == f"workers: {EXPECTED.format(25)}"
 
 

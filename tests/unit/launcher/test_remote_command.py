@@ -16,8 +16,8 @@ from lockstep import hosts, messages
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launcher import rendezvous
 from lockstep.launcher.host_protocol import CONTROL_PREFIX, ParentMessage
+from lockstep.launcher.options import JobOptions
 from lockstep.launcher.remote_command import assign_workers, host_commands, redact_variables, remote_environment
-from lockstep.launcher.run_config import RunConfig
 from lockstep.launcher.ssh import _control_message, run_on_hosts
 from lockstep.launcher.start import config_for_slurm_task
 from lockstep.topology import World
@@ -30,8 +30,8 @@ def one_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.launcher.remote_command.is_this_host", lambda host: host == HERE)
 
 
-def configure(*program: str, **given: Any) -> RunConfig:
-    return RunConfig.parse({**given, "program": program or ("train.py",)})
+def configure(*program: str, **given: Any) -> JobOptions:
+    return JobOptions.parse({**given, "program": program or ("train.py",)})
 
 
 # --- the configuration ----------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_the_remote_command_is_quoted() -> None:
     for pair in (("--node-rank", "1"), ("--nnodes", "2"), ("-np", "1"), ("--threads", "2"), ("--output-dir", "o p")):
         assert words[words.index(pair[0]) + 1] == pair[1]
     assert "-np 2" in first[-1]
-    assert "-m 'my train.py' --" in second[-1]
+    assert " --module " in second[-1] and " 'my train.py' -- " in second[-1]
 
 
 def test_watchdog_options_are_passed_to_all_hosts() -> None:

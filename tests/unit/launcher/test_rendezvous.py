@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 from lockstep.errors import ConfigError, LockstepError, WorkerError
 from lockstep.launcher import rendezvous
 from lockstep.launcher.host_protocol import HostDescription, HostFailure, check_compatible, describe_host
+from lockstep.launcher.options import JobOptions
 from lockstep.launcher.rendezvous import (
     HostRendezvous,
     check_hosts,
@@ -25,7 +26,6 @@ from lockstep.launcher.rendezvous import (
     serve_job_store,
     single_host_rendezvous,
 )
-from lockstep.launcher.run_config import RunConfig
 from lockstep.stores import LOOPBACK
 
 LIMIT = 20.0
@@ -234,8 +234,8 @@ def test_a_failure_travels_as_it_is_and_on_the_common_clock() -> None:
 # --- comparing the hosts ----------------------------------------------------------------------------------------------
 
 
-def config(**given: Any) -> RunConfig:
-    return RunConfig(("train.py",), **{"nnodes": 2, "master_addr": LOOPBACK, "start_timeout": 5.0, **given})
+def config(**given: Any) -> JobOptions:
+    return JobOptions(("train.py",), **{"nnodes": 2, "master_addr": LOOPBACK, "start_timeout": 5.0, **given})
 
 
 def described(host: str, **given: Any) -> HostDescription:

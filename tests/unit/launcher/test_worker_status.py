@@ -14,8 +14,8 @@ from lockstep.flight_recorder import FlightRecorder, layout
 from lockstep.launcher import local
 from lockstep.launcher.host_protocol import HostFailure
 from lockstep.launcher.local import _raise_failure
-from lockstep.launcher.run_config import WatchdogOptions, WorkerOptions
 from lockstep.launcher.supervisor import WatchdogFiles
+from lockstep.launcher.worker_options import WatchdogOptions, WorkerOptions
 from lockstep.launcher.worker_status import (
     FORCED_EXIT_CODE,
     StatusFolder,

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.option_table import options_of, values_of
 from lockstep.training.formats import PRECISIONS
-from lockstep.training.options import TrainOptions, from_mapping, parse_param_groups, parse_text
+from lockstep.training.options import TrainOptions, check_names, parse_param_groups
 from lockstep.training.precision import Precision
-
-BY_NAME = {option.name: option for option in fields(TrainOptions)}
 
 
 @pytest.mark.parametrize(
@@ -25,23 +23,27 @@ BY_NAME = {option.name: option for option in fields(TrainOptions)}
         ("lr", "0.1", 0.1),
         ("epochs", 3, 3),
         ("epochs", "3", 3),
-        ("warmup-epochs", 2, 2.0),
-        ("global-batch-size", 64, 64),
+        ("warmup_epochs", 2, 2.0),
+        ("global_batch_size", 64, 64),
         ("workers", 2, "2"),
         ("workers", "auto", "auto"),
-        ("checkpoint-every", 2, "2"),
+        ("checkpoint_every", "2epochs", "2epochs"),
         ("compile", True, True),
         ("quiet", False, False),
         ("max_grad_norm", None, None),
-        ("data-dir", None, None),
+        ("data_dir", None, None),
         ("run_dir", "somewhere", "somewhere"),
         ("resume", "latest", "latest"),
     ],
 )
 def test_values_of_files(name: str, value: Any, expected: Any) -> None:
-    (found,) = from_mapping({name: value}, "a.yaml").items()
-    assert found == (name.replace("-", "_"), expected)
+    (found,) = values_of(TrainOptions, {name: value}).items()
+    assert found == (name, expected)
     assert type(found[1]) is type(expected)
+
+
+def test_a_null_in_a_file_is_an_option_that_is_not_given() -> None:
+    assert TrainOptions.parse({"lr": None, "epochs": None}) == TrainOptions()
 
 
 def test_a_mode_of_the_compiler_needs_the_compiler() -> None:
@@ -51,50 +53,50 @@ def test_a_mode_of_the_compiler_needs_the_compiler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("name", "value", "said"),
     [
-        ("epochs", "three", "a.yaml: epochs: expected a whole number, got 'three'"),
-        ("epochs", 1.5, "a.yaml: epochs: expected a whole number, got 1.5"),
-        ("epochs", True, "a.yaml: epochs: expected a whole number, got True"),
-        ("epochs", None, "a.yaml: epochs: expected a whole number, got None"),
-        ("global-batch-size", [1], r"a.yaml: global-batch-size: expected a whole number, got \[1\]"),
-        ("lr", "fast", "a.yaml: lr: expected a number, got 'fast'"),
-        ("lr", None, "a.yaml: lr: expected a number, got None"),
-        ("lr", False, "a.yaml: lr: expected a number, got False"),
-        ("compile", "maybe", "a.yaml: compile: expected true or false, got 'maybe'"),
-        ("compile", 1, "a.yaml: compile: expected true or false, got 1"),
-        ("compile", None, "a.yaml: compile: expected true or false, got None"),
-        ("model", None, "a.yaml: model: expected a text, got None"),
-        ("run_dir", datetime.date(2026, 1, 2), "a.yaml: run_dir: expected a text, got .*Put it in quotes."),
-        ("run_dir", 1.10, "a.yaml: run_dir: expected a text, got 1.1. Put it in quotes."),
-        ("run_dir", "", "a.yaml: run_dir: expected a text, got ''"),
-        ("run_dir", "a\0b", r"a.yaml: run_dir: expected a text, got 'a\\x00b'"),
-        ("epoch", 3, "a.yaml: expected options of a run.*got 'epoch'. Did you mean epochs"),
-        ("global_bach", 3, "Did you mean global_batch_size"),
+        ("epochs", "three", "epochs: expected a whole number of at least 1, got 'three'"),
+        ("epochs", 1.5, "epochs: expected a whole number of at least 1, got 1.5"),
+        ("epochs", True, "epochs: expected a whole number of at least 1, got True"),
+        ("global_batch_size", [1], r"global_batch_size: expected a whole number of at least 1, got \[1\]"),
+        ("lr", "fast", "lr: expected a finite number above 0, got 'fast'"),
+        ("lr", False, "lr: expected a finite number above 0, got False"),
+        ("compile", "maybe", "compile: expected true or false, got 'maybe'"),
+        ("compile", 1, "compile: expected true or false, got 1"),
+        ("compile", None, "compile: expected true or false, got None"),
+        ("model", None, "model: expected a text, got None"),
+        ("model", 1.5, "model: expected a text, got 1.5"),
+        ("run_dir", datetime.date(2026, 1, 2), "run_dir: expected a text, got .*Put it in quotes."),
+        ("run_dir", 1.10, "run_dir: expected a text, got 1.1. Put it in quotes."),
+        ("run_dir", "", "run_dir: expected a text, got ''"),
+        ("run_dir", "  ", "run_dir: expected a text"),
+        ("run_dir", "a\0b", r"run_dir: expected a text, got 'a\\x00b'"),
+        ("epochs", "", "epochs: expected a whole number"),
+        ("lr", "1,5", "lr: expected a finite number above 0, got '1,5'"),
+        ("workers", 1.5, "workers: expected a whole number of at least 1 or auto, got 1.5"),
+        ("strategy", "ddp", "strategy: expected distributed, sharded or replicas, got 'ddp'"),
     ],
 )
-def test_bad_values_of_files_name_file_and_key(key: str, value: Any, said: str) -> None:
+def test_bad_values_are_named(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        values_of(TrainOptions, {name: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("epoch", "a.yaml: expected options of a run.*got 'epoch'. Did you mean epochs"),
+        ("global_bach", "Did you mean global_batch_size"),
+    ],
+)
+def test_unknown_keys_name_the_file(key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        from_mapping({key: value}, "a.yaml")
+        check_names({key: 3}, "a.yaml")
 
 
 def test_a_key_comes_once() -> None:
     with pytest.raises(ConfigError, match=r"a.yaml: global_batch_size: expected each option once"):
-        from_mapping({"global-batch-size": 3, "global_batch_size": 4}, "a.yaml")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("epochs", "", "epochs: expected a whole number"),
-        ("lr", "1,5", "lr: expected a number, got '1,5'"),
-        ("run_dir", "", "run_dir: expected a text, got ''"),
-        ("run_dir", "  ", "run_dir: expected a text"),
-    ],
-)
-def test_bad_texts_of_flags(name: str, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        parse_text(BY_NAME[name], text)
+        check_names({"global-batch-size": 3, "global_batch_size": 4}, "a.yaml")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_bad_texts_of_flags(name: str, text: str, said: str) -> None:
 )
 def test_limits(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: expected"):
-        TrainOptions(**{name: value}).check()
+        TrainOptions.parse({name: value})
 
 
 def test_small_data_has_defaults_of_its_own() -> None:
@@ -148,13 +150,13 @@ def test_parameter_groups_are_parsed() -> None:
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
 def test_seeds(seed: int) -> None:
-    TrainOptions(seed=seed).check()
+    TrainOptions.parse({"seed": seed})
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 2**64])
 def test_seeds_beyond_64_bits_are_refused(seed: int) -> None:
     with pytest.raises(ConfigError, match=f"seed: expected a whole number from 0 to {2**63 - 1}, got {seed}"):
-        TrainOptions(seed=seed).check()
+        TrainOptions.parse({"seed": seed})
 
 
 @pytest.mark.parametrize(
@@ -168,8 +170,9 @@ def test_the_learning_rate_suits_the_optimizer(given: dict[str, Any], lr: float)
 def test_written_options_can_be_read_and_name_no_folder() -> None:
     options = TrainOptions(run_dir="somewhere", resume="somewhere/else", lr=0.3, workers="2", compile=True)
     written = options.as_dict()
-    assert set(written) == set(BY_NAME) - {"run_dir", "resume", "allow_different_hardware", "quiet"}
-    assert TrainOptions(**from_mapping(written, "config.json")) == TrainOptions(lr=0.3, workers="2", compile=True)
+    names = {entry.name for entry in options_of(TrainOptions)}
+    assert set(written) == names - {"run_dir", "resume", "allow_different_hardware", "quiet"}
+    assert TrainOptions.parse(written) == TrainOptions(lr=0.3, workers="2", compile=True)
 
 
 def test_the_formats_offered_are_those_there_are() -> None:

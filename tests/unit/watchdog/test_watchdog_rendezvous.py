@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lockstep import environment
 from lockstep.errors import LockstepError
 from lockstep.flight_recorder import jobs, layout
-from lockstep.launcher.run_config import WatchdogOptions
 from lockstep.launcher.supervisor import WatchdogFiles
+from lockstep.launcher.worker_options import WatchdogOptions
 from lockstep.system import private_folders
 from lockstep.watchdog import rendezvous
 from support.openings import SQUATS, squat
