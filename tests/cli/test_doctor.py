@@ -60,6 +60,14 @@ def test_what_to_fix(asked: list[Any], found: list[Section], capsys: pytest.Capt
     assert "\nWhat to fix\n 1. few files\n  → Have more.\n 2. a text of more" in told
 
 
+def test_a_section_without_facts_has_no_title(
+    asked: list[Any], found: list[Section], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found.append(Section("cluster"))
+    assert main(["doctor"]) == 0
+    assert "cluster" not in capsys.readouterr().out
+
+
 def test_json(asked: list[Any], found: list[Section], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sections"]["host"]["cores"] == {"text": "2", "good": None}

@@ -108,7 +108,8 @@ def _print_sections(sections: Iterator[Section]) -> Iterator[Section]:
             section = next(sections, None)
         if section is None:
             break
-        _print_section(console, section)
+        if section.facts:
+            _print_section(console, section)
         problems += section.problems
         yield section
     _print_problems(console, problems)

@@ -51,22 +51,18 @@ def examine_backends(limit: float) -> Section:
 
 
 def _available_backends() -> dict[str, tuple[bool, str]]:
-    """Return for each backend whether it can be tested, and a remark."""
+    """Return for each backend that concerns this host whether it can be tested, and a remark."""
     import torch
 
+    backends = {"shm": (sys.platform == "linux", "compiled" if _is_compiled() else "not compiled")}
+    backends["gloo"] = (torch.distributed.is_gloo_available(), "")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nccl = torch.distributed.is_nccl_available() and gpus > 1
-    backends = {
-        "shm": (sys.platform == "linux", "compiled" if _is_compiled() else "not compiled"),
-        "gloo": (torch.distributed.is_gloo_available(), ""),
-        "nccl": (nccl, "" if nccl else f"not tested: it needs two GPUs, and this host has {gpus or 'none'}"),
-    }
-    if importlib.util.find_spec("mpi4py") is None:
-        backends["mpi4py"] = (False, "not installed: pip install 'lockstep-train[mpi]'")
-    elif _mpiexec() is None:
-        backends["mpi4py"] = (False, "not tested: there is no mpiexec (pip install mpich installs one)")
-    else:
-        backends["mpi4py"] = (True, "")
+    if gpus:
+        remark = "not tested: it needs two GPUs, and this host has one" if gpus == 1 else ""
+        backends["nccl"] = (torch.distributed.is_nccl_available() and gpus > 1, remark)
+    if importlib.util.find_spec("mpi4py") is not None:
+        remark = "" if _mpiexec() else "not tested: there is no mpiexec (pip install mpich installs one)"
+        backends["mpi4py"] = (_mpiexec() is not None, remark)
     return backends
 
 

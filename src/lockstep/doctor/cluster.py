@@ -1,12 +1,10 @@
-"""The scheduler: which one has given this node, whether the job's nodes reach each other, and what can be reached."""
+"""The scheduler: which one has given this node, and whether the nodes of the job reach each other."""
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["compare_nodes", "examine_cluster"]
 
 _NODES_S = 30.0  # in which the nodes of a job begin their examinations: their images are pulled, Python has started
-_TOOL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +60,12 @@ def examine_cluster(limit: float = _NODES_S) -> Section:
         place = _find_place()
     except ConfigError as error:
         section.add("scheduler", "its variables are incomplete", Problem(str(error), error.hint or "Correct it."))
-        place = None
-    else:
-        section.add("scheduler", "none has started this process" if place is None else _describe(place))
-    if place is not None and place.port is not None and _add_address(section, place):
+        return section
+    if place is None:  # nobody has started this process
+        return section
+    section.add("scheduler", _describe(place))
+    if place.port is not None and _add_address(section, place):
         _add_nodes(section, place, limit)
-    _add_tools(section)
     return section
 
 
@@ -128,8 +125,7 @@ class _Node(msgspec.Struct, frozen=True):
 
 def _add_nodes(section: Section, place: _Place, limit: float) -> None:
     """Meet the other nodes as a job would, and compare versions."""
-    versions = {name: text for name, text in this_host.versions().items() if name in this_host.NAMES}
-    mine = _Node(place.number, socket.gethostname(), versions)
+    mine = _Node(place.number, socket.gethostname(), this_host.versions())
     where = f"{place.address}:{place.port}"
     try:
         store = _open_store(place, limit)
@@ -224,50 +220,3 @@ def compare_nodes(found: Mapping[int, _Node], what: str) -> tuple[str, list[Prob
         return f"differ between {what}s", problems
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     return f"{versions} on {len(found)} {what}s" if len(found) > 1 else versions, problems
-
-
-# --- The schedulers' tools --------------------------------------------------------------------------------------------
-
-
-def _add_tools(section: Section) -> None:
-    """List the schedulers to which `lockstep submit` can hand a job from here."""
-    found = [name for name, (tool, _) in _TOOLS.items() if shutil.which(tool) is not None]
-    section.add("submit --to", ", ".join(found) or "none: no sbatch or kubectl on the PATH")
-    for name in found:
-        _, describe = _TOOLS[name]
-        if describe is not None:
-            section.add(name, describe())
-
-
-def _describe_slurm() -> str:
-    output, error = _ask(["sinfo", "--noheader", "--format=%P|%D|%l|%t"])
-    if error:  # nothing to fix where it is installed and not used
-        return f"does not answer (`scontrol ping`; SLURM_CONF names its configuration): {error}"
-    rows = [line.split("|") for line in output.splitlines() if line.count("|") == 3]
-    texts = [f"{name} ({count} nodes {state}, {limit})" for name, count, limit, state in rows]
-    return ", ".join(texts[:8]) or "no partitions"
-
-
-def _describe_kubernetes() -> str:
-    output, error = _ask(["kubectl", "config", "current-context"])
-    if error:
-        return "no cluster is chosen (kubectl config use-context)"
-    return f"the cluster of context {output.strip()}"
-
-
-_TOOLS: dict[str, tuple[str, Callable[[], str] | None]] = {
-    "slurm": ("sbatch", _describe_slurm),
-    "kubernetes": ("kubectl", _describe_kubernetes),
-}
-
-
-def _ask(words: list[str]) -> tuple[str, str]:
-    """Return the output of a tool, and its error message in one line; "" if there is none."""
-    try:
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_TOOL_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", str(error)
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return done.stdout, "" if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")

@@ -1,4 +1,4 @@
-"""This host: devices, processor, cores, memory, limits, network, versions, and what `lockstep.init()` would do here."""
+"""This host: devices, cores, memory, limits, network, versions, and what `lockstep.init()` would do here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,9 +43,8 @@ _MIN_FILES = 1024  # the usual limit: the launcher needs two for each worker in 
 
 
 def examine_host() -> Section:
-    """Examine the hardware and limits of this host, and the share that this process may use."""
+    """Examine the share of this host that this process may use, and limits that are too low."""
     section = Section("host")
-    section.add("processor", _processor())
     _add_cores(section)
     _add_memory(section)
     _add_shared_memory(section)
@@ -63,19 +61,12 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _processor() -> str:
-    match = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or platform.machine()
-
-
 def _add_cores(section: Section) -> None:
-    usable, present = environment.usable_cores(), os.cpu_count() or 1
+    usable = environment.usable_cores()
+    present = os.cpu_count() or 1
     text = str(present) if usable == present else f"{usable} usable of {present} (affinity, or the container's quota)"
-    section.add("cores", text)
-    several = [f"{max(1, usable // n)} for each of {n}" for n in sorted({2, usable} - {1})]
     threads = environment.variables().get("OMP_NUM_THREADS")
-    override = [f"but OMP_NUM_THREADS={threads} is set"] if threads else []
-    section.add("threads", ", ".join([f"{usable} for 1 worker", *several, *override]))
+    section.add("cores", f"{text}; OMP_NUM_THREADS={threads} is set" if threads else text)
 
 
 def _add_memory(section: Section) -> None:
@@ -88,21 +79,11 @@ def _add_memory(section: Section) -> None:
 
 
 def _add_shared_memory(section: Section) -> None:
-    if sys.platform == "linux":
-        works = _memfd_works()
-        section.add(
-            "memfd", "works" if works else "does not work: shm uses files in /dev/shm instead", good=works or None
-        )
+    if sys.platform == "linux" and not _memfd_works():
+        section.add("memfd", "does not work: shm uses files in /dev/shm instead")
     if _SHM.is_dir():
         usage = shutil.disk_usage(_SHM)
         section.add("/dev/shm", f"{size(usage.free)} free of {size(usage.total)}", _small_shm(usage.total, usage.free))
-    text, problem = "64 MiB a group, more from 17 ranks on; LOCKSTEP_SHM_SIZE sets it", None
-    try:
-        if environment.shm_size():
-            text = f"at most {size(environment.shm_size())} a group (LOCKSTEP_SHM_SIZE)"
-    except ConfigError as error:
-        text, problem = f"{error.got!r} (LOCKSTEP_SHM_SIZE)", Problem(str(error), "Correct it, or unset it.")
-    section.add("shm size", text, problem)
 
 
 def _small_shm(total: int, free: int) -> Problem | None:
@@ -132,25 +113,18 @@ def _memfd_works() -> bool:
 
 
 def _add_limits(section: Section) -> None:
+    """Add limits that are too low; others are not worth a line."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    problem = None
     if soft != resource.RLIM_INFINITY and soft < _MIN_FILES:
-        problem = Problem(
-            f"a process may open {soft} files only", f"Run `ulimit -n {_MIN_FILES}` before (at most {hard})."
-        )
-    section.add("open files", _limit(soft, str), problem)
+        fix = f"Run `ulimit -n {_MIN_FILES}` before (at most {hard})."
+        section.add("open files", str(soft), Problem(f"a process may open {soft} files only", fix))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    problem = None
     if soft != resource.RLIM_INFINITY and INFINIBAND.is_dir():
         fix = (
             "Raise memlock to unlimited in /etc/security/limits.conf, or start the container with --ulimit memlock=-1."
         )
-        problem = Problem(f"InfiniBand needs locked memory, of which {_limit(soft, size)} is allowed", fix)
-    section.add("locked memory", _limit(soft, size), problem)
-
-
-def _limit(value: int, to_text: Callable[[int], str]) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else to_text(value)
+        problem = Problem(f"InfiniBand needs locked memory, of which {size(soft)} is allowed", fix)
+        section.add("locked memory", size(soft), problem)
 
 
 def _read(path: str) -> str:
@@ -224,14 +198,14 @@ def _unused(torch: Any, driver: str) -> Problem:
 # --- Versions ---------------------------------------------------------------------------------------------------------
 
 _OLDEST = {"python": (3, 10), "torch": OLDEST_TORCH}
-_PACKAGES = {"lockstep": "lockstep-train", "torch": "torch", "numpy": "numpy", "mpi4py": "mpi4py"}
+_PACKAGES = {"torch": "torch", "lockstep": "lockstep-train"}
 
 NAMES = ("python", "torch", "lockstep")
 """The packages whose versions must be the same on all hosts of a job."""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages among those that Lockstep uses."""
+    """Return the versions of Python, and of torch and Lockstep if they are installed."""
     installed = {"python": platform.python_version()}
     for name, package in _PACKAGES.items():
         try:
@@ -242,11 +216,10 @@ def versions() -> dict[str, str]:
 
 
 def examine_versions() -> Section:
-    """List the versions of Python, torch, Lockstep, numpy, and the libraries that torch is built with."""
+    """List the versions of Python, torch and Lockstep, and of the libraries that torch is built with."""
     section = Section("versions")
     for name, text in versions().items():
         section.add(name, text, _too_old(name, text))
-    section.add("system", f"{platform.system()} {platform.release()} ({platform.machine()})")
     for name, text in _built_with().items():
         section.add(name, text)
     return section

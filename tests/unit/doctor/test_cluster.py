@@ -32,11 +32,6 @@ def problems(section: Section) -> str:
     return "\n".join(f"{problem.what} -> {problem.fix}" for problem in section.problems)
 
 
-@pytest.fixture(autouse=True)
-def _no_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_TOOLS", {})
-
-
 def given(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> Section:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -45,7 +40,7 @@ def given(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> Section
 
 def test_without_a_scheduler_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     section = given(monkeypatch, {})
-    assert facts(section)["scheduler"] == "none has started this process"
+    assert section.facts == []
     assert section.problems == []
 
 
@@ -125,18 +120,3 @@ def test_versions_that_differ_are_named() -> None:
     text, found = compare_nodes({0: first, 1: _Node(1, "b", {"torch": "2.13.0"})}, "node")
     assert [problem.what for problem in found] == ["node 1 (b) has python missing, node 0 (a) 3.11.9"]
     assert compare_nodes({1: first}, "node") == ("unknown", [])
-
-
-# --- The schedulers' tools --------------------------------------------------------------------------------------------
-
-
-def test_tools_are_listed_with_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_TOOLS", {"slurm": ("python3", cluster._describe_slurm), "dstack": ("no-such", None)})
-    monkeypatch.setattr(cluster, "_ask", lambda words: ("main*|2|1:00:00|idle\ngpu|8|infinite|mix\n", ""))
-    section = examine_cluster()
-    assert facts(section)["submit --to"] == "slurm"
-    assert facts(section)["slurm"] == "main* (2 nodes idle, 1:00:00), gpu (8 nodes mix, infinite)"
-    monkeypatch.setattr(cluster, "_ask", lambda words: ("", "sinfo: error: no controller"))
-    section = examine_cluster()
-    assert facts(section)["slurm"].endswith("names its configuration): sinfo: error: no controller")
-    assert section.problems == []

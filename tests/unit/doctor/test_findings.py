@@ -88,27 +88,23 @@ def test_few_open_files_and_little_locked_memory_are_to_be_fixed(
     monkeypatch.setattr(this_host.resource, "getrlimit", lambda which: unlimited)
     section = Section("host")
     this_host._add_limits(section)
-    assert (fixes(section), text_of(section, "open files")) == ("", "unlimited")
+    assert (section.problems, section.facts) == ([], [])
 
 
-def test_the_size_of_shared_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_SHM_SIZE", "128M")
-    assert text_of(this_host.examine_host(), "shm size") == "at most 128 MiB a group (LOCKSTEP_SHM_SIZE)"
-    monkeypatch.setenv("LOCKSTEP_SHM_SIZE", "much")
-    section = this_host.examine_host()
-    assert is_good(section, "shm size") is False
-    assert "expected a size such as 64M" in fixes(section)
+def test_a_memory_file_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "memfd" not in [fact.name for fact in this_host.examine_host().facts]
+    monkeypatch.setattr(this_host, "_memfd_works", lambda: False)
+    assert "uses files in /dev/shm" in text_of(this_host.examine_host(), "memfd")
 
 
-def test_cores_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "usable_cores", lambda: 6)
     monkeypatch.setattr(this_host.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(environment, "variables", lambda: {"OMP_NUM_THREADS": "1"})
     section = Section("host")
     this_host._add_cores(section)
-    assert text_of(section, "cores").startswith("6 usable of 64")
-    assert (
-        text_of(section, "threads") == "6 for 1 worker, 3 for each of 2, 1 for each of 6, but OMP_NUM_THREADS=1 is set"
+    assert text_of(section, "cores") == (
+        "6 usable of 64 (affinity, or the container's quota); OMP_NUM_THREADS=1 is set"
     )
 
 
