@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import select
 import selectors
 import socket
 import struct
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +22,7 @@ import pytest
 from lockstep.elastic import mesh as mesh_module
 from lockstep.elastic.connection import Connection
 from lockstep.elastic.mesh import NEW, HostEntry, Knock, Mesh, Ping, Refused, Welcome, Wire, knock
-from lockstep.elastic.succession import HostMessage, Link, Reject
+from lockstep.elastic.succession import Accept, HostMessage, Link, Reject
 from lockstep.errors import LockstepError
 
 KIND = Wire | HostMessage
@@ -129,6 +133,28 @@ def test_a_host_that_has_not_been_heard_of_is_silent_even_if_nobody_listens(two:
     first.mesh._peers[1].heard = -100.0
     first.mesh._drop(first.mesh._peers[1])
     assert first.links[-1] == (1, Link.SILENT)
+
+
+@pytest.mark.xfail(strict=True, reason="a reset counts as an end, after which all that was sent is known")
+def test_after_a_reset_it_is_open_what_the_other_side_had_sent(two: tuple[Host, Host]) -> None:
+    """A process that is killed with input that it has not read resets its connections, and what it has sent is lost."""
+    first, second = two
+    end, sent = second.mesh._peers[0].connection.socket, 0
+    first.mesh.send(1, Reject(1))
+    turn_until(lambda: not first.mesh.has_unsent and select.select([end], [], [], 0)[0], first)
+    while not unacknowledged(end):  # more than the other side's kernel takes
+        second.mesh.send(0, Accept(1, sent, None, (), (), (), bytes(1 << 18)))
+        sent += 1
+    assert not second.mesh.has_unsent
+    second.end()
+    turn_until(lambda: first.links[-1][1] is not Link.CONNECTED, first)
+    assert len(first.messages) < sent
+    assert first.links[-1] == (1, Link.SILENT)
+
+
+def unacknowledged(end: socket.socket) -> int:
+    """The bytes that this kernel has sent, or is to send, and the other one has not taken."""
+    return int.from_bytes(fcntl.ioctl(end, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 @pytest.mark.parametrize(

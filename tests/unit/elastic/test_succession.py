@@ -310,3 +310,64 @@ def test_what_is_withdrawn_later_blocks_no_proposal() -> None:
     assert (2, Propose(view)) in host.take_messages()
     host.receive(2, Accept(view.term, view.number, first, (), (), (), b""))
     assert host.is_acting
+
+
+# --- faults of this way to decide -----------------------------------------------------------------------------
+
+
+def settled(size: int, claims: str) -> Net:
+    """Hosts that have told each other all there is to tell; 0 leads."""
+    net = Net(0, size=size, claims=claims)
+    for _ in range(3):
+        while found := net.events():
+            found[0]()
+        for number in net.alive():
+            net.do(number, Succession.tick)
+    assert net.acting() == [0]
+    return net
+
+
+RESET = pytest.mark.xfail(strict=True, reason="a reset counts as an end, after which all that was sent is known")
+
+
+@pytest.mark.parametrize("is_reset", [False, pytest.param(True, marks=RESET)], ids=["end of file", "reset"])
+def test_who_has_ended_may_have_accepted_what_the_others_do_not_know(is_reset: bool) -> None:
+    """A process that is killed with input that it has not read resets its connections: what it has sent may be lost.
+
+    When 0 has ended, 1 does not reach 2 and 5. It goes on with 3 and 4; these tell 2 and 5, and end.
+    """
+    net = settled(6, "")
+    net.end(0, *range(1, 6))
+    for other in (2, 5):
+        net.break_connection(other, 1)
+    for _ in range(2):
+        for follower in (3, 4):
+            net.deliver_all(1, follower)
+            net.deliver_all(follower, 1)
+    assert net.acting() == [1] and net.agreed[-1].hosts == (1, 3, 4)
+    for number in (3, 4):
+        net.end(number, 1)
+        for witness in (2, 5):
+            if is_reset:
+                net.wires[frozenset((number, witness))].flying[witness].clear()
+            net.end(number, witness)
+    for _ in range(3):
+        for number in (1, 2, 5):
+            net.do(number, Succession.tick)
+        for one, other in ((2, 5), (5, 2)):
+            net.deliver_all(one, other)
+    assert net.acting() == [1]
+
+
+@pytest.mark.xfail(strict=True, reason="a follower goes on while it is connected to its leader, which may be stopped")
+def test_no_follower_of_a_stopped_leader_goes_on_beside_a_host_that_has_claimed_the_job() -> None:
+    net = settled(3, "/shared")
+    for other in (0, 1):  # host 0, which leads, is stopped: it notices nothing
+        net.cut.add(frozenset((2, other)))
+        net.notice(frozenset((2, other)), 2)
+    net.notice(frozenset((2, 1)), 1)
+    for _ in range(3):
+        for number in (1, 2):
+            net.do(number, Succession.tick)
+    assert net.acting() == [0, 2] and net.agreed[-1].hosts == (2,)  # 0 does so when it goes on, and is told then
+    assert not net.hosts[1].has_leader

@@ -413,3 +413,22 @@ def test_a_signal_ends_the_job_and_nothing_is_started_any_more() -> None:
     assert world.job.is_over
     with pytest.raises(LockstepError, match="the job is ending"):
         world.job.ask(0, Ask(2, "resize", 2))
+
+
+@pytest.mark.xfail(strict=True, reason="nothing is waited for, though the host that was lost may not know it yet")
+def test_who_has_lost_the_host_with_the_state_does_not_start_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It notices a cut a moment later, or its launcher is stopped and its worker trains: two sides would train."""
+    fake_clock(monkeypatch)
+    world = World((1, 1, 1), 1)
+    world.train()
+    reports = []
+    for host in (1, 2):  # which have no workers
+        memory = HostMemory(host)
+        memory.note_down(-1, View(world.job.coordinator.generation, (0,), (0,), ((0, 5),), 0))
+        reports.append(memory.report())
+    world.job.host_lost(0)
+    world.job.resume(reports, (), None)
+    for _ in range(2):
+        world.job.supervise()
+    assert world.job.coordinator.failure or world.said  # it is known that the state is lost
+    assert not world.of(Start)
