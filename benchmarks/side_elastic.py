@@ -27,7 +27,7 @@ from lockstep.training.loop import Loop
 from lockstep.training.recovery import ElasticRecovery
 
 if TYPE_CHECKING:
-    from lockstep.training.step import StepResult
+    from lockstep.training.step_result import StepResult
 
 WORKERS, GLOBAL_BATCH_SIZE, SAMPLES = 4, 64, 2048
 

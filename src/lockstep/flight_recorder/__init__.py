@@ -12,6 +12,7 @@ from .writer import (
     named,
     note_batch,
     note_samples,
+    recorded_collectives,
     solo_section,
 )
 
@@ -36,5 +37,6 @@ __all__ = [
     "open_job",
     "read_log",
     "read_log_header",
+    "recorded_collectives",
     "solo_section",
 ]

@@ -40,6 +40,7 @@ __all__ = [
     "named",
     "note_batch",
     "note_samples",
+    "recorded_collectives",
     "solo_section",
 ]
 
@@ -391,6 +392,11 @@ def note_samples(number: int) -> None:
     """Count `number` more samples that this rank has processed."""
     if current.recorder is not None:
         current.recorder.note_samples(number)
+
+
+def recorded_collectives() -> int | None:
+    """Return how many collectives this process has called; None if they are not recorded."""
+    return None if current.recorder is None else current.recorder.count
 
 
 @contextmanager

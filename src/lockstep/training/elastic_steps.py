@@ -13,7 +13,8 @@ from .feed import Feed
 from .in_flight import StepsInFlight
 from .model_state import StateOfStep, UserState
 from .recovery import REGROUP, interrupt
-from .step import StepResult, TrainStep
+from .step import TrainStep
+from .step_result import StepResult
 
 __all__ = ["Steps", "steps"]
 

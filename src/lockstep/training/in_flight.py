@@ -13,7 +13,7 @@ from .. import arguments, devices
 from ..communicator.requests import register_pending
 from .formats import IN_FLIGHT
 from .recovery import REGROUP
-from .step import StepResult
+from .step_result import StepResult
 
 __all__ = ["LAG", "HostCopy", "InFlightLimit", "StepsInFlight", "check_in_flight"]
 

@@ -15,13 +15,17 @@ from ..errors import ConfigError, DivergedError, InterruptedRunError, Membership
 from .callbacks.base import TrainingContext
 from .callbacks.group import CallbackGroup
 from .checkpoint_manager import CheckpointManager
+from .epoch_totals import EpochTotals, Row
 from .feed import Feed
 from .in_flight import StepsInFlight
 from .model_state import StateOfStep
 from .modes import TrainingModes
+from .position import Position
 from .recovery import REGROUP
-from .run_state import EpochTotals, Position, Row, RunState, check_frozen
-from .step import StepResult
+from .run_directory import HeldRunDirectory
+from .run_state import RunState
+from .saved_state import check_frozen
+from .step_result import StepResult
 from .stop_signals import StopSignals
 from .stopping import StoppableLoader, StopRequests
 
@@ -32,6 +36,7 @@ class Run(TrainingContext, Protocol):
     """What the loop needs of a training run; the `Trainer` has it."""
 
     state: RunState
+    directory: HeldRunDirectory
     checkpoint_manager: CheckpointManager
     modes: TrainingModes
     steps_in_flight: StepsInFlight
@@ -49,12 +54,6 @@ class Run(TrainingContext, Protocol):
 
     def check_losses(self) -> None:
         """Check that the losses of all steps so far are finite; waits for the device."""
-
-    def hold_run_directory(self) -> None:
-        """Lock the run directory on rank 0, which may be another worker than before."""
-
-    def leave_run_directory(self) -> None:
-        """Unlock it."""
 
 
 class Loop:
@@ -412,7 +411,7 @@ class _StateOfRun(StateOfStep):
         """See `TrainingState`."""
         super().leave()
         self._run.checkpoint_manager.abandon()
-        self._run.leave_run_directory()
+        self._run.directory.leave()
         self._loop.stop_requests.forget_polls()
 
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
@@ -422,4 +421,4 @@ class _StateOfRun(StateOfStep):
         run.steps_in_flight.regroup()
         loop.feed.regroup()
         self._callbacks.take_rank(self.step.comm.rank, run, states, all_seen, loop.epoch_has_begun)
-        run.hold_run_directory()
+        run.directory.hold()

@@ -19,7 +19,8 @@ from ..parallel.module_sync import expanded_dimensions
 from ..parallel.nested import map_tensors
 from ..parallel.randomness import generator_states, set_generator_states
 from .recovery import REGROUP, as_bytes, from_bytes
-from .step import StepResult, TrainStep
+from .step import TrainStep
+from .step_result import StepResult
 
 __all__ = ["ModelState", "StateOfStep", "UserState"]
 

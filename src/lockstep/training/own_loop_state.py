@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
 from ..communicator import Communicator
 from ..data.loader import Batch, Loader
+from .batch_buffers import BatchBuffers
+from .batch_parts import BatchParts
+from .body_losses import BodyLosses
 from .feed import Feed
 from .model_state import ModelState, UserState
 from .recovery import Recovery, as_bytes, from_bytes
 
-__all__ = ["OwnLoopState"]
+__all__ = ["Loop", "OwnLoopState"]
 
 
-class Job(Protocol):
-    """What the state asks of the loop."""
+class PreparedSteps(Protocol):
+    """What is asked of the only optimizer of a loop whose batches can be repeated."""
+
+    optimizer: Optimizer
+    steps_done: int
+
+
+class Loop(Protocol):
+    """What is asked of a loop whose batches can be repeated.
+
+    Attributes:
+        once_a_step: schedulers and averages, which have a state.
+    """
 
     comm: Communicator
     model: nn.Module
-    recovery: Recovery
+    parts: BatchParts
+    buffers: BatchBuffers
+    losses: BodyLosses
+    once_a_step: Sequence[Any]
     user_state: UserState
-    schedulers: list[LRScheduler]
-    averages: list[AveragedModel]
-    steps_done: int
 
     @property
-    def optimizer(self) -> Optimizer:
-        """Its only optimizer."""
+    def optimizers(self) -> Mapping[int, PreparedSteps]:
+        """Its optimizers."""
         ...
+
+    def regroup(self) -> None:
+        """Adapt to the communicator's new workers."""
+        ...
+
+
+class Repeats(Protocol):
+    """What the state asks of the batches that can be repeated."""
+
+    recovery: Recovery
 
     @property
     def is_within_batch(self) -> bool:
@@ -44,20 +67,8 @@ class Job(Protocol):
         """Let the loss of a worker start all workers again from here on."""
         ...
 
-    def restore_buffers(self) -> None:
-        """Restore the buffers of the beginning of the batch."""
-        ...
-
-    def counters(self) -> dict[str, Any]:
-        """Return what the loop has counted, for `set_counters`."""
-        ...
-
-    def set_counters(self, counters: dict[str, Any]) -> None:
-        """Set what another worker has counted."""
-        ...
-
     def regroup(self) -> None:
-        """Adapt to the communicator's new workers."""
+        """Note that the workers have changed."""
         ...
 
 
@@ -69,23 +80,28 @@ class OwnLoopState(ModelState):
     ``optimizer.stepped`` is true, is the program's.
 
     Args:
-        job: what was prepared together.
+        loop: what was prepared together.
+        repeats: its batches that can be repeated.
         loader: that of the loop; None for an evaluation.
 
     Attributes:
         at: (epoch, number) of the batch in progress, or of the next one.
         feed: the batches.
+        prepared: the loop's only optimizer.
     """
 
-    def __init__(self, job: Job, loader: Loader | None) -> None:
-        super().__init__(job.model, job.optimizer, job.comm)
-        self._job, self._loader = job, loader
+    def __init__(self, loop: Loop, repeats: Repeats, loader: Loader | None) -> None:
+        (self.prepared,) = loop.optimizers.values()
+        super().__init__(loop.model, self.prepared.optimizer, loop.comm)
+        self._loop = loop
+        self._repeats = repeats
+        self._loader = loader
         self.at = (0, 0)
         self._measured: Any = None
         self._begun: list[dict[str, Any]] = []  # the hyperparameters when the batch in progress began
         if loader is not None:
             self.at = loader.position
-            self.feed = Feed(loader, self._seek, job.recovery)
+            self.feed = Feed(loader, self._seek, repeats.recovery)
 
     @property
     def result(self) -> Any:
@@ -126,12 +142,12 @@ class OwnLoopState(ModelState):
         """The bodies of a batch begin, for the first time or again."""
         self._look_for_changes()
         if self.has_changed_parameters:
-            self._job.do_not_repeat("parameters that are changed beside the step")
+            self._repeats.do_not_repeat("parameters that are changed beside the step")
         self._begun = self._hyperparameters()
 
     def begin_again(self) -> None:
         """The bodies of a batch have ended without its step, and run again: restore what they have changed."""
-        self._job.restore_buffers()
+        self._loop.buffers.restore()
         self._set_hyperparameters(self._begun)
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -142,55 +158,58 @@ class OwnLoopState(ModelState):
 
     def begin(self) -> None:
         """See `TrainingState`: what has changed was looked for before the bodies, whose passes change buffers."""
-        if not self._job.is_within_batch:
+        if not self._repeats.is_within_batch:
             self._look_for_changes()
             self._generators = self._generator_states()
 
     def undo(self) -> None:
         """See `TrainingState`: draws in bodies are keyed, and those that run again begin anew."""
-        if self._job.is_within_batch:
-            self._job.restore_buffers()
+        if self._repeats.is_within_batch:
+            self._loop.buffers.restore()
             self._versions = self._current_versions()
         else:
             super().undo()
 
     def of_operations(self) -> dict[str, Any]:
         """See `TrainingState`."""
-        return {**super().of_operations(), "steps": self._job.steps_done}
+        return {**super().of_operations(), "steps": self.prepared.steps_done}
 
     def load_operations(self, state: dict[str, Any]) -> None:
         """See `TrainingState`: gradients are not sent, so that nobody may take those of an attempt for the sums."""
         super().load_operations(state)
-        self._job.steps_done = state["steps"]
+        self.prepared.steps_done = state["steps"]
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None
 
     def of_program(self) -> dict[str, Any]:
         """See `TrainingState`."""
-        once_a_step: list[Any] = [*self._job.schedulers, *self._job.averages]
+        loop = self._loop
         return {
             **super().of_program(),
             "at": list(self.at),
-            "counters": as_bytes(self._job.counters()),
-            "once a step": as_bytes([each.state_dict() for each in once_a_step]),
-            "users": self._job.user_state.of_program(),
+            "parts": as_bytes(loop.parts.state_dict()),
+            "losses": as_bytes(loop.losses.state_dict()),
+            "once a step": as_bytes([acting.state_dict() for acting in loop.once_a_step]),
+            "users": loop.user_state.of_program(),
         }
 
     def load_program(self, state: dict[str, Any]) -> None:
         """See `TrainingState`."""
         super().load_program(state)
+        loop = self._loop
         epoch, number = state["at"]
         self.at = epoch, number
-        self._job.set_counters(from_bytes(state["counters"], self.comm.device))
-        once_a_step: list[Any] = [*self._job.schedulers, *self._job.averages]
-        for each, saved in zip(once_a_step, from_bytes(state["once a step"], torch.device("cpu")), strict=True):
-            each.load_state_dict(saved)
-        self._job.user_state.load_program(state["users"], self.comm.device)
+        loop.parts.load_state_dict(from_bytes(state["parts"], self.comm.device))
+        loop.losses.load_state_dict(from_bytes(state["losses"], self.comm.device))
+        for acting, saved in zip(loop.once_a_step, from_bytes(state["once a step"], torch.device("cpu")), strict=True):
+            acting.load_state_dict(saved)
+        loop.user_state.load_program(state["users"], self.comm.device)
 
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
         """See `TrainingState`."""
-        self._job.regroup()
+        self._repeats.regroup()
+        self._loop.regroup()
         if self._loader is not None:
             self.feed.regroup()
         super().regroup(states, all_seen)

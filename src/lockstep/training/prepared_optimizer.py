@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -16,89 +15,40 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..parallel.reducer import Reducer
 from ..parallel.strategy import accumulation_dtype
-from .bodies import Shard
+from .all_gradients import AllGradients
+from .batch_buffers import BatchBuffers
+from .batch_parts import BatchParts, Shard
+from .body_losses import BodyLosses
 from .in_flight import LAG, HostCopy
-from .loss_graphs import Refusal, common_number, ignored_labels_error
+from .loss_graphs import common_number, ignored_labels_error
 from .mean_check import is_due
 from .precision import clip, scale_gradients
-from .recovery import Recovery
+from .repeated_batches import RepeatedBatches
 from .replica_check import ReplicaCheck
-from .shard_gradients import ShardGradients, multiply
-from .step import parameters_of, refuse_closure
+from .shard_gradients import multiply
+from .step_arguments import parameters_of, refuse_closure
 
 __all__ = ["PreparedOptimizer"]
-
-T = TypeVar("T")
 
 # In the sums beside the gradients: the loss, its denominator, four marks of the replicas, samples left out of this
 # batch and of accumulated ones, ignored labels, and requests. The buffers follow, where they are part of the step.
 _NUMBERS = 10
 
 
-class Job(Protocol):
+class Loop(Protocol):
     """What an optimizer asks of the loop that it was prepared for."""
 
     comm: Communicator
-    exact: bool
-    virtual_workers: int
-    local_shards: range
     model: nn.Module
     max_grad_norm: float | None
-    current: Shard | None
-    counts: bool
-    recovery: Recovery
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the running body is one of a batch that has not been done before the workers have changed."""
-        ...
-
-    def do_not_repeat(self, why: str) -> None:
-        """Let the loss of a worker start all workers again from here on."""
-        ...
-
-    def attempt(self, step: Callable[[], T]) -> T | None:
-        """Take the step of a batch; None if the workers have changed before it."""
-        ...
-
-    def note_deferred(self) -> None:
-        """Note that the step of a body is put off until this worker's last shard."""
-        ...
-
-    def buffers_of_shard(self, shard: Shard) -> torch.Tensor | None:
-        """Return what a shard has made of the buffers, if they are summed up in the step."""
-        ...
-
-    def set_buffers(self, sums: torch.Tensor, samples: float | torch.Tensor) -> None:
-        """Set the buffers in a step."""
-        ...
-
-    def note_requests(self, requests: torch.Tensor) -> None:
-        """Note the sum of the workers' requests in a step."""
-        ...
+    parts: BatchParts
+    buffers: BatchBuffers
+    repeats: RepeatedBatches
+    gradients: AllGradients
+    losses: BodyLosses
 
     def shards(self, batch: Any) -> Any:
         """Yield the data of each of this worker's shards of a global batch."""
-        ...
-
-    def record_deferred_step(self) -> None:
-        """Record that a step is put off until this worker's last shard."""
-        ...
-
-    def check_deferred_step(self) -> None:
-        """Check that no backward pass has run since a step was put off."""
-        ...
-
-    def note_used(self, by: ShardGradients) -> None:
-        """Note that a step has used gradients, which other optimizers may have as well."""
-        ...
-
-    def update(self) -> AbstractContextManager[None]:
-        """Return what the step of a prepared optimizer runs in, with the gradients of the global batch."""
-        ...
-
-    def look_at_repeated(self, gradients: list[torch.Tensor | None]) -> None:
-        """Say so if all workers repeat the same batches."""
         ...
 
 
@@ -124,15 +74,16 @@ class PreparedOptimizer:
         steps_done: the number of its steps.
     """
 
-    def __init__(self, optimizer: Optimizer, job: Job) -> None:
+    def __init__(self, optimizer: Optimizer, loop: Loop) -> None:
         if hasattr(optimizer, "shards"):
             raise ConfigError("optimizer", "each optimizer in one call of prepare() only", found="one in two")
         refuse_closure(optimizer)
-        self.optimizer, self._job = optimizer, job
+        self.optimizer = optimizer
+        self._loop = loop
         self._original_step, self._original_zero_grad = optimizer.step, optimizer.zero_grad
-        self._replicas = ReplicaCheck(job.comm, job.model, optimizer, exact=job.exact)
-        self._gradients = ShardGradients()
-        self._reducer = Reducer(job.comm, job.virtual_workers, one_pass=False)
+        self._replicas = ReplicaCheck(loop.comm, loop.model, optimizer, exact=loop.parts.exact)
+        self._gradients = loop.gradients.add()
+        self._reducer = Reducer(loop.comm, loop.parts.virtual_workers, one_pass=False)
         self.steps_done = 0
         self._empty: list[int] = []  # shards of the batch for which no body runs
         self._waiting: list[int] = []  # those of them that are not in the sums yet
@@ -159,27 +110,11 @@ class PreparedOptimizer:
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers of torch look for it
         optimizer.step, optimizer.zero_grad = MethodType(step, optimizer), MethodType(zero_grad, optimizer)
-        optimizer.shards, optimizer.grad_norm, optimizer.stepped = self._job.shards, None, False
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the trained parameters."""
-        return self._gradients.trained
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Let the next step raise an error, if it would use gradients of the backward pass that has just ended."""
-        self._gradients.refuse(*refusal)
-
-    def note_step(self) -> None:
-        """See `ShardGradients.note_step`."""
-        self._gradients.note_step()
-
-    def note_used(self, by: ShardGradients) -> None:
-        """See `ShardGradients.note_used`."""
-        self._gradients.note_used(by)
+        optimizer.shards, optimizer.grad_norm, optimizer.stepped = self._loop.shards, None, False
 
     def _refresh(self) -> None:
         """Find out which parameters are trained now."""
-        trained = [p for p in parameters_of(self._job.model, self.optimizer) if p.requires_grad]
+        trained = [p for p in parameters_of(self._loop.model, self.optimizer) if p.requires_grad]
         self._gradients.train(trained)
 
     # --- elastic jobs -------------------------------------------------------------------------------------------------
@@ -191,7 +126,7 @@ class PreparedOptimizer:
 
     def regroup(self) -> None:
         """Adapt to the communicator's new workers, which have the same state."""
-        self._reducer = Reducer(self._job.comm, self._job.virtual_workers, one_pass=False)
+        self._reducer = Reducer(self._loop.comm, self._loop.parts.virtual_workers, one_pass=False)
         self._replicas.regroup()
 
     # --- shards -------------------------------------------------------------------------------------------------------
@@ -226,12 +161,12 @@ class PreparedOptimizer:
 
     def end_batch(self) -> None:
         """End a global batch after this worker's last shard."""
-        self._gradients.end_batch(self._job.local_shards[0])
+        self._gradients.end_batch(self._loop.parts.local[0])
 
     def zero_grad(self) -> None:
         """Set the gradients of the running shard to None; outside of a batch, those of all shards."""
         self._original_zero_grad(set_to_none=True)
-        self._gradients.zero(everywhere=self._job.current is None)
+        self._gradients.zero(everywhere=self._loop.parts.current is None)
 
     def _set_stepped(self, stepped: bool) -> None:
         self.optimizer.stepped = stepped  # type: ignore[attr-defined]
@@ -243,23 +178,23 @@ class PreparedOptimizer:
         if closure is not None:
             hint = "It could call it any number of times, on each worker another."
             raise ConfigError("closure", "none for an optimizer of prepare()", found="one", hint=hint)
-        if self._job.is_abandoned:  # its bodies run again
+        if self._loop.repeats.is_abandoned:  # its bodies run again
             return None
-        shard = self._job.current or self._outside()
+        shard = self._loop.parts.current or self._outside()
         self._check_step(shard, count)
-        if self._job.recovery.repeats and self._gradients.any_carried_over():
-            self._job.do_not_repeat("gradients that stay for a later step")
-        if self._job.current is None:
-            self._job.look_at_repeated(self._gradients.current())
+        if self._loop.repeats.recovery.repeats and self._gradients.any_carried_over():
+            self._loop.repeats.do_not_repeat("gradients that stay for a later step")
+        if self._loop.parts.current is None:
+            self._loop.gradients.look_at_repeated(self._gradients.current())
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's own wrapper does
         if not shard.last:
             self._collect(shard, loss, count)
-            self._job.note_used(self._gradients)
+            self._loop.gradients.note_used(self._gradients)
             self._gradients.release()
-            self._job.record_deferred_step()
-            self._job.note_deferred()
+            self._loop.gradients.note_deferred_step()
+            self._loop.buffers.note_step()
             return None
-        done = self._job.attempt(partial(self._complete, shard, loss, count))
+        done = self._loop.repeats.attempt(partial(self._complete, shard, loss, count))
         if done is None:
             return None
         mean, norm = done
@@ -273,7 +208,7 @@ class PreparedOptimizer:
         """Take the step after this worker's last shard; returns the mean loss, and the norm of the gradient."""
         self._of_step = []
         self._collect(shard, loss, count)
-        self._job.note_used(self._gradients)
+        self._loop.gradients.note_used(self._gradients)
         self._reducer.finish()
         sums = self._reducer.sums
         assert sums is not None
@@ -283,24 +218,24 @@ class PreparedOptimizer:
         elif shard.left_out is not None:
             self._left_out_before = 0
             self._check_later(sums[7], self._check_left_out)
-            if self._job.virtual_workers > 1:
+            if self._loop.parts.virtual_workers > 1:
                 gradients = [p.grad for p in self._gradients.trained if p.grad is not None]
                 scale_gradients(gradients, shard.total / (shard.total - sums[6]))
-        if self._job.comm.device.type != "cpu" and not self._counted and not self._job.exact:
+        if self._loop.comm.device.type != "cpu" and not self._counted and not self._loop.parts.exact:
             self._check_later(sums[8], _check_ignored)
-        if self._job.max_grad_norm is not None:
-            norm = clip(self._gradients.trained, self._job.max_grad_norm)
+        if self._loop.max_grad_norm is not None:
+            norm = clip(self._gradients.trained, self._loop.max_grad_norm)
             self.optimizer.grad_norm = norm  # type: ignore[attr-defined]  # for hooks of the optimizer
         self._check_replicas(sums[2:6])
         if self._sums_buffers:
             samples = shard.total if shard.left_out is None else shard.total - sums[6]
-            self._job.set_buffers(sums[_NUMBERS:], samples)
-        with self._job.update():  # from here on nobody waits for others: the step is done, or none of it
+            self._loop.buffers.set(sums[_NUMBERS:], samples)
+        with self._loop.gradients.update():  # from here on nobody waits for others: the step is done, or none of it
             self._original_step()
         self._unread += self._of_step
         while len(self._unread) > LAG:
             self._unread.pop(0).settle()
-        self._job.note_requests(sums[9])
+        self._loop.repeats.note_requests(sums[9])
         self.steps_done += 1
         return None if loss is None else sums[0] / sums[1], norm
 
@@ -338,18 +273,18 @@ class PreparedOptimizer:
 
     def _outside(self) -> Shard:
         """Return what stands for the shard of a step outside of a loop over a loader or `shards`."""
-        job = self._job
-        if job.virtual_workers != job.comm.size:
+        loop = self._loop
+        if loop.parts.virtual_workers != loop.comm.size:
             hint = "Or use a loop over optimizer.shards(batch)."
             expected = "a step within a loop over the prepared loader, with virtual workers"
             raise ConfigError("step", expected, found="one outside", hint=hint)
         self._refresh()
         self._begin([])
-        self._reducer.open(job.comm.rank)
-        return Shard(job.comm.rank, 1, 1 / job.comm.size, last=True, one_of_several=False)
+        self._reducer.open(loop.comm.rank)
+        return Shard(loop.comm.rank, 1, 1 / loop.comm.size, last=True, one_of_several=False)
 
     def _check_step(self, shard: Shard, count: Any) -> None:
-        self._job.check_deferred_step()
+        self._loop.gradients.check_deferred_step()
         if shard.number in self._stepped:
             raise ConfigError("step", "one step of an optimizer in each batch", found="two")
         if isinstance(count, torch.Tensor) and count.requires_grad:
@@ -363,11 +298,11 @@ class PreparedOptimizer:
             raise ConfigError("count", "none with lockstep.whole_batch()", found="one", hint=hint)
         if self._stepped and (count is not None) != self._counted:
             raise ConfigError("count", "a count in each shard, or in none", found="one in some")
-        if shard.last and len(self._stepped) + len(self._empty) + 1 < len(self._job.local_shards):
+        if shard.last and len(self._stepped) + len(self._empty) + 1 < len(self._loop.parts.local):
             raise self._incomplete()
         self._gradients.check_not_of_step()
         self._gradients.check_unchanged()
-        if not self._job.exact:  # a virtual worker may look at its own samples
+        if not self._loop.parts.exact:  # a virtual worker may look at its own samples
             self._gradients.check_same_weights()
         self._ignored = self._gradients.check_allowed(count is not None)
         if shard.one_of_several:
@@ -402,7 +337,7 @@ class PreparedOptimizer:
         marks = self._replicas.marks(self.steps_done) if shard.last else None
         if self._waiting:
             self._gradients.drop_in(self._empty)
-        device = self._job.comm.device
+        device = self._loop.comm.device
         weight = torch.zeros((), dtype=accumulation_dtype(device), device=device)
         if shard.samples:
             weight = weight.fill_(shard.weight) if count is None else weight + count
@@ -411,7 +346,7 @@ class PreparedOptimizer:
             # The sum of a part that counts nothing may be divided by something else, as by clamp(count, min=1).
             number = float(divisor) if divisor.device.type == "cpu" else divisor.to(weight.dtype)
             scale = torch.where(weight == 0, number, weight)
-        of_buffers = self._job.buffers_of_shard(shard)
+        of_buffers = self._loop.buffers.of_shard(shard) if self._loop.repeats.sums_buffers else None
         self._sums_buffers = of_buffers is not None
         numbers = torch.zeros(_NUMBERS, dtype=weight.dtype, device=device)
         if of_buffers is not None:
@@ -428,7 +363,7 @@ class PreparedOptimizer:
         if shard.left_out is not None:
             numbers[6].fill_(shard.left_out)  # an assignment of a number waits for a device
             numbers[7].fill_(self._left_out_before + shard.left_out if self._accumulates else 0)
-        if shard.last and (requests := self._job.recovery.requests):
+        if shard.last and (requests := self._loop.repeats.recovery.requests):
             numbers[9].fill_(requests)
         if self._waiting and self._waiting[0] < shard.number:
             present = self._gradients.current()
@@ -437,12 +372,12 @@ class PreparedOptimizer:
             self._reducer.open(shard.number)
         self._reducer.add(numbers)
         self._counted = count is not None
-        self._job.counts |= self._counted
+        self._loop.losses.have_counts |= self._counted
         self._stepped.append(shard.number)
         self._weigh(shard, scale)
         self._reducer.close()
         if shard.last:
-            self._add_empty(numbers, before=self._job.virtual_workers)
+            self._add_empty(numbers, before=self._loop.parts.virtual_workers)
 
     def _add_empty(self, numbers: torch.Tensor, before: int) -> None:
         """Add what the shards without samples keep of earlier batches to the sums: those before shard `before`."""
@@ -457,7 +392,7 @@ class PreparedOptimizer:
 
     def _weigh(self, shard: Shard, weight: torch.Tensor) -> None:
         """Multiply the gradients of `shard` by its weight, if there are others to add them to."""
-        several = self._job.virtual_workers > 1
+        several = self._loop.parts.virtual_workers > 1
         if not shard.samples:  # of a sample that stands in for none, and may be anything
             gradients, before = self._gradients.aside()
             multiply(gradients, before)
@@ -476,12 +411,12 @@ class PreparedOptimizer:
         Off the CPU nothing waits: where nothing counts, gradients are zero, and the error comes a few steps later.
         """
         self._check_later(total, partial(_check_counts, self.steps_done))
-        if self._job.virtual_workers > 1:
+        if self._loop.parts.virtual_workers > 1:
             gradients = [p.grad for p in self._gradients.trained if p.grad is not None]
             scale_gradients(gradients, torch.where(total == 0, 0.0, 1 / total))
 
     def _check_replicas(self, marks: torch.Tensor) -> None:
-        if self._job.comm.size > 1 and (marks.device.type == "cpu" or self.steps_done & (self.steps_done - 1) <= 0):
+        if self._loop.comm.size > 1 and (marks.device.type == "cpu" or self.steps_done & (self.steps_done - 1) <= 0):
             self._replicas.settle(self.steps_done, marks.tolist())
 
 

@@ -96,9 +96,9 @@ class Rank0Changes:
         yield
         if looked_at.may_differ(before, more):
             after = looked_at.read(more)
-            holders, old_entries, new_entries = looked_at.holders + more, *map(looked_at.in_order, (before, after))
+            holders = looked_at.holders + more
             changes: list[str] = []
-            for holder, old, new in zip(holders, old_entries, new_entries, strict=True):
+            for holder, old, new in zip(holders, looked_at.in_order(before), looked_at.in_order(after), strict=True):
                 if holder is self._modes and self._modes_are_restored(hook, trainer):
                     continue
                 is_kept_in = isinstance(old, list) and len(old) != len(new)  # something, such as losses

@@ -16,12 +16,23 @@ import msgspec
 
 from .. import environment, messages
 from ..checkpoint.folder import CheckpointStore
+from ..communicator import Communicator
 from ..errors import ConfigError
 from ..messages import Integer
 from ..system.terminal_text import plain
 from .options import CONFIGS
 
-__all__ = ["RunLock", "check_newest", "check_unused", "choose", "numbered", "of_this_job", "prepare", "release"]
+__all__ = [
+    "HeldRunDirectory",
+    "RunLock",
+    "check_newest",
+    "check_unused",
+    "choose",
+    "numbered",
+    "of_this_job",
+    "prepare",
+    "release",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -272,3 +283,80 @@ def _claim(run_dir: Path) -> None:
 
 def _not_writable(run_dir: Path, error: OSError) -> ConfigError:
     return ConfigError("run_dir", "a folder that can be written", found=f"{run_dir} ({error.strerror})")
+
+
+# Before, the worker that held the lock may have been on a host that is cut off.
+_PATIENCE_S = 3.0
+
+
+class HeldRunDirectory:
+    """The directory of a run, in which one process at a time trains, the one that has rank 0.
+
+    Args:
+        path: the directory that the user has given; None for a run that writes nothing.
+        comm: of the workers.
+
+    Attributes:
+        path: it, or the one that was chosen when it was prepared.
+        numbers: whether a run beside an earlier one gets a directory of its own.
+        created: the directory and its parents, as far as this run has created them, the outermost first.
+    """
+
+    def __init__(self, path: Path | None, comm: Communicator) -> None:
+        self.path = path
+        self.numbers = True
+        self.created: list[Path] = []
+        self._comm = comm
+        self._lock: RunLock | None = None
+
+    def requested_resume(self) -> str | None:
+        """Return what LOCKSTEP_RESUME requests, if it is for this directory."""
+        if self.path is None:
+            return None
+        requested = environment.resume()
+        if requested is None or requested == "latest":
+            return requested
+        run = Path(requested)
+        run = run.parent.parent if run.parent.name == "checkpoints" else run
+        is_own = any(run.resolve() == directory.resolve() for directory in numbered(self.path))
+        return requested if is_own else None
+
+    def prepare(self, checkpoint: Path | None, fresh: bool) -> None:
+        """Choose, create and lock the directory; called by every worker.
+
+        Args:
+            checkpoint: as for `prepare`.
+            fresh: as for `prepare`.
+
+        Raises:
+            ConfigError: if it cannot be written, or belongs to another run.
+        """
+        given = self.path
+        if given is None:
+            return
+
+        def on_rank0() -> tuple[Path, list[Path]]:
+            earlier = of_this_job(given)
+            chosen = earlier or (choose(given, checkpoint, fresh) if self.numbers else given)
+            created = prepare(chosen, checkpoint, fresh and earlier is None)
+            self._lock = RunLock(chosen, None if earlier is None else _PATIENCE_S)
+            return chosen, created
+
+        self.path, created = self._comm.on_rank0(on_rank0)
+        self.created += created
+
+    def hold(self) -> None:
+        """Lock the directory on rank 0, which may be another worker than before."""
+        if self.path is not None and self._comm.rank == 0 and self._lock is None:
+            self._lock = RunLock(self.path, _PATIENCE_S)
+
+    def leave(self) -> None:
+        """Unlock it: at the end, and before there are other workers."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def release(self) -> None:
+        """Remove on rank 0 what has claimed the directory, if the run has written no checkpoint."""
+        if self.path is not None and self._comm.rank == 0:
+            release(self.path)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from .. import arguments
 from ..errors import ConfigError, counted
 
-__all__ = ["SCHEDULES", "Schedule", "make_schedule", "scaled_lr"]
+__all__ = ["SCHEDULES", "Schedule", "learning_rate_factor", "make_schedule", "scaled_lr"]
 
 Schedule = Callable[[int], float]
 """Number of steps done → factor of the optimizer's learning rate. A step is one update by all workers together, so the
@@ -62,3 +63,16 @@ def scaled_lr(lr: float, global_batch_size: int, base_batch_size: int | None) ->
     Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017, §2.1.
     """
     return lr if base_batch_size is None else lr * global_batch_size / base_batch_size
+
+
+def learning_rate_factor(schedule: Schedule, step: int) -> float:
+    """Return the learning-rate factor of `schedule` for `step`.
+
+    Raises:
+        ConfigError: if it is not a number.
+    """
+    factor: Any = schedule(step)
+    try:
+        return float(factor)
+    except (TypeError, ValueError):
+        raise ConfigError("schedule", f"a number as the factor of step {step}", factor) from None

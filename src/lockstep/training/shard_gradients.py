@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..parallel.gradient_buckets import Gradients
-from .bodies import Shard
+from .batch_parts import Shard
 from .precision import full_precision
 
 __all__ = ["ShardGradients", "multiply"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,19 +12,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import Never, TypedDict
+from typing_extensions import Never
 
 from .. import arguments, other_names
-from ..communicator import Communicator, init
+from ..communicator import Communicator
 from ..data.loader import Batch
-from ..errors import ConfigError, DataError, DivergedError, counted, unexpected_argument, unknown_name
+from ..errors import ConfigError, counted, unexpected_argument
 from ..flight_recorder import named, note_samples
-from ..parallel import STRATEGIES
 from ..parallel.distributed import Distributed
 from ..parallel.invariant import Invariant
 from ..parallel.nested import split
 from ..parallel.randomness import seed_torch
-from ..parallel.replicas.scatter import Device
 from ..parallel.replicas_strategy import Replicas
 from ..parallel.shards import mix
 from ..parallel.strategy import Strategy, Sums
@@ -44,217 +40,15 @@ from .out_of_memory import explained, is_out_of_memory
 from .precision import Number, Precision, clip, scale_gradients
 from .recovery import STOP, recovery_of
 from .replica_check import ReplicaCheck
-from .schedules import Schedule
+from .schedules import Schedule, learning_rate_factor
+from .step_arguments import check_functions, check_step, make_scheduler, parameters_of, resolve_strategy
+from .step_result import StepResult
 from .torch_calls import clear_gradients
-from .torch_schedulers import SchedulerOfTorch
+from .torch_schedulers import rates_of
 from .totals import as_float, make_totals
 from .virtual_worker_passes import ShardPasses
 
-__all__ = [
-    "Passes",
-    "StepOptions",
-    "StepResult",
-    "TrainStep",
-    "check_functions",
-    "check_step",
-    "check_threads",
-    "learning_rate_factor",
-    "make_passes",
-    "make_strategy",
-    "parameters_of",
-    "refuse_closure",
-    "resolve_strategy",
-]
-
-
-_log = logging.getLogger(__name__)
-
-# --- Checks of the arguments ------------------------------------------------------------------------------------------
-
-
-class StepOptions(TypedDict, total=False):
-    """Options that a `Trainer` passes on to its `TrainStep`; see there."""
-
-    precision: str
-    gradient_accumulation_steps: int
-    max_grad_norm: float | None
-    schedule: Schedule | None
-    scheduler: LRScheduler | None
-    scheduler_interval: str | None
-    scheduler_metric: str | None
-    forward: Forward | None
-    virtual_workers: int | None
-    threads: int | None
-    replica_check: int
-    sync_batchnorm: bool
-
-
-def check_step(model: Any, optimizer: Any, gradient_accumulation_steps: Any, max_grad_norm: Any, schedule: Any) -> None:
-    """Check the types and values of arguments of `TrainStep`.
-
-    Raises:
-        ConfigError: naming the first invalid argument.
-    """
-    arguments.instance("model", model, nn.Module, "a torch.nn.Module")
-    several = "Several optimizers need a loop of your own, with lockstep.prepare."
-    hint = several if isinstance(optimizer, (tuple, list)) else ""
-    arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", hint)
-    refuse_closure(optimizer)
-    arguments.whole("gradient_accumulation_steps", gradient_accumulation_steps, least=1)
-    if max_grad_norm is not None:
-        arguments.number("max_grad_norm", max_grad_norm, above=0)
-    if schedule is not None:
-        hint = "lockstep.make_schedule(name, total_steps) makes one from a name."
-        if isinstance(schedule, LRScheduler):
-            hint = "A scheduler of torch.optim.lr_scheduler is given as scheduler=."
-        expected = "a function from the step's number to a learning-rate factor"
-        arguments.function("schedule", schedule, expected, takes=1, hint=hint)
-
-
-def check_functions(loss_fn: Any, forward: Any) -> None:
-    """Check that the functions of `TrainStep` are functions of two arguments.
-
-    Raises:
-        ConfigError: naming the first that is not.
-    """
-    if forward is not None:
-        arguments.function("forward", forward, "a function (model, data) -> (output, target)", takes=2)
-    if loss_fn is not None and not isinstance(loss_fn, type):
-        expected = "a function (output, target) -> loss, or a module"
-        hint = ""
-        if isinstance(loss_fn, str):
-            hint = "Losses are those of torch, such as loss_fn=torch.nn.CrossEntropyLoss()."
-        arguments.function("loss_fn", loss_fn, expected, takes=2, hint=hint)
-
-
-def check_threads(threads: int | None, virtual_workers: int | None) -> None:
-    """Check that a number of threads is given with virtual workers only.
-
-    Raises:
-        ConfigError: if it is not.
-    """
-    if virtual_workers is None and threads is not None:
-        hint = "torch.set_num_threads() sets the number for the whole process."
-        raise ConfigError("threads", "none without virtual workers", threads, hint)
-
-
-def make_strategy(
-    strategy: str | Strategy, comm: Communicator, global_batch_size: int, devices: Sequence[Device] | None
-) -> Strategy:
-    """Return the strategy for the arguments of `Trainer`.
-
-    Raises:
-        ConfigError: for an unknown name, or `devices` with a strategy other than "replicas".
-    """
-    if devices is not None and (isinstance(devices, (str, int)) or not isinstance(devices, Iterable)):
-        hint = "The number of workers is that of the launcher: lockstep run -np N."
-        raise ConfigError("devices", "a list of devices, with strategy='replicas'", devices, hint)
-    if isinstance(strategy, str):
-        if strategy in other_names.STRATEGIES:
-            raise unknown_name("strategy", strategy, STRATEGIES.names(), elsewhere=other_names.STRATEGIES)
-        options = (devices, global_batch_size) if strategy == "replicas" else ()
-        created: Strategy = STRATEGIES.load(strategy)(comm, *options)
-    else:
-        arguments.instance("strategy", strategy, Strategy, "one of distributed, sharded or replicas, or a Strategy")
-        created = strategy
-    if devices is not None and strategy != "replicas":
-        hint = "Each worker has one device; lockstep.init(device) chooses it."
-        raise ConfigError("devices", "none without strategy='replicas'", found=str(list(devices)), hint=hint)
-    return created
-
-
-def resolve_strategy(
-    strategy: Strategy | None, virtual_workers: int | None, threads: int | None, gradient_accumulation_steps: int
-) -> Strategy:
-    """Return the strategy for the arguments of `TrainStep`.
-
-    Raises:
-        ConfigError: if they contradict each other.
-    """
-    check_threads(threads, virtual_workers)
-    if strategy is not None:
-        expected = "a Strategy, such as lockstep.parallel.sharded.Sharded(lockstep.init())"
-        hint = "Trainer(..., strategy=) takes names." if isinstance(strategy, str) else ""
-        arguments.instance("strategy", strategy, Strategy, expected, hint)
-    chosen = Distributed(init()) if strategy is None else strategy
-    if virtual_workers is not None:
-        chosen = chosen.with_virtual_workers(virtual_workers, threads)
-    if chosen.virtual_workers is not None and gradient_accumulation_steps > 1:
-        hint = "Each shard has its own pass; more virtual workers need less memory."
-        raise ConfigError("gradient_accumulation_steps", "1 with virtual workers", gradient_accumulation_steps, hint)
-    return chosen
-
-
-def _make_scheduler(
-    scheduler: Any, optimizer: Optimizer, schedule: Any, interval: str | None, metric: str | None
-) -> SchedulerOfTorch | None:
-    """Return what steps the scheduler of `TrainStep`, if there is one.
-
-    Raises:
-        ConfigError: for invalid arguments.
-    """
-    if scheduler is None:
-        for name, value in (("scheduler_interval", interval), ("scheduler_metric", metric)):
-            if value is not None:
-                raise ConfigError(name, "none without scheduler=", value)
-        return None
-    if schedule is not None:
-        raise ConfigError("scheduler", "either schedule= or scheduler=", found="both")
-    return SchedulerOfTorch(scheduler, optimizer, interval, metric)
-
-
-def learning_rate_factor(schedule: Schedule, step: int) -> float:
-    """Return the learning-rate factor of `schedule` for `step`.
-
-    Raises:
-        ConfigError: if it is not a number.
-    """
-    factor: Any = schedule(step)
-    try:
-        return float(factor)
-    except (TypeError, ValueError):
-        raise ConfigError("schedule", f"a number as the factor of step {step}", factor) from None
-
-
-def refuse_closure(optimizer: Optimizer) -> None:
-    """Check that `optimizer` takes a step from existing gradients.
-
-    Raises:
-        ConfigError: if its step needs a closure.
-    """
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            "optimizer",
-            "one that takes a step from existing gradients, such as SGD or AdamW",
-            found=f"{type(optimizer).__name__}, whose step needs a closure",
-            hint="An optimizer may call a closure any number of times, and each call would run the workers' passes.",
-        )
-
-
-def parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the optimizer's parameters, group by group.
-
-    Raises:
-        ConfigError: if some are not parameters of the model.
-    """
-    known = {id(p) for p in model.parameters()}
-    parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(id(p) not in known for p in parameters)
-    if foreign:
-        raise ConfigError(
-            "optimizer",
-            "parameters of the model that is trained",
-            found=f"{foreign} of {len(parameters)} that are not among them",
-            hint="Make the optimizer from model.parameters() of this model. A parameter outside of it, such as the "
-            "temperature of a loss, belongs into a module: the model, or one that lockstep.prepare() is given as well. "
-            "When a layer has been replaced, give the optimizer the parameters of the new one, in place of those of "
-            "the old one.",
-        )
-    return parameters
-
-
-# --- Forward and backward passes --------------------------------------------------------------------------------------
+__all__ = ["Passes", "TrainStep", "make_passes"]
 
 
 class Passes(Protocol):
@@ -419,182 +213,7 @@ class AccumulatedPasses:
         return finish()
 
 
-# --- The training step ------------------------------------------------------------------------------------------------
-
 _RANDOM = 2  # the purpose of the seed's key, see `lockstep.parallel.randomness`
-
-
-_NOT_FINITE_LATER = "Lower the learning rate, warm it up, or clip the gradients."
-_NOT_FINITE_AT_FIRST = (
-    "No update has been made yet: look for values that are not finite in the inputs and the targets, and at the "
-    "initialisation of the model."
-)
-
-
-_NOTHING: Mapping[str, torch.Tensor] = {}
-
-
-class StepResult:
-    """The result of one step; the same on every worker. It cannot be changed, see `replaced`.
-
-    Args:
-        step, learning_rate, samples, marks, replicas, grad_norm: see the attributes.
-        loss, stop, count: see the attributes; numbers where they are on the host in any case.
-
-    Attributes:
-        step: the number of this step, from 0.
-        learning_rate: the learning rate of the first parameter group; a tensor if it is one on a device.
-        samples: samples in the global batch, if the gradients were assumed to be those of a mean over samples; None if
-            `count` was used.
-        marks: 1-d tensor, the workers' sums of `ReplicaCheck.marks`; None if they have been compared.
-        replicas: the comparison of the workers' hyperparameters and weights; None if that has been done.
-        grad_norm: 0-dim tensor on the device, the 2-norm of the whole gradient before clipping; None without
-            `max_grad_norm`, which measures it without clipping if it is ``float("inf")``.
-        measured: what hooks have measured in the step, by name; equal on all workers.
-    """
-
-    __slots__ = (
-        "_count",
-        "_loss",
-        "_stop",
-        "grad_norm",
-        "learning_rate",
-        "marks",
-        "measured",
-        "replicas",
-        "samples",
-        "step",
-    )
-
-    _loss: Number
-    _stop: Number
-    _count: Number
-    step: int
-    learning_rate: Number
-    samples: int | None
-    marks: torch.Tensor | None
-    replicas: ReplicaCheck | None
-    grad_norm: torch.Tensor | None
-    measured: Mapping[str, torch.Tensor]
-
-    def __init__(
-        self,
-        step: int,
-        loss: Number,
-        stop: Number,
-        learning_rate: Number,
-        count: Number,
-        samples: int | None = None,
-        marks: torch.Tensor | None = None,
-        replicas: ReplicaCheck | None = None,
-        grad_norm: torch.Tensor | None = None,
-        measured: Mapping[str, torch.Tensor] = _NOTHING,
-    ) -> None:
-        put = partial(object.__setattr__, self)
-        put("step", step)
-        put("_loss", loss)
-        put("_stop", stop)
-        put("learning_rate", learning_rate)
-        put("_count", count)
-        put("samples", samples)
-        put("marks", marks)
-        put("replicas", replicas)
-        put("grad_norm", grad_norm)
-        put("measured", measured)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a StepResult cannot be changed: {name}")
-
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "loss": self._loss,
-            "stop": self._stop,
-            "learning_rate": self.learning_rate,
-            "count": self._count,
-            "samples": self.samples,
-            "marks": self.marks,
-            "replicas": self.replicas,
-            "grad_norm": self.grad_norm,
-            "measured": self.measured,
-        }
-
-    def replaced(self, **changes: Any) -> StepResult:
-        """Return a result with other values of these arguments."""
-        return StepResult(**{**self._arguments(), **changes})
-
-    def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
-        """Return a result with `fn` of each tensor."""
-        changed = {name: fn(value) for name, value in self._arguments().items() if isinstance(value, torch.Tensor)}
-        return self.replaced(**changed, measured={name: fn(value) for name, value in self.measured.items()})
-
-    def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
-        return StepResult, tuple(self._arguments().values())
-
-    def __repr__(self) -> str:
-        return f"StepResult({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """0-dim tensor on the device, the mean over the global batch."""
-        return _as_tensor(self._loss)
-
-    @property
-    def stop(self) -> torch.Tensor:
-        """0-dim tensor on the device, the sum of the workers' requests, see `recovery.STOP` and `REGROUP`.
-
-        It is above zero if some worker requested a stop.
-        """
-        return _as_tensor(self._stop)
-
-    @property
-    def count(self) -> torch.Tensor:
-        """0-dim tensor on the device, the denominator of `loss`: samples, or what the loss function counts.
-
-        Means over several steps are weighted by it.
-        """
-        return _as_tensor(self._count)
-
-    @property
-    def on_hand(self) -> tuple[Number, Number, Number]:
-        """(loss, count, stop) as they are: numbers of the host, or 0-dim tensors on the device."""
-        return self._loss, self._count, self._stop
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the first parameter group; waits for the device where it is a tensor there."""
-        return float(self.learning_rate)
-
-    def check(self) -> None:
-        """Check the loss and that the workers' replicas are equal; called by all workers, waits for the device.
-
-        Raises:
-            DivergedError: if the loss is not finite.
-            DataError: if the loss counts nothing, because all labels of the global batch are ignored.
-            ConfigError: if some workers' losses were means over samples, and others' over something else.
-            MismatchError: if the workers' hyperparameters or weights differ.
-        """
-        if self.marks is not None and self.replicas is not None:
-            self.replicas.settle(self.step, self.marks.tolist())
-        loss, count = float(self._loss), float(self._count)
-        if not math.isfinite(loss):
-            if count == 0:
-                raise DataError(
-                    f"step {self.step}: expected a global batch with something that the loss counts, got only e.g. "
-                    "ignored labels. Use a larger global batch, or remove such samples from the data set."
-                )
-            raise DivergedError(
-                f"the loss is {loss} at step {self.step} with learning rate {self.lr:g}. "
-                + (_NOT_FINITE_AT_FIRST if self.step == 0 else _NOT_FINITE_LATER)
-            )
-        if self.samples is not None and count != self.samples:
-            hint = "Return (sum, count) for every batch, or a mean over the samples for every batch."
-            got = f"one over {count:g} of {self.samples} samples at step {self.step}"
-            raise ConfigError("loss_fn", "a mean over the same on all workers", found=got, hint=hint)
-
-
-def _as_tensor(value: Number) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 class TrainStep:
@@ -668,17 +287,18 @@ class TrainStep:
         check_functions(loss_fn, forward)
         seed = arguments.whole("seed", seed)
         arguments.flag("sync_batchnorm", sync_batchnorm, none="False")
-        self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.scheduler = _make_scheduler(scheduler, optimizer, schedule, scheduler_interval, scheduler_metric)
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.scheduler = make_scheduler(scheduler, optimizer, schedule, scheduler_interval, scheduler_metric)
         self.strategy = resolve_strategy(strategy, virtual_workers, threads, gradient_accumulation_steps)
         self.comm = self.strategy.comm
-        self._on_host = self.comm.device.type == "cpu"
         self.recovery = recovery_of(self.comm, self.strategy.can_regroup)
         self.precision = Precision(precision, self.comm.device)
-        self._max_grad_norm, self._seed = max_grad_norm, seed
+        self._max_grad_norm = max_grad_norm
+        self._seed = seed
         self._key = mix((seed, _RANDOM))
         self.steps_done = 0
-        self._last_rates = _rates(optimizer)  # of the last step
         self.measured: dict[str, torch.Tensor] = {}  # by hooks of the step in progress, for its result
         self.strategy.check(optimizer, precision)
         if sync_batchnorm:
@@ -798,7 +418,7 @@ class TrainStep:
         problem = self._loss.check(self.precision.autocast)
         if is_compared or (problem is not None and self.comm.size == 1):
             raise_problem(problem, self.comm)
-        if self._on_host:
+        if self.comm.device.type == "cpu":
             result = self._checked_result(lr, totals, problem)
         else:
             result = self._unchecked_result(lr, totals, batch)
@@ -807,7 +427,6 @@ class TrainStep:
         self.precision.end_step(count, batch.global_size)
         self.steps_done += 1
         if self.scheduler is not None:
-            self._last_rates = _rates(self.optimizer)
             self.scheduler.end_step()
         note_samples(batch.size)
         if self.measured:
@@ -861,7 +480,8 @@ class TrainStep:
     @property
     def learning_rates(self) -> list[float]:
         """The learning rate of each group of parameters in the last step."""
-        return [float(rate) for rate in (_rates(self.optimizer) if self.scheduler is None else self._last_rates)]
+        rates = rates_of(self.optimizer) if self.scheduler is None else self.scheduler.last_rates
+        return [float(rate) for rate in rates]
 
     def end_epoch(self, row: Mapping[str, float]) -> None:
         """Adapt the learning rate to the row of the history with which an epoch ends, if a scheduler does so."""
@@ -972,7 +592,7 @@ class TrainStep:
         self.precision.load_state_dict(state["precision"])
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
-            self._last_rates = list(state["rates"])
+            self.scheduler.last_rates = list(state["rates"])
         self.loss.load_state_dict(state, self.comm.rank == 0)
 
 
@@ -994,12 +614,6 @@ def _changed_by_replicas() -> ConfigError:
     return ConfigError(
         "loss_fn", "a loss that changes no buffer, with strategy='replicas'", found="one that does", hint=hint
     )
-
-
-def _rates(optimizer: Optimizer) -> list[float | torch.Tensor]:
-    """Return the learning rates of the groups, without waiting for a device that has them."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return [rate.detach().clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
 
 def _fill_missing_gradients(parameters: list[nn.Parameter]) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -14,7 +15,13 @@ from .. import arguments
 from ..checkpoint.serialization import pack
 from ..errors import ConfigError
 
-__all__ = ["SchedulerOfTorch"]
+__all__ = ["SchedulerOfTorch", "rates_of"]
+
+
+def rates_of(optimizer: Optimizer) -> list[float | torch.Tensor]:
+    """Return the learning rates of the groups, without waiting for a device that has them."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return [rate.detach().clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
 
 class SchedulerOfTorch:
@@ -26,6 +33,10 @@ class SchedulerOfTorch:
         interval: "step" or "epoch"; when None, "epoch" for `ReduceLROnPlateau`, and "step" for all others.
         metric: for `ReduceLROnPlateau`: the column of the history that it gets; when None, "val_loss", or "train_loss"
             without validation data.
+
+    Attributes:
+        interval: "step" or "epoch".
+        last_rates: the learning rates of the groups in the last step.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -46,8 +57,11 @@ class SchedulerOfTorch:
             raise ConfigError("scheduler_interval", expected, interval)
         if metric is not None and not self._by_metric:
             raise ConfigError("scheduler_metric", f"none with {_name(scheduler)}, which gets no metric", metric)
-        self._scheduler, self._optimizer, self._metric = scheduler, optimizer, metric
+        self._scheduler = scheduler
+        self._optimizer = optimizer
+        self._metric = metric
         self.interval = interval
+        self.last_rates = rates_of(optimizer)
         self.state_dict()
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -61,6 +75,7 @@ class SchedulerOfTorch:
 
     def end_step(self) -> None:
         """Adapt the learning rate after a step."""
+        self.last_rates = rates_of(self._optimizer)
         if self.interval == "step":
             self._scheduler.step()
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import Never, Unpack
 
 from .. import arguments, environment, flight_recorder
@@ -19,44 +18,36 @@ from ..activity import Activity
 from ..checkpoint.folder import Checkpoint, read_tensors
 from ..checkpoint.numerics import NUMERICS, changes_since
 from ..communicator import init
-from ..data.loader import Loader, dataloader_settings
+from ..data.loader import Loader
 from ..errors import CheckpointError, ConfigError, DivergedError, unexpected_argument
 from ..other_names import in_training
 from ..parallel.replicas.scatter import Device
 from ..parallel.strategy import Strategy
-from . import run_directory
 from .callbacks import defaults
 from .callbacks.base import Callback
 from .callbacks.group import CallbackGroup, check_callbacks
 from .checkpoint_manager import CheckpointManager
+from .epoch_totals import EpochTotals, Row
 from .errors_on_all import call_on_all
 from .evaluate import Evaluation, Metric, default_metrics, predict
 from .formats import IN_FLIGHT
+from .given_loaders import GivenLoaders
 from .in_flight import StepsInFlight, check_in_flight
 from .loop import Loop
 from .loss import LossFn
 from .modes import TrainingModes
 from .own_loss import OwnLoss
+from .position import Position, check_epochs, check_max_steps, check_validate_every
 from .rank0_changes import Rank0Changes
-from .run_state import (
-    EpochTotals,
-    Position,
-    Row,
-    RunState,
-    check_epochs,
-    check_max_steps,
-    check_validate_every,
-)
-from .step import StepOptions, TrainStep, check_functions, make_strategy
+from .run_directory import HeldRunDirectory
+from .run_state import RunState
+from .step import TrainStep
+from .step_arguments import StepOptions, check_functions, make_strategy
 from .stop_signals import StopSignals
 
 __all__ = ["StepOptions", "Trainer"]
 
 _log = logging.getLogger(__name__)
-
-_LOCK_PATIENCE_S = 3.0
-
-_ROLES = {"train": "the training data", "validate": "the data of validate="}  # in messages
 
 
 class Trainer:
@@ -137,14 +128,21 @@ class Trainer:
         check_functions(loss_fn, step.get("forward"))
         if loss_fn is None:
             loss_fn = OwnLoss(step.get("forward"))
-        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self.global_batch_size, self.seed, self._num_workers = global_batch_size, seed, num_workers
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.global_batch_size = global_batch_size
+        self.seed = seed
         self.metrics = default_metrics(loss_fn) if metrics is None else metrics
-        self.run_dir = None if run_dir is None else arguments.path("run_dir", run_dir, "the path of a folder, or None")
+        if run_dir is not None:
+            run_dir = arguments.path("run_dir", run_dir, "the path of a folder, or None")
+        self.directory = HeldRunDirectory(run_dir, self.comm)
         chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
         self.step = TrainStep(model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step)
         self._forward = step.get("forward")
         self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, self._forward)
+        virtual_workers = self.step.strategy.virtual_workers
+        self._loaders = GivenLoaders(self.comm, global_batch_size, seed, num_workers, virtual_workers)
         save_frozen = not hasattr(model, "peft_config") if save_frozen is None else bool(save_frozen)
         self.state = RunState(self.step, global_batch_size, allow_different_hardware, save_frozen)
         if callbacks is None:
@@ -161,10 +159,6 @@ class Trainer:
         self.modes = TrainingModes(model)
         self.steps_in_flight = self._new_steps_in_flight()
         self._begun = False
-        self._dataloaders_warned_of: set[tuple[str, int | None]] = set()  # (argument, batch size): once each
-        self._run_lock: run_directory.RunLock | None = None  # on rank 0, while `fit` runs
-        self.numbers_run_dir = True  # whether a run beside an earlier one gets a directory of its own
-        self.created_directories: list[Path] = []  # `run_dir` and its parents, as far as this run has created them
         self._loop: Loop | None = None  # while `fit` runs
         self.stop_reason = ""
         self.epochs: int | None = 0
@@ -223,24 +217,24 @@ class Trainer:
             name = next(iter(unknown))
             raise unexpected_argument("fit", name, _instead(name), arguments.keyword_names(self.fit))
         if resume is None and not self._begun:
-            resume = self._requested_resume()
+            resume = self.directory.requested_resume()
         elif resume is not None:
             hint = 'resume="latest" continues the newest run in run_dir, and begins one if there is none.'
             arguments.path("resume", resume, '"latest", or the path of a run or a checkpoint', hint)
         with ExitStack() as opened:
-            loader = opened.enter_context(self._opened(train, "train"))
-            held_out = None if validate is None else opened.enter_context(self._opened(validate, "validate"))
+            loader = opened.enter_context(self._loaders.opened(train, "train"))
+            held_out = None if validate is None else opened.enter_context(self._loaders.opened(validate, "validate"))
             check_validate_every(validate_every, held_out is not None)
             results = None if held_out is None else self._evaluation.names
             several = self._evaluation.may_be_several
             columns = self._callbacks.check(results, several, self.run_dir is not None)
             if self.step.scheduler is not None and not several:
                 self.step.scheduler.check_columns(columns)
-            opened.callback(self.leave_run_directory)
+            opened.callback(self.directory.leave)
             preparing = Activity("lockstep: preparing the run", shown=self._callbacks.shows_progress)
             with preparing, flight_recorder.in_method("Trainer.fit"):
                 self._begin(loader, epochs, max_steps, resume)
-            opened.callback(self._release_run_directory)
+            opened.callback(self.directory.release)
             with StopSignals() as signals, self.step.strategy.deterministic():
                 self._loop = Loop(self, self._callbacks, signals, loader, held_out, validate_every)
                 try:
@@ -261,36 +255,6 @@ class Trainer:
             if given is not None:
                 roots |= {argument: given.dataset, **{f"{argument}.{name}": part for name, part in given.parts.items()}}
         return Rank0Changes(self.model, self.optimizer, self.step.loss.modules, roots)
-
-    def hold_run_directory(self) -> None:
-        """Lock the run directory on rank 0, which may be another worker than before."""
-        if self.run_dir is not None and self.comm.rank == 0 and self._run_lock is None:
-            self._run_lock = run_directory.RunLock(self.run_dir, _LOCK_PATIENCE_S)
-
-    def leave_run_directory(self) -> None:
-        """Unlock the run directory: at the end, and before there are other workers."""
-        if self._run_lock is not None:
-            self._run_lock.release()
-            self._run_lock = None
-
-    def _requested_resume(self) -> str | None:
-        """Return what LOCKSTEP_RESUME requests, if it is for this trainer's run directory."""
-        requested = environment.resume()
-        if requested is None or self.run_dir is None or requested == "latest":
-            return requested if self.run_dir is not None else None
-        run = Path(requested)
-        run = run.parent.parent if run.parent.name == "checkpoints" else run
-        own = any(run.resolve() == each.resolve() for each in run_directory.numbered(self.run_dir))
-        return requested if own else None
-
-    @contextmanager
-    def _opened(self, dataset: Any, argument: str) -> Iterator[Loader]:
-        loader = self._loader(dataset, argument, shuffle=argument == "train")
-        try:
-            yield loader
-        finally:
-            if loader is not dataset:
-                loader.close()
 
     def _begin(self, loader: Loader, epochs: int | None, max_steps: int | None, resume: str | Path | None) -> None:
         """Check the arguments of `fit`, prepare the run directory, and load the checkpoint to resume from."""
@@ -324,7 +288,9 @@ class Trainer:
         _seek(position, loader, found)
         if again:
             self.state.position = position
-        self._prepare_run_directory(found, fresh=not self._begun and resume != "latest")
+        newest = self.checkpoint_manager.last_path if found is None else found.path
+        self.directory.prepare(newest, fresh=not self._begun and resume != "latest")
+        self.checkpoint_manager.run_dir = self.run_dir
         if found is not None:
             self._load_checkpoint(found)
         self.step.finite_weights.forget()
@@ -349,26 +315,6 @@ class Trainer:
     def _new_steps_in_flight(self) -> StepsInFlight:
         return StepsInFlight(self.comm.device, self.max_steps_in_flight, partial(self._callbacks.call, "on_loss", self))
 
-    def _prepare_run_directory(self, found: Checkpoint | None, fresh: bool) -> None:
-        given, from_path = self.run_dir, self.checkpoint_manager.last_path if found is None else found.path
-        if given is None:
-            return
-
-        def prepare() -> tuple[Path, list[Path]]:
-            earlier = run_directory.of_this_job(given)
-            run_dir = earlier or (run_directory.choose(given, from_path, fresh) if self.numbers_run_dir else given)
-            created = run_directory.prepare(run_dir, from_path, fresh and earlier is None)
-            self._run_lock = run_directory.RunLock(run_dir, None if earlier is None else _LOCK_PATIENCE_S)
-            return run_dir, created
-
-        self.run_dir, created = self.comm.on_rank0(prepare)
-        self.checkpoint_manager.run_dir = self.run_dir
-        self.created_directories += created
-
-    def _release_run_directory(self) -> None:
-        if self.run_dir is not None and self.comm.rank == 0:
-            run_directory.release(self.run_dir)
-
     @property
     def done(self) -> bool:
         """Whether all requested epochs or steps are done, or a stop was requested."""
@@ -378,6 +324,11 @@ class Trainer:
         ended = steps_done and bool(self.history) and self.history[-1]["step"] == done
         epochs_done = self.epochs is not None and self.position.epoch >= self.epochs
         return bool(self.stop_reason) or epochs_done or ended
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory; None for a run that writes nothing."""
+        return self.directory.path
 
     @property
     def position(self) -> Position:
@@ -455,7 +406,7 @@ class Trainer:
             self.step.sync_model()
             self.step.check_replicas(model)
             self.step.strategy.sync_buffers()
-            with self._opened(dataset, "dataset") as opened, self.step.strategy.deterministic():
+            with self._loaders.opened(dataset, "dataset") as opened, self.step.strategy.deterministic():
                 yield opened
 
     def predict(self, dataset: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
@@ -471,42 +422,7 @@ class Trainer:
 
     def loader(self, dataset: Any, shuffle: bool = True) -> Loader:
         """Return a loader of this run's global batches over `dataset`; a `Loader` is returned unchanged."""
-        return self._loader(dataset, "train" if shuffle else "dataset", shuffle)
-
-    def _loader(self, dataset: Any, argument: str, shuffle: bool) -> Loader:
-        loader = dataset
-        if isinstance(dataset, (str, bytes, Path)):
-            hint = 'Files of samples are read by lockstep.data.Stream("data/*.jsonl").'
-            raise ConfigError(argument, "a data set, a Loader or a DataLoader", dataset, hint)
-        if not isinstance(loader, Loader):
-            try:
-                loader = self._make_loader(dataset, argument, shuffle)
-            except ConfigError as error:
-                if error.argument != "dataset":
-                    raise
-                raise ConfigError(argument, error.expected, error.got, error.hint, found=error.found) from None
-        loader.role = _ROLES.get(argument, loader.role)
-        return loader
-
-    def _make_loader(self, dataset: Any, argument: str, shuffle: bool) -> Loader:
-        settings: dict[str, Any] = {"dataset": dataset, "shuffle": shuffle, "num_workers": self._num_workers}
-        if isinstance(dataset, DataLoader):
-            warns = self.comm.rank == 0 and (argument, dataset.batch_size) not in self._dataloaders_warned_of
-            self._dataloaders_warned_of.add((argument, dataset.batch_size))
-            given = dataloader_settings(dataset, argument, self.global_batch_size, warns)
-            settings = given | {"num_workers": given["num_workers"] or self._num_workers}
-        try:
-            return Loader(
-                **settings,
-                global_batch_size=self.global_batch_size,
-                seed=self.seed,
-                comm=self.comm,
-                virtual_workers=self.step.strategy.virtual_workers,
-            )
-        except ConfigError as error:
-            if (error.argument, argument) != ("dataset", "validate"):
-                raise
-            raise ConfigError(argument, error.expected, error.got, error.hint, found=error.found) from None
+        return self._loaders.make(dataset, "train" if shuffle else "dataset")
 
     def stop(self, reason: str) -> None:
         """Request that the running `fit` ends after this epoch or validation; any worker may call it."""

@@ -243,9 +243,9 @@ class RunDirectory(Callback):
             yield
         except BaseException:
             if trainer.comm.rank == 0 and not self._has_results():
-                if self._run_dir in trainer.created_directories:
+                if self._run_dir in trainer.directory.created:
                     shutil.rmtree(self._run_dir, ignore_errors=True)
-                for parent in reversed(trainer.created_directories):
+                for parent in reversed(trainer.directory.created):
                     with suppress(OSError):  # another run may use it by now
                         parent.rmdir()
             raise
@@ -338,7 +338,7 @@ def run(options: TrainOptions) -> dict[str, Any]:
     callbacks = [directory, *_language_callbacks(options, train, test), *make_callbacks(options)]
     with Activity("lockstep train: building the model", shown):
         trainer = make_trainer(options, train, callbacks)
-    trainer.numbers_run_dir = False  # the command has chosen the directory
+    trainer.directory.numbers = False  # the command has chosen the directory
     with directory.removed_on_failure(trainer), ExitStack() as stack:
         loader = stack.enter_context(closing(trainer.loader(train)))
         held_out = None if test is None else stack.enter_context(closing(trainer.loader(test, shuffle=False)))

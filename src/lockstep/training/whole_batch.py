@@ -9,6 +9,7 @@ import torch
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..flight_recorder import named
+from ..parallel import shards
 from . import bodies
 
 __all__ = ["whole_batch"]
@@ -42,17 +43,33 @@ def whole_batch(output: torch.Tensor) -> torch.Tensor:
             another number of rows than there are samples.
     """
     loop = bodies.running()
-    if loop is None:
+    if loop is None or loop.parts.current is None:
         hint = "In an evaluation workers have different numbers of batches: use a metric with lockstep.whole_set."
         expected = "a call in the body of a loop over a prepared loader or optimizer.shards(batch)"
         raise ConfigError("whole_batch", expected, found="one outside, or where gradients are disabled", hint=hint)
-    return loop.whole_batch(output)
-
-
-def gather_rows(output: torch.Tensor, sizes: list[int], comm: Communicator) -> torch.Tensor:
-    """Return the rows of all workers, which have `sizes`; this worker's `output` may have others if it has none."""
-    rows: torch.Tensor = _GatherRows.apply(output, sizes, comm)  # type: ignore[no-untyped-call]
-    return rows
+    parts = loop.parts
+    shard = loop.parts.current
+    comm = parts.comm
+    if parts.exact and parts.virtual_workers > 1:
+        raise ConfigError(
+            "virtual_workers",
+            "none in a loop that uses the whole batch at once",
+            parts.virtual_workers,
+            "A worker computes its shards one after another, so that the outputs of all are never there at once.",
+        )
+    loop.repeats.do_not_repeat("lockstep.whole_batch()")
+    rows = len(output) if output.dim() else 0
+    if shard.samples and rows != shard.samples:
+        hint = "Call it for each view of the samples: first, second = output.chunk(2)."
+        raise ConfigError("output", f"{shard.samples} rows, one for each sample of this part", rows, hint)
+    shard.whole_batch = True
+    if comm.size == 1:
+        return output
+    row_counts = (
+        shards.sizes(shard.total, comm.size) if shard.left_out is None else comm.allgather_object(shard.samples)
+    )
+    gathered: torch.Tensor = _GatherRows.apply(output, row_counts, comm)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 class _GatherRows(torch.autograd.Function):

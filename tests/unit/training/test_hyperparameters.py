@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from lockstep.errors import CheckpointError
-from lockstep.training.run_state import check_same_parameters, load_optimizer, merge_param_groups, named_param_groups
+from lockstep.training.hyperparameters import (
+    check_same_parameters,
+    load_optimizer,
+    merge_param_groups,
+    named_param_groups,
+)
 
 
 def optimizer(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

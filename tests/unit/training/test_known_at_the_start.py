@@ -19,8 +19,9 @@ from lockstep.errors import ConfigError
 from lockstep.topology import World
 from lockstep.training.callbacks.columns import is_higher_better
 from lockstep.training.callbacks.group import CallbackGroup
+from lockstep.training.epoch_totals import COLUMNS
+from lockstep.training.given_loaders import GivenLoaders
 from lockstep.training.options import TrainOptions
-from lockstep.training.run_state import COLUMNS
 from lockstep.training.training_run import make_callbacks
 
 DATA = TensorDataset(torch.randn(20, 4), torch.randint(0, 3, (20,)))
@@ -280,7 +281,7 @@ def test_a_batch_size_that_is_not_used_is_reported_once_for_each_loader(caplog: 
 
 
 def test_other_ranks_do_not_report_it(caplog: pytest.LogCaptureFixture) -> None:
-    made = make()
-    made.comm = Communicator.at(World(rank=1, world_size=2, local_rank=1, local_world_size=2), torch.device("cpu"))
-    made.loader(DataLoader(DATA, 4, worker_init_fn=print)).close()
+    comm = Communicator.at(World(rank=1, world_size=2, local_rank=1, local_world_size=2), torch.device("cpu"))
+    loaders = GivenLoaders(comm, 8, seed=0, num_workers=0, virtual_workers=None)
+    loaders.make(DataLoader(DATA, 4, worker_init_fn=print), "train").close()
     assert not caplog.records

@@ -108,7 +108,8 @@ def train(comm: Any, failures: Failures, virtual_workers: int | None = 2) -> dic
 
         seen["values"].append(recovery.repeated(measure))
     tensors = [*model.state_dict().values(), *average.state_dict().values()]
-    return {"sums": [tensor.double().sum().item() for tensor in tensors], **loader._job.counters(), **seen}
+    counted = {**loader._loop.parts.state_dict(), **loader._loop.losses.state_dict()}
+    return {"sums": [tensor.double().sum().item() for tensor in tensors], **counted, **seen}
 
 
 @pytest.mark.parametrize("virtual_workers", [None, 2])

@@ -19,7 +19,8 @@ from lockstep.parallel.replicas.copies import ReplicaCopies
 from lockstep.parallel.strategy import Strategy
 from lockstep.topology import World
 from lockstep.training.precision import Precision, scale_gradients
-from lockstep.training.step import StepResult, TrainStep
+from lockstep.training.step import TrainStep
+from lockstep.training.step_result import StepResult
 
 CPU = torch.device("cpu")
 LABELS = torch.tensor([0, 1, 2, 3])

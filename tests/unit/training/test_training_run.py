@@ -208,6 +208,7 @@ class Stub:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.closed: list[Any] = []
+        self.directory = SimpleNamespace(numbers=True)
 
     def loader(self, dataset: Any, shuffle: bool = True) -> Any:
         self.asked.append((dataset, shuffle))

@@ -15,7 +15,7 @@ from lockstep.errors import MismatchError
 from lockstep.training.callbacks import Callback, Checkpoints
 from lockstep.training.callbacks.base import Row
 from lockstep.training.in_flight import StepsInFlight
-from lockstep.training.step import StepResult
+from lockstep.training.step_result import StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import images, make
@@ -173,13 +173,14 @@ def test_off_the_cpu_it_is_seen_a_few_steps_later_on_all_workers_at_once(pool: P
     def run() -> int:
         trainer = make(None, [OnRank0(2, lower if what == "lr" else fill)], replica_check=1)
         trainer._new_steps_in_flight = lambda: StepsInFlight(torch.device("meta"), 3)  # type: ignore[method-assign]
-        trainer.step._on_host = False
-        passes = trainer.step._passes
+        step: Any = trainer.step
+        step._checked_result = lambda lr, totals, _: step._unchecked_result(lr, totals, trainer._loop.feed.current())
+        passes = step._passes
         run_passes = passes.run
-        passes.run = lambda *given: torch.as_tensor(run_passes(*given), dtype=torch.float64)  # type: ignore[method-assign]
+        passes.run = lambda *given: torch.as_tensor(run_passes(*given), dtype=torch.float64)
         with pytest.raises(MismatchError, match="'lr' of parameter group 0" if what == "lr" else "4.weight on rank 1"):
             trainer.fit(images(200), 1)
-        return trainer.step.steps_done
+        return int(step.steps_done)
 
     def fill(trainer: Trainer) -> None:
         nn.init.zeros_(trainer.model[4].weight)  # type: ignore[index, arg-type]

@@ -17,7 +17,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import CheckpointError, ConfigError, InterruptedRunError
 from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.callbacks import Checkpoints
-from lockstep.training.step import StepResult
+from lockstep.training.step_result import StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import At, fit, images, make, send, timeless

@@ -18,7 +18,7 @@ from lockstep.checkpoint.folder import verify
 from lockstep.errors import CheckpointError, ConfigError, DivergedError, InterruptedRunError
 from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.callbacks import Callback, Checkpoints, CSVLog, Curve, EarlyStopping, TensorBoard
-from lockstep.training.step import StepResult
+from lockstep.training.step_result import StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import At, fit, images, make, send, timeless

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..run_state import EpochTotals, Row
+from ..epoch_totals import EpochTotals, Row
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from ...communicator import Communicator
     from ...data.loader import Batch
-    from ..step import StepResult, TrainStep
+    from ..step import TrainStep
+    from ..step_result import StepResult
 
 __all__ = ["Callback", "Row", "TrainingContext"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...errors import ConfigError, unknown_name
-from ..run_state import COLUMNS
+from ..epoch_totals import COLUMNS
 from .base import Callback
 
 __all__ = ["RowColumns", "check_column", "is_higher_better"]

@@ -15,7 +15,7 @@ from .base import Callback, Row, TrainingContext
 from .writing import WriteGuard
 
 if TYPE_CHECKING:
-    from ..step import StepResult
+    from ..step_result import StepResult
 
 __all__ = ["Curve", "StepLosses", "draw"]
 

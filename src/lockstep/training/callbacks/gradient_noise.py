@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ...data.loader import Batch
-    from ..step import StepResult, TrainStep
+    from ..step import TrainStep
+    from ..step_result import StepResult
 
 __all__ = ["GradientNoise"]
 

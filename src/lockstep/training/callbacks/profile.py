@@ -16,7 +16,7 @@ from .writing import WriteGuard
 
 if TYPE_CHECKING:
     from ...data.loader import Batch
-    from ..step import StepResult
+    from ..step_result import StepResult
 
 __all__ = ["Profile"]
 

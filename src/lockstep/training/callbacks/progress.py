@@ -23,7 +23,7 @@ from .base import Callback, Row, TrainingContext
 
 if TYPE_CHECKING:
     from ...data.loader import Batch
-    from ..step import StepResult
+    from ..step_result import StepResult
 
 __all__ = ["Progress"]
 

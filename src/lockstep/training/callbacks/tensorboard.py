@@ -11,7 +11,7 @@ from .base import Callback, Row, TrainingContext
 from .writing import WriteGuard
 
 if TYPE_CHECKING:
-    from ..step import StepResult
+    from ..step_result import StepResult
 
 __all__ = ["TensorBoard"]
 

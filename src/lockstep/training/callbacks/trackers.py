@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from .base import Callback, Row, TrainingContext
 
 if TYPE_CHECKING:
-    from ..step import StepResult
+    from ..step_result import StepResult
 
 __all__ = ["MLflow", "WandB"]
 

@@ -1,0 +1,188 @@
+"""The result of a training step: its loss and what is known beside it, on the host or on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, DataError, DivergedError
+from .precision import Number
+from .replica_check import ReplicaCheck
+
+__all__ = ["StepResult"]
+
+_NOT_FINITE_LATER = "Lower the learning rate, warm it up, or clip the gradients."
+_NOT_FINITE_AT_FIRST = (
+    "No update has been made yet: look for values that are not finite in the inputs and the targets, and at the "
+    "initialisation of the model."
+)
+
+
+_NOTHING: Mapping[str, torch.Tensor] = {}
+
+
+class StepResult:
+    """The result of one step; the same on every worker. It cannot be changed, see `replaced`.
+
+    Args:
+        step, learning_rate, samples, marks, replicas, grad_norm: see the attributes.
+        loss, stop, count: see the attributes; numbers where they are on the host in any case.
+
+    Attributes:
+        step: the number of this step, from 0.
+        learning_rate: the learning rate of the first parameter group; a tensor if it is one on a device.
+        samples: samples in the global batch, if the gradients were assumed to be those of a mean over samples; None if
+            `count` was used.
+        marks: 1-d tensor, the workers' sums of `ReplicaCheck.marks`; None if they have been compared.
+        replicas: the comparison of the workers' hyperparameters and weights; None if that has been done.
+        grad_norm: 0-dim tensor on the device, the 2-norm of the whole gradient before clipping; None without
+            `max_grad_norm`, which measures it without clipping if it is ``float("inf")``.
+        measured: what hooks have measured in the step, by name; equal on all workers.
+    """
+
+    __slots__ = (
+        "_count",
+        "_loss",
+        "_stop",
+        "grad_norm",
+        "learning_rate",
+        "marks",
+        "measured",
+        "replicas",
+        "samples",
+        "step",
+    )
+
+    _loss: Number
+    _stop: Number
+    _count: Number
+    step: int
+    learning_rate: Number
+    samples: int | None
+    marks: torch.Tensor | None
+    replicas: ReplicaCheck | None
+    grad_norm: torch.Tensor | None
+    measured: Mapping[str, torch.Tensor]
+
+    def __init__(
+        self,
+        step: int,
+        loss: Number,
+        stop: Number,
+        learning_rate: Number,
+        count: Number,
+        samples: int | None = None,
+        marks: torch.Tensor | None = None,
+        replicas: ReplicaCheck | None = None,
+        grad_norm: torch.Tensor | None = None,
+        measured: Mapping[str, torch.Tensor] = _NOTHING,
+    ) -> None:
+        put = partial(object.__setattr__, self)
+        put("step", step)
+        put("_loss", loss)
+        put("_stop", stop)
+        put("learning_rate", learning_rate)
+        put("_count", count)
+        put("samples", samples)
+        put("marks", marks)
+        put("replicas", replicas)
+        put("grad_norm", grad_norm)
+        put("measured", measured)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a StepResult cannot be changed: {name}")
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "loss": self._loss,
+            "stop": self._stop,
+            "learning_rate": self.learning_rate,
+            "count": self._count,
+            "samples": self.samples,
+            "marks": self.marks,
+            "replicas": self.replicas,
+            "grad_norm": self.grad_norm,
+            "measured": self.measured,
+        }
+
+    def replaced(self, **changes: Any) -> StepResult:
+        """Return a result with other values of these arguments."""
+        return StepResult(**{**self._arguments(), **changes})
+
+    def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
+        """Return a result with `fn` of each tensor."""
+        changed = {name: fn(value) for name, value in self._arguments().items() if isinstance(value, torch.Tensor)}
+        return self.replaced(**changed, measured={name: fn(value) for name, value in self.measured.items()})
+
+    def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
+        return StepResult, tuple(self._arguments().values())
+
+    def __repr__(self) -> str:
+        return f"StepResult({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """0-dim tensor on the device, the mean over the global batch."""
+        return _as_tensor(self._loss)
+
+    @property
+    def stop(self) -> torch.Tensor:
+        """0-dim tensor on the device, the sum of the workers' requests, see `recovery.STOP` and `REGROUP`.
+
+        It is above zero if some worker requested a stop.
+        """
+        return _as_tensor(self._stop)
+
+    @property
+    def count(self) -> torch.Tensor:
+        """0-dim tensor on the device, the denominator of `loss`: samples, or what the loss function counts.
+
+        Means over several steps are weighted by it.
+        """
+        return _as_tensor(self._count)
+
+    @property
+    def on_hand(self) -> tuple[Number, Number, Number]:
+        """(loss, count, stop) as they are: numbers of the host, or 0-dim tensors on the device."""
+        return self._loss, self._count, self._stop
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group; waits for the device where it is a tensor there."""
+        return float(self.learning_rate)
+
+    def check(self) -> None:
+        """Check the loss and that the workers' replicas are equal; called by all workers, waits for the device.
+
+        Raises:
+            DivergedError: if the loss is not finite.
+            DataError: if the loss counts nothing, because all labels of the global batch are ignored.
+            ConfigError: if some workers' losses were means over samples, and others' over something else.
+            MismatchError: if the workers' hyperparameters or weights differ.
+        """
+        if self.marks is not None and self.replicas is not None:
+            self.replicas.settle(self.step, self.marks.tolist())
+        loss, count = float(self._loss), float(self._count)
+        if not math.isfinite(loss):
+            if count == 0:
+                raise DataError(
+                    f"step {self.step}: expected a global batch with something that the loss counts, got only e.g. "
+                    "ignored labels. Use a larger global batch, or remove such samples from the data set."
+                )
+            raise DivergedError(
+                f"the loss is {loss} at step {self.step} with learning rate {self.lr:g}. "
+                + (_NOT_FINITE_AT_FIRST if self.step == 0 else _NOT_FINITE_LATER)
+            )
+        if self.samples is not None and count != self.samples:
+            hint = "Return (sum, count) for every batch, or a mean over the samples for every batch."
+            got = f"one over {count:g} of {self.samples} samples at step {self.step}"
+            raise ConfigError("loss_fn", "a mean over the same on all workers", found=got, hint=hint)
+
+
+def _as_tensor(value: Number) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
