@@ -445,7 +445,12 @@ class TransportGroup(dist.ProcessGroup):
 
     def _run(self, what: str, steps: Iterable[Steps], opts: Any, result: Tensors) -> CPUWork:
         asynchronous = True if opts is None else opts.asyncOp
-        return self._coalesce(self._context.run(what, chain(steps), asynchronous, timeout_of(opts), list(result)))
+        whole = chain(self._all_steps(steps))
+        return self._coalesce(self._context.run(what, whole, asynchronous, timeout_of(opts), list(result)))
+
+    def _all_steps(self, steps: Iterable[Steps]) -> Iterable[Steps]:
+        """Return the steps of an operation, with those of what goes on beside it, if there is anything."""
+        return steps
 
     def _consists_of(self, whole: torch.Tensor, part: torch.Tensor) -> bool:
         """Return whether `whole` consists of a part like `part` for each rank."""

@@ -20,7 +20,6 @@ from ..runtime.backoff import Steps, chain
 from ..runtime.c10d import Store
 from ..runtime.reduce_ops import ReduceFn, premul_factor, reduce_fn_for
 from ..runtime.tensor_arguments import NotOnCPUError, Tensors, copy_back, flatten
-from ..runtime.work import CPUWork
 from ..shm import collectives
 from ..shm.context import ShmContext
 from .connections import GlooConnection, LazyPairs
@@ -198,11 +197,9 @@ class HierarchicalGroup(TransportGroup):
 
         return end
 
-    def _run(self, what: str, steps: Iterable[Steps], opts: Any, result: Tensors) -> CPUWork:
+    def _all_steps(self, steps: Iterable[Steps]) -> Iterable[Steps]:
         beside, self._next_beside = self._next_beside, None
-        if beside is not None:
-            steps = [beside.begin(), *steps, beside.end()]
-        return super()._run(what, steps, opts, result)
+        return steps if beside is None else [beside.begin(), *steps, beside.end()]
 
     def _reduction(self, op: Any, dtype: torch.dtype) -> Any:
         reduce_fn_for(op, dtype)  # raises where it is not defined
