@@ -38,8 +38,8 @@ from common import (
 )
 from lockstep.messages import convert
 from lockstep.watchdog import patches
-from lockstep.watchdog.cross_host import PERIOD_S, JobStates, StateExchange
-from lockstep.watchdog.states import HostState
+from lockstep.watchdog.cross_host import PERIOD_S, StateExchange, find_fault
+from lockstep.watchdog.states import HostState, JobStates
 
 BACKENDS = ("shm", "gloo")
 IDLE_S = 5.0
@@ -145,7 +145,7 @@ class CountingStore:
 def simulate(ranks: int, each: int = 8, periods: int = 10) -> dict[str, float]:
     """Messages and bytes a second at the store, and the first machine's processor time, for so many ranks."""
     store, count = CountingStore(), ranks // each
-    job = [range(number * each, (number + 1) * each) for number in range(count)], {1 << 59: range(ranks)}
+    places, groups = [range(at * each, (at + 1) * each) for at in range(count)], {1 << 59: range(ranks)}
     hosts = [StateExchange(store, machine, count) for machine in range(count)]
     for machine in hosts:
         machine.initialize()
@@ -162,7 +162,7 @@ def simulate(ranks: int, each: int = 8, periods: int = 10) -> dict[str, float]:
             begin = time.process_time()
             _, states = machine.poll()
             if number == 0:
-                JobStates(*job, states).find_fault()
+                find_fault(JobStates(places, states, groups))
             first += time.process_time() - begin if number == 0 else 0.0
     seconds = periods * PERIOD_S
     return {

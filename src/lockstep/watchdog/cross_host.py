@@ -21,7 +21,7 @@ from ..flight_recorder import Record, decode_batch, describe
 from ..flight_recorder.layout import StateWords
 from ..gloo import SocketTracker
 from . import report as reports
-from .deadlock import CycleSearch
+from .deadlock import CycleSearch, deadlock_finding
 from .diagnosis import (
     OWN_WORK_FACTOR,
     SIMULTANEOUS_S,
@@ -31,14 +31,23 @@ from .diagnosis import (
     straggler_warning,
 )
 from .mismatch import compare_records, describe_difference
-from .report import Finding, RankStatus, Report
+from .report import Call, Finding, RankStatus, Report
 from .shared_state import WatchdogState
-from .states import GroupState, HostState, RecordRow, collect_state, from_row
+from .states import GroupState, HostState, JobStates, RecordRow, Wait, collect_state
 
 if TYPE_CHECKING:
     from .monitor import GroupMonitor
 
-__all__ = ["PERIOD_S", "CrossHost", "JobStates", "StateExchange", "Store"]
+__all__ = [
+    "PERIOD_S",
+    "CrossHost",
+    "StateExchange",
+    "Store",
+    "find_deadlock",
+    "find_divergence",
+    "find_fault",
+    "find_stragglers",
+]
 
 
 # --- The exchange through the job's store -----------------------------------------------------------------------------
@@ -113,155 +122,92 @@ class StateExchange:
         return self._store.compare_set(_REPORT, "", text).decode()
 
 
-# --- What the states of hosts say together (pure) ---------------------------------------------------------------------
+# --- What is wrong between hosts (pure) -------------------------------------------------------------------------------
 
 
-class JobStates:
-    """What hosts have published, together: a row for each rank, and the groups with their ranks on all hosts.
-
-    It is also what `deadlock.CycleSearch` asks of ranks that wait.
+def find_fault(job: JobStates, uneven: bool = False) -> Finding | None:
+    """Return the first thing that is wrong.
 
     Args:
-        hosts: the ranks of each host.
-        groups: the ranks of each group that this rank is in, by the group's key.
-        states: of hosts, by index.
-        lost: hosts whose ranks do not respond, by index: the state of these ranks, "lost" or "died", and a note.
-
-    Attributes:
-        states: of hosts, by index.
-        rows: the status of every rank, as far as it is known.
-        waits: the operation of each rank that waits for others.
+        job: the states of all hosts.
+        uneven: whether ranks have different numbers of batches on purpose.
     """
+    for key in job.groups:
+        finding = find_divergence(job, uneven, (key,)) or _find_missing(job, key)
+        if finding is not None:
+            return finding
+    return None
 
-    def __init__(
-        self,
-        hosts: Sequence[Sequence[int]],
-        groups: Mapping[int, Sequence[int]],
-        states: Mapping[int, HostState],
-        lost: Mapping[int, tuple[str, str]] | None = None,
-    ) -> None:
-        lost = lost or {}
-        self.states = states
-        self.waits = {rank: wait for state in states.values() for rank, wait in state.waits.items()}
-        self._host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
-        self.rows = {rank: RankStatus(rank, *lost[host]) for host in lost for rank in hosts[host]}
-        for host, published in states.items():
-            for status in map(from_row, published.ranks):
-                if host in lost and status.state not in ("ended", "raised", "died"):
-                    status = structs.replace(status, state=lost[host][0], note=lost[host][1])
-                self.rows[status.rank] = status
-        self._groups: dict[int, list[GroupState]] = {}
-        for published in states.values():
-            for key, parts in published.groups.items():
-                self._groups.setdefault(key, []).extend(parts)
-        for key in dict.fromkeys((*self._groups, *groups)):
-            parts = self._groups.setdefault(key, [])
-            members = {*groups.get(key, ()), *(rank for part in parts for rank in part.members)}
-            silent = members.difference(*(part.ranks for part in parts))
-            if silent:  # their hosts have published nothing of the group yet
-                parts.append(GroupState(sorted(silent)))
 
-    def find_fault(self, uneven: bool = False) -> Finding | None:
-        """Return the first thing that is wrong.
+def find_divergence(job: JobStates, uneven: bool = False, keys: Collection[int] | None = None) -> Finding | None:
+    """Return the first collective at which hosts diverge.
 
-        Args:
-            uneven: whether ranks have different numbers of batches on purpose.
-        """
-        for key in self._groups:
-            finding = self.find_divergence(uneven, (key,)) or self._find_missing(key)
-            if finding is not None:
-                return finding
-        return None
-
-    def find_divergence(self, uneven: bool = False, keys: Collection[int] | None = None) -> Finding | None:
-        """Return the first collective at which hosts diverge.
-
-        Args:
-            uneven: whether ranks have different numbers of batches on purpose.
-            keys: of the groups to look at; None for all.
-        """
-        for key in self._groups if keys is None else keys:
-            first: dict[int, tuple[GroupState, RecordRow]] = {}  # by sequence number; the others are compared with it
-            for part in self._groups.get(key, ()):
-                for record in part.records:
-                    other = first.setdefault(record.sequence, (part, record))
-                    finding = self._compare(other, (part, record), uneven)
-                    if finding is not None:
-                        return finding.at(key, record.sequence)
-        return None
-
-    def _compare(
-        self, one: tuple[GroupState, RecordRow], other: tuple[GroupState, RecordRow], uneven: bool
-    ) -> Finding | None:
-        """Return how two ranks have called a collective differently; ranks of one host compare that themselves."""
-        ranks = one[0].ranks[0], other[0].ranks[0]
-        if one[1] == other[1] or self._host_of[ranks[0]] == self._host_of[ranks[1]]:
-            return None
-        kinds = compare_records(one[1], other[1], uneven)
-        kind = next((kind for kind in kinds if kind in ("desync", "batches")), None)
-        return None if kind is None else describe_difference(kind, ranks, (_as_record(*one), _as_record(*other)))
-
-    def _find_missing(self, key: int) -> Finding | None:
-        """Return the finding for a rank that others wait for and that will never call the collective."""
-        for part in self._groups[key]:
-            for rank in self._missing(key, part.pending):
-                finding = missing_finding(self.rows[rank], part.last_call()) if rank in self.rows else None
-                if finding is not None:
-                    return finding.at(key, part.pending)
-        return None
-
-    def _missing(self, key: int, sequence: int) -> list[int]:
-        """Return the ranks that have not called the collective `sequence` of a group; none for 0."""
-        parts = self._groups.get(key, ())
-        return sorted(rank for part in parts if part.last < sequence for rank in part.ranks)
-
-    def stragglers(self) -> Iterator[tuple[int, GroupState, list[int]]]:
-        """Yield groups in which ranks wait for others: key, state of ranks that wait, the ranks that are missing."""
-        for key, parts in self._groups.items():
-            for part in parts:
-                missing = self._missing(key, part.pending)
-                if missing:
-                    yield key, part, missing
-
-    # --- for the search of cycles
-
-    def missing_ranks(self, rank: int) -> list[int]:
-        """See `deadlock.Waits`."""
-        return self._missing(self.waits[rank].key, self.waits[rank].sequence)
-
-    def is_matched(self, rank: int) -> bool:
-        """See `deadlock.Waits`."""
-        wait = self.waits[rank]
-        state = self.states[self._host_of[wait.peer]]
-        return wait.is_matched(state.sent.get(wait.peer, {}).get(rank, 0), state.channels.get(wait.peer))
-
-    def moved(self, rank: int) -> int:
-        """See `deadlock.Waits`; of messages between hosts nothing moves before they are received."""
-        return 0
-
-    def described(self, rank: int) -> str:
-        """See `deadlock.Waits`."""
-        call = self.rows[rank].call if rank in self.rows else None
-        if call is None:
-            return "a collective at an unknown line"
-        return f"{describe(call.name, call.batch, call.what)} at {call.call_site}"
-
-    def other_tag(self, rank: int) -> int | None:
-        """See `deadlock.Waits`; the message of the other rank is the one in which it waits."""
-        wait = self.waits[rank]
-        other = self.waits.get(wait.peer)
-        if other is None or other.peer != rank or other.is_send == wait.is_send or other.tag == wait.tag:
-            return None
-        return other.tag
+    Args:
+        job: the states of the hosts.
+        uneven: whether ranks have different numbers of batches on purpose.
+        keys: of the groups to look at; None for all.
+    """
+    for key in job.groups if keys is None else keys:
+        first: dict[int, tuple[GroupState, RecordRow]] = {}  # by sequence number; the others are compared with it
+        for part in job.groups.get(key, ()):
+            for record in part.records:
+                state, theirs = first.setdefault(record.sequence, (part, record))
+                ranks = state.ranks[0], part.ranks[0]
+                if record == theirs or job.host_of[ranks[0]] == job.host_of[ranks[1]]:
+                    continue  # ranks of one host compare their calls themselves
+                kinds = compare_records(theirs, record, uneven)
+                kind = next((kind for kind in kinds if kind in ("desync", "batches")), None)
+                if kind is not None:
+                    calls = _as_record(state, theirs), _as_record(part, record)
+                    return describe_difference(kind, ranks, calls).at(key, record.sequence)
+    return None
 
 
 def _as_record(state: GroupState, row: RecordRow) -> Record:
     """Return a record with what is published of it: its texts if it is the last one of its group."""
-    what, (site, _, source) = "something else", ("", "", "")
+    what, call_site, source = "something else", "", ""
     if state.last == row.sequence:
-        what, (site, _, source) = state.what, state.call_site.partition("\n")
+        what = state.what
+        call_site, _, source = state.call_site.partition("\n")
     batch, finished = decode_batch(row.batch)
-    return Record(0, what, site, source, state.title, row.sequence, batch, finished, 0.0, None, loop=row.loop)
+    return Record(0, what, call_site, source, state.title, row.sequence, batch, finished, 0.0, None, loop=row.loop)
+
+
+def _find_missing(job: JobStates, key: int) -> Finding | None:
+    """Return the finding for a rank that others wait for and that will never call the collective."""
+    for part in job.groups[key]:
+        for rank in job.missing(key, part.pending):
+            finding = missing_finding(job.rows[rank], part.last_call()) if rank in job.rows else None
+            if finding is not None:
+                return finding.at(key, part.pending)
+    return None
+
+
+def find_stragglers(job: JobStates) -> Iterator[tuple[int, GroupState, list[int]]]:
+    """Yield groups in which ranks wait for others: key, state of ranks that wait, the ranks that are missing."""
+    for key, parts in job.groups.items():
+        for part in parts:
+            missing = job.missing(key, part.pending)
+            if missing:
+                yield key, part, missing
+
+
+def find_deadlock(cycles: CycleSearch, job: JobStates, counts: Mapping[int, int]) -> Finding | None:
+    """Return the cycle of waits that has existed for a while, if any; see `CycleSearch.find`."""
+    cycle = cycles.find(job, sorted(job.waits), counts)
+    if not cycle:
+        return None
+    calls = {rank: job.rows[rank].call or Call("a collective", "an unknown line") for rank in cycle}
+    texts = {rank: f"{describe(call.name, call.batch, call.what)} at {call.call_site}" for rank, call in calls.items()}
+    return deadlock_finding(cycle, job.waits, texts, {rank: _other_tag(job.waits, rank) for rank in cycle})
+
+
+def _other_tag(waits: Mapping[int, Wait], rank: int) -> int | None:
+    """Return the tag of the message in which the other rank waits, if it fits that of `rank` but for its tag."""
+    wait, other = waits[rank], waits.get(waits[rank].peer)
+    if other is None or other.peer != rank or other.is_send == wait.is_send or other.tag == wait.tag:
+        return None
+    return other.tag
 
 
 # --- The cross-host part of one rank's watchdog -----------------------------------------------------------------------
@@ -354,7 +300,8 @@ class CrossHost:
                 time.sleep(0.01)
                 report, states = exchange.poll()
             # no report is adopted: it may be about this very exit, for which others have waited in vain
-            finding = self._joined({**states, self._host: own}).find_divergence(self._may_be_uneven())
+            job = self._joined({**states, self._host: own})
+            finding = find_divergence(job, self._may_be_uneven())
             if finding is not None:
                 state.fail(finding)
 
@@ -425,17 +372,17 @@ class CrossHost:
 
     def _joined(self, states: Mapping[int, HostState], lost: Mapping[int, tuple[str, str]] | None = None) -> JobStates:
         groups = {monitor.key: monitor.ranks for monitor in self._monitors if monitor.remote_ranks}
-        return JobStates(self._job.hosts, groups, states, lost)
+        return JobStates(self._job.hosts, states, groups, lost)
 
     def _check_all_hosts(self, lost: Mapping[int, tuple[str, str]]) -> Finding | None:
         """Return what is wrong between hosts, on the first one."""
         job = self._joined(self._states, lost)
-        finding = job.find_fault(self._may_be_uneven()) or self._find_exception(job)
+        finding = find_fault(job, self._may_be_uneven()) or self._find_exception(job)
         self._warn_of_batches(job)
         if finding is not None or self._state.limits.debugging:
             return finding
         counts = {host: state.count for host, state in self._states.items()}
-        return self._cycles.find(job, sorted(job.waits), counts) or self._check_stragglers(job)
+        return find_deadlock(self._cycles, job, counts) or self._check_stragglers(job)
 
     def _check_first_host(self, lost: tuple[str, str] | None, own: HostState) -> Finding | None:
         """Return what is wrong with the first host, on another one."""
@@ -444,7 +391,7 @@ class CrossHost:
         rows = [job.rows[rank] for rank in first if rank in job.rows]
         if rows and all(row.state in ("ended", "raised", "died") for row in rows):
             # the first host compares the states no more
-            return job.find_fault(self._may_be_uneven()) or self._find_exception(job)
+            return find_fault(job, self._may_be_uneven()) or self._find_exception(job)
         if lost is None or not self._has_long_wait():
             return None
         text = f"Rank {first[0]}, or its host, is unreachable while other ranks wait: {lost[1]}."
@@ -460,7 +407,7 @@ class CrossHost:
         if state.uneven_batches or state.limits.strict:
             return
         unchecked = {each.key for each in self._monitors if each.remote_ranks and each.preflight is None}
-        finding = job.find_divergence(keys=unchecked - self._warned_groups)
+        finding = find_divergence(job, keys=unchecked - self._warned_groups)
         if finding is not None and finding.kind == "batches":
             self._warned_groups.add(finding.key)
             state.write_message(finding.as_warning())
@@ -471,7 +418,7 @@ class CrossHost:
         if finding is None:
             return None
         self._raised_since = self._raised_since or time.monotonic()
-        is_waited_for = any(True for _ in job.stragglers())
+        is_waited_for = any(True for _ in find_stragglers(job))
         return finding if is_waited_for or time.monotonic() - self._raised_since >= SIMULTANEOUS_S else None
 
     def _lost_hosts(self) -> dict[int, tuple[str, str]]:
@@ -501,7 +448,7 @@ class CrossHost:
         activities = {rank: text for state in states for rank, text in state.activities.items()}
         own_work = {rank for state in states for rank in state.own_work}
         host_of = {rank: i for i, ranks in enumerate(self._job.hosts) for rank in ranks}
-        for key, waiting, missing in job.stragglers():
+        for key, waiting, missing in find_stragglers(job):
             call, seconds = waiting.last_call(), waiting.seconds
             limit_s = max(limits.stall_s, waiting.limit_s)
             if self._state.seconds_since_solo(seconds) >= limit_s:

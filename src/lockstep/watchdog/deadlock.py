@@ -7,16 +7,14 @@ collectives, too. A receive waits for its sender and a send for its receiver, by
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from ..flight_recorder import RecorderReader
-from ..flight_recorder.layout import StateWords
 from .report import Finding
-from .states import Wait, channel_key, current_wait, is_recv
+from .states import JobStates, Wait, channel_key, is_recv
 
-__all__ = ["CycleSearch", "LocalWaits", "Waits", "explained", "find_other_tag"]
+__all__ = ["CycleSearch", "deadlock_finding", "explained", "find_other_tag"]
 
 _STABLE_S = 0.4  # ranks must have waited for each other for this long
 _STABLE_SEND_S = 2.0  # the same where one of them sends: some transports move a message before it is received
@@ -35,29 +33,6 @@ _GROUPS = (
 )
 
 
-class Waits(Protocol):
-    """The ranks that wait, and what the others have done of that for which they wait."""
-
-    @property
-    def waits(self) -> Mapping[int, Wait]:
-        """The operation of each rank that waits."""
-
-    def missing_ranks(self, rank: int) -> Iterable[int]:
-        """Return the ranks that have not called the collective in which `rank` waits."""
-
-    def is_matched(self, rank: int) -> bool:
-        """Return whether the other rank, which waits as well, has done its part of the message of `rank`."""
-
-    def moved(self, rank: int) -> int:
-        """Return what `rank` has moved of messages: a send may end though no receive is posted for it."""
-
-    def described(self, rank: int) -> str:
-        """Return the call in which `rank` waits, as text."""
-
-    def other_tag(self, rank: int) -> int | None:
-        """Return the tag of a message of the other rank that fits that of `rank` but for its tag; None without one."""
-
-
 class CycleSearch:
     """Finds cycles that last.
 
@@ -66,36 +41,35 @@ class CycleSearch:
     """
 
     def __init__(self) -> None:
-        self._seen: tuple[tuple[int, ...], ...] = ()
+        self._seen: list[tuple[int, int, int]] = []
         self._since = 0.0
         self._counts: Mapping[int, int] = {}
 
-    def find(self, waits: Waits, starts: Collection[int], counts: Mapping[int, int]) -> Finding | None:
-        """Return the cycle through one of `starts` that has been found before, and still exists.
+    def find(self, job: JobStates, starts: Iterable[int], counts: Mapping[int, int]) -> tuple[int, ...]:
+        """Return the ranks of a cycle that has been found before and still exists; each waits for the one before it.
 
         Args:
-            waits: of the ranks.
-            starts: ranks that wait.
+            job: the states of the ranks.
+            starts: ranks that wait, through one of which the cycle is to go.
             counts: for each host a number that differs from one of its publications to the next.
         """
-        now, cycle = time.monotonic(), _find_cycle(waits, starts)
-        seen = tuple((rank, waits.waits[rank].record, waits.moved(rank)) for rank in cycle)
+        now, cycle = time.monotonic(), _find_cycle(job, starts)
+        waits = [job.waits[rank] for rank in cycle]
+        seen = [(rank, wait.record, wait.moved) for rank, wait in zip(cycle, waits, strict=True)]
         if seen != self._seen:
             self._seen, self._since, self._counts = seen, now, counts
-        has_send = any(waits.waits[rank].is_send for rank in cycle)
-        is_new = now - self._since < (_STABLE_SEND_S if has_send else _STABLE_S)
-        if not cycle or is_new or any(self._counts.get(host) == count for host, count in counts.items()):
-            return None
-        return _finding(waits, cycle)
+        stable_s = _STABLE_SEND_S if any(wait.is_send for wait in waits) else _STABLE_S
+        if now - self._since < stable_s or any(self._counts.get(host) == count for host, count in counts.items()):
+            return ()
+        return cycle
 
 
-def _find_cycle(waits: Waits, starts: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks of a cycle, each of which waits for the one before it in the tuple; empty without one."""
+def _find_cycle(job: JobStates, starts: Iterable[int]) -> tuple[int, ...]:
     for start in starts:
         paths = [[start]]
         reached: set[int] = set()
         for path in paths:
-            for rank in _waited_for(waits, path[-1]):
+            for rank in _waited_for(job, path[-1]):
                 if rank == start:
                     return tuple(reversed(path))
                 if rank not in reached:
@@ -104,93 +78,50 @@ def _find_cycle(waits: Waits, starts: Iterable[int]) -> tuple[int, ...]:
     return ()
 
 
-def _waited_for(waits: Waits, rank: int) -> list[int]:
+def _waited_for(job: JobStates, rank: int) -> list[int]:
     """Return those of the waiting ranks that `rank` waits for."""
-    peer = waits.waits[rank].peer
-    if peer < 0:
-        return [other for other in waits.missing_ranks(rank) if other != rank and other in waits.waits]
-    return [peer] if peer in waits.waits and not waits.is_matched(rank) else []
+    wait = job.waits[rank]
+    if wait.peer < 0:
+        return [other for other in job.missing(wait.key, wait.sequence) if other != rank and other in job.waits]
+    return [wait.peer] if wait.peer in job.waits and not job.is_matched(rank) else []
 
 
-def _finding(waits: Waits, cycle: tuple[int, ...]) -> Finding:
-    calls = [waits.described(rank) for rank in cycle]
-    others = [cycle[index - 1] for index in range(len(cycle))]
+def deadlock_finding(
+    cycle: tuple[int, ...], waits: Mapping[int, Wait], calls: Mapping[int, str], tags: Mapping[int, int | None]
+) -> Finding:
+    """Return the finding for a cycle of ranks, each of which waits for the one before it.
+
+    Args:
+        cycle: these ranks.
+        waits: the operation of each.
+        calls: the same as text.
+        tags: see `explained`, for each of them.
+    """
+    lines = [f"rank {rank} waits in {calls[rank]} for rank {cycle[index - 1]}" for index, rank in enumerate(cycle)]
     cause, advice = _CAUSE, _ADVICE
-    if any(call.startswith("new_group(") for call in calls):
+    if any(calls[rank].startswith("new_group(") for rank in cycle):
         cause, advice = _GROUPS
-    elif all(waits.waits[rank].is_send for rank in cycle):
+    elif all(waits[rank].is_send for rank in cycle):
         cause, advice = _SENDS
-    lines = [
-        f"rank {rank} waits in {call} for rank {other}" for rank, call, other in zip(cycle, calls, others, strict=True)
-    ]
     finding = Finding("desync", f"Deadlock: {'; '.join(lines)}.", (), cause, advice)
-    for rank in cycle:
-        tag = waits.other_tag(rank)
-        if tag is not None:
-            return explained(finding, rank, waits.waits[rank], tag)
-    return finding
+    tagged = next((rank for rank in cycle if tags[rank] is not None), None)
+    return finding if tagged is None else explained(finding, tagged, waits[tagged], tags[tagged])
 
 
 def explained(finding: Finding, rank: int, wait: Wait, tag: int | None) -> Finding:
-    """Return the finding on the message in which `rank` waits, with the tags as its cause if the other has this `tag`.
+    """Return the finding on the message in which `rank` waits, with the tags as its cause if they differ.
 
     Args:
         finding: what is wrong.
         rank: the rank that waits.
         wait: its message.
-        tag: that of the other rank's message; None if the tags do not differ.
+        tag: of the message of the other rank that would fit but for its tag; None if there is none.
     """
     if tag is None:
         return finding
     here, there = ("sends", "receives") if wait.is_send else ("receives", "sends")
     cause = f"The tags differ: rank {rank} {here} with tag {wait.tag}, rank {wait.peer} {there} with tag {tag}."
     return replace(finding, cause=cause, advice=_TAGS_ADVICE)
-
-
-class LocalWaits:
-    """The ranks of this host that wait, by their flight recorders; see `Waits`.
-
-    Args:
-        readers: of the flight recorders of this host, by rank.
-    """
-
-    def __init__(self, readers: Mapping[int, RecorderReader]) -> None:
-        self._readers = readers
-        self.waits = {rank: wait for rank, each in readers.items() if (wait := current_wait(each)) is not None}
-
-    def missing_ranks(self, rank: int) -> list[int]:
-        """See `Waits`."""
-        wait, own = self.waits[rank], self._readers[rank]
-        slot = own.group_slot(wait.key)
-        members = own.members(slot) if slot >= 0 else ()
-        return [other for other in members if other in self.waits and not self._has_called(other, wait)]
-
-    def _has_called(self, rank: int, wait: Wait) -> bool:
-        reader = self._readers[rank]
-        slot = reader.group_slot(wait.key)
-        return slot >= 0 and reader.last_sequence(slot) >= wait.sequence
-
-    def is_matched(self, rank: int) -> bool:
-        """See `Waits`."""
-        wait = self.waits[rank]
-        return wait.is_matched_by(rank, self._readers[wait.peer])
-
-    def moved(self, rank: int) -> int:
-        """See `Waits`."""
-        return self._readers[rank].state_word(StateWords().moved)
-
-    def described(self, rank: int) -> str:
-        """See `Waits`."""
-        reader = self._readers[rank]
-        raw = reader.raw(self.waits[rank].record)
-        if raw is None:
-            return "a collective"
-        record = reader.record(raw)
-        return f"{record.description} at {record.call_site}"
-
-    def other_tag(self, rank: int) -> int | None:
-        """See `Waits`."""
-        return find_other_tag(self._readers[rank], self.waits[rank], self._readers)
 
 
 def find_other_tag(own: RecorderReader, wait: Wait, readers: Mapping[int, RecorderReader]) -> int | None:

@@ -28,7 +28,7 @@ from .deadlock import explained, find_other_tag
 from .diagnosis import local_exception, local_finding
 from .report import Finding, Report, as_text
 from .shared_state import PendingCall, WatchdogState
-from .states import wait_in
+from .states import describe_record, wait_in
 
 if TYPE_CHECKING:
     from .monitor import GroupMonitor
@@ -290,14 +290,14 @@ def _in_last_call(state: WatchdogState, monitors: Sequence[GroupMonitor], rank: 
     raw = state.current_wait()
     if raw is not None and raw.peer == rank:
         wait = wait_in(state.own, raw)
-        finding = local_finding(state, rank, state.describe_call(raw.number))
+        finding = local_finding(state, rank, describe_record(state.own, raw.number))
         tag = find_other_tag(state.own, wait, state.peers)
         return None if finding is None else explained(finding, state.rank, wait, tag)
     found = last_collective(state, monitors)
     if found is None or rank not in found[0].missing_ranks(found[1].sequence):
         return local_finding(state, rank, "a collective")
     monitor, last = found
-    finding = local_finding(state, rank, state.describe_call(last.number))
+    finding = local_finding(state, rank, describe_record(state.own, last.number))
     return None if finding is None else finding.at(monitor.key, last.sequence)
 
 

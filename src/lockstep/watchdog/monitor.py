@@ -19,7 +19,7 @@ from .diagnosis import ObservationClock, local_finding
 from .mismatch import SwapDetector, are_swapped, compare_records
 from .report import Finding
 from .shared_state import PendingCall, WatchdogState
-from .states import channel_key
+from .states import channel_key, describe_record
 
 if TYPE_CHECKING:
     from .preflight import PreflightCheck
@@ -411,7 +411,7 @@ class GroupMonitor:
             missing: the ranks that have not called it.
             clock: measures for how long ranks have been stopped.
         """
-        where = self.state.describe_call(pending.number)
+        where = describe_record(self.state.own, pending.number)
         found = (local_finding(self.state, rank, where, clock) for rank in missing)
         finding = next((each for each in found if each is not None), None)
         return None if finding is None else finding.at(self.key, pending.sequence)

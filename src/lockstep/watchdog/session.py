@@ -14,20 +14,20 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ..errors import InterruptedRunError, LockstepError, TransportError, ranks_in_words
-from ..flight_recorder import RawRecord, RecordLog, jobs
+from ..flight_recorder import RawRecord, RecorderReader, RecordLog, jobs
 from ..flight_recorder.layout import StateWords
 from ..gloo import SocketTracker, abort_gloo
 from . import delivery
 from . import report as reports
 from .cross_host import CrossHost
-from .deadlock import CycleSearch, LocalWaits, explained, find_other_tag
+from .deadlock import CycleSearch, deadlock_finding, explained, find_other_tag
 from .delivery import ErrorDelivery, StackFile, collect_stacks, deliver_error
 from .diagnosis import OWN_WORK_FACTOR, ObservationClock, local_exception, stall_finding, straggler_warning
 from .monitor import GroupMonitor
 from .rendezvous import Rendezvous
 from .report import Finding
 from .shared_state import Limits, PendingCall, WatchdogState
-from .states import current_wait, make_report, rank_status, wait_in
+from .states import JobStates, collect_waits, current_wait, describe_record, make_report, rank_status, wait_in
 
 __all__ = ["ExitHooks", "MonitorThread", "Session", "record_exception", "record_exit"]
 
@@ -338,9 +338,17 @@ class MonitorThread:
 
     def _find_deadlock(self) -> Finding | None:
         """Return the cycle of ranks of this host that this rank is in."""
-        state = self._state
-        waits = LocalWaits(state.readers if current_wait(state.own) is not None else {})
-        return self._cycles.find(waits, waits.waits.keys() & {state.rank}, {})
+        state, readers = self._state, dict[int, RecorderReader]()
+        own = state.current_wait()
+        if own is not None and time.monotonic() - own.entered > _TICK_S:  # most waits are shorter
+            readers = {rank: reader for rank, reader in state.readers.items() if current_wait(reader) is not None}
+        job = JobStates([tuple(readers)], {0: collect_waits(readers)})
+        cycle = self._cycles.find(job, job.waits.keys() & {state.rank}, {})
+        if not cycle:
+            return None
+        calls = {rank: describe_record(readers[rank], job.waits[rank].record) for rank in cycle}
+        tags = {rank: find_other_tag(readers[rank], job.waits[rank], readers) for rank in cycle}
+        return deadlock_finding(cycle, job.waits, calls, tags)
 
     def _check_collective(self, monitor: GroupMonitor) -> Finding | None:
         """Check this rank's first pending collective of a group."""
@@ -398,7 +406,7 @@ class MonitorThread:
             return None
         busy = [rank for rank in missing if rank not in state.peers or state.peers[rank].phase != "waits"]
         culprits = busy or missing
-        where = state.describe_call(pending.number)
+        where = describe_record(state.own, pending.number)
         group_limit_s = next((monitor.limit_s for monitor in self._monitors if monitor.key == key), 0.0)
         limit_s = max(limits.stall_s, group_limit_s)
         if state.seconds_since_solo(stalled) >= limit_s:

@@ -210,14 +210,6 @@ class WatchdogState:
         number = self.own.state_word(StateWords().since_record)
         return self.own.raw(number) if self.recorder.phase == "waits" else None
 
-    def describe_call(self, number: int) -> str:
-        """Return this rank's record of that number as text: ``all_reduce(float32[4], sum) at train.py:3 in main``."""
-        raw = self.own.raw(number)
-        if raw is None:
-            return "a collective"
-        record = self.own.record(raw)
-        return f"{record.description} at {record.call_site}"
-
     def enter_wait(self, thread: int) -> None:
         """Record that a thread is in a blocking call."""
         self.waiting_threads.add(thread)

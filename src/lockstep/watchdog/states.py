@@ -23,11 +23,14 @@ __all__ = [
     "HISTORY",
     "GroupState",
     "HostState",
+    "JobStates",
     "RecordRow",
     "Wait",
     "channel_key",
     "collect_state",
+    "collect_waits",
     "current_wait",
+    "describe_record",
     "exception_line",
     "from_row",
     "is_recv",
@@ -104,6 +107,15 @@ def _call(record: Record) -> Call:
     return Call(record.what, record.call_site, record.source, record.sequence, record.group, batch, record.name)
 
 
+def describe_record(reader: RecorderReader, number: int) -> str:
+    """Return that record of a rank as text: ``all_reduce(float32[4], sum) at train.py:3 in main``."""
+    raw = reader.raw(number)
+    if raw is None:
+        return "a collective"
+    record = reader.record(raw)
+    return f"{record.description} at {record.call_site}"
+
+
 # --- In which operation a rank waits ----------------------------------------------------------------------------------
 
 # Rows are published as arrays, twice a second by each host: names of fields would be half of what is sent.
@@ -124,6 +136,7 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
         channels: keys of the peer's channels of these messages; empty if there was no room for all of this rank's.
         is_send: whether it sends.
         tag: of the message.
+        moved: what the rank has moved of messages so far: a send may end though no receive is posted for it.
     """
 
     record: int
@@ -134,6 +147,7 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
     channels: list[int] = []
     is_send: bool = False
     tag: int = 0
+    moved: int = 0
 
     def is_matched(self, sent: int, counts: Mapping[int, int] | None) -> bool:
         """Return whether the peer has sent the message, or has, or may have, posted a receive for it.
@@ -172,14 +186,16 @@ def wait_in(reader: RecorderReader, raw: RawRecord) -> Wait:
     is_send = not is_recv(reader, raw)
     later = (reader.raw(number) for number in range(raw.number + 1, reader.state_word(_WORDS.records) + 1))
     after = [each for each in later if each and each.peer == peer and is_recv(reader, each) != is_send]
-    if not reader.knows_channels:
-        return Wait(raw.number, peer, reader.messages(peer, sent=is_send) - len(after), is_send=is_send, tag=raw.tag)
-    source, target = (rank, peer) if is_send else (peer, rank)
-    own = reader.channel_messages(channel_key(is_send, raw.key, source, target, raw.tag))
-    number = own - sum((each.key, each.tag) == (raw.key, raw.tag) for each in after)
-    sources = (source, -1) if is_send else (source,)  # a receive from any rank may have been posted for it
-    channels = [channel_key(not is_send, raw.key, each, target, raw.tag) for each in sources]
-    return Wait(raw.number, peer, number, channels=channels, is_send=is_send, tag=raw.tag)
+    number = reader.messages(peer, sent=is_send) - len(after)
+    channels = []
+    if reader.knows_channels:
+        source, target = (rank, peer) if is_send else (peer, rank)
+        own = channel_key(is_send, raw.key, source, target, raw.tag)
+        number = reader.channel_messages(own) - sum((each.key, each.tag) == (raw.key, raw.tag) for each in after)
+        sources = (source, -1) if is_send else (source,)  # a receive from any rank may have been posted for it
+        channels = [channel_key(not is_send, raw.key, each, target, raw.tag) for each in sources]
+    moved = reader.state_word(_WORDS.moved)
+    return Wait(raw.number, peer, number, channels=channels, is_send=is_send, tag=raw.tag, moved=moved)
 
 
 def is_recv(reader: RecorderReader, raw: RawRecord) -> bool:
@@ -230,7 +246,8 @@ class GroupState(msgspec.Struct, array_like=True):
         what: the last one.
         call_site: where they called it, with the text of the line.
         title: of the group, "" for the default group.
-        members: of a group that is being made, as those that do not make it publish nothing of it; else empty.
+        members: of a group that is being made, as those that do not make it publish nothing of it; else empty. On one
+            host, of every group.
     """
 
     ranks: list[int]
@@ -310,23 +327,35 @@ def collect_state(
         stopped: ranks whose processes are stopped.
         skip: keys of groups that have no ranks on other hosts.
     """
+    found = collect_waits(readers, HISTORY, skip)
+    found.ranks = [
+        to_row(rank_status(reader.state(), True, rank in gone, rank in stopped)) for rank, reader in readers.items()
+    ]
+    found.solo = any(reader.in_solo_section for rank, reader in readers.items() if rank not in gone)
+    found.activities = {rank: reader.activity for rank, reader in readers.items() if reader.activity}
+    found.own_work = [rank for rank, reader in readers.items() if reader.activity_is_own]
+    return found
+
+
+def collect_waits(readers: Mapping[int, RecorderReader], history: int = 0, skip: Collection[int] = ()) -> HostState:
+    """Return of the state of this host's ranks what tells who waits for whom; see `collect_state`.
+
+    Args:
+        readers: of the flight recorders of this host's ranks.
+        history: how many of the last collectives of each group to include.
+        skip: keys of groups to leave out.
+    """
     waits = {rank: wait for rank, reader in readers.items() if (wait := current_wait(reader)) is not None}
     found = HostState(
-        ranks=[
-            to_row(rank_status(reader.state(), True, rank in gone, rank in stopped)) for rank, reader in readers.items()
-        ],
         waits=waits,
         channels={rank: counts for rank in waits if (counts := readers[rank].channels()) is not None},
         sent={rank: sent for rank, reader in readers.items() if (sent := _sent_messages(reader))},
-        solo=any(reader.in_solo_section for rank, reader in readers.items() if rank not in gone),
-        activities={rank: reader.activity for rank, reader in readers.items() if reader.activity},
-        own_work=[rank for rank, reader in readers.items() if reader.activity_is_own],
     )
     for reader in readers.values():
         for slot in range(GROUP_SLOTS):
             key = reader.state_word((reader.layout.group_keys >> 3) + slot)
             if key and key not in skip:
-                _add(found.groups.setdefault(key, []), _group_state(reader, slot, key))
+                _add(found.groups.setdefault(key, []), _group_state(reader, slot, key, history))
     return found
 
 
@@ -336,10 +365,10 @@ def _sent_messages(reader: RecorderReader) -> dict[int, int]:
     return {peer: count for peer, count in counts if count}
 
 
-def _group_state(reader: RecorderReader, slot: int, key: int) -> GroupState:
+def _group_state(reader: RecorderReader, slot: int, key: int, history: int) -> GroupState:
     """Return the state of one rank in one group."""
     found = GroupState([reader.rank], reader.last_sequence(slot), limit_s=reader.limit_s(slot), records=[])
-    for sequence in range(max(1, found.last + 1 - HISTORY), found.last + 1):
+    for sequence in range(max(1, found.last + 1 - history), found.last + 1):
         raw = reader.raw(reader.record_number(slot, sequence))
         if raw is None or raw.key != key or raw.sequence != sequence:
             continue
@@ -350,7 +379,7 @@ def _group_state(reader: RecorderReader, slot: int, key: int) -> GroupState:
     raw = reader.raw(reader.record_number(slot, found.last))
     if raw is not None:
         found.what, found.call_site, found.title = map(reader.text, (raw.what, raw.call_site, raw.group))
-    if found.what.startswith("new_group("):
+    if not history or found.what.startswith("new_group("):
         found.members = list(reader.members(slot))
     return found
 
@@ -362,6 +391,64 @@ def _add(states: list[GroupState], state: GroupState) -> None:
         states.append(state)
     else:
         equal.ranks += state.ranks
+
+
+# --- The states of several hosts, or of the ranks of one, together ----------------------------------------------------
+
+
+class JobStates:
+    """What hosts have published, together: a row for each rank, and the groups with their ranks on all hosts.
+
+    Args:
+        hosts: the ranks of each host.
+        states: of hosts, by index.
+        groups: the ranks of groups of which a host may have published nothing, by the group's key.
+        lost: hosts whose ranks do not respond, by index: the state of these ranks, "lost" or "died", and a note.
+
+    Attributes:
+        rows: the status of every rank, as far as it is known.
+        groups: the states of the ranks of each group, by its key; none is empty.
+        waits: the operation of each rank that waits for others.
+        host_of: the index of each rank's host.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Sequence[int]],
+        states: Mapping[int, HostState],
+        groups: Mapping[int, Sequence[int]] | None = None,
+        lost: Mapping[int, tuple[str, str]] | None = None,
+    ) -> None:
+        groups, lost = groups or {}, lost or {}
+        self._states = states
+        self.host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+        self.waits = {rank: wait for state in states.values() for rank, wait in state.waits.items()}
+        self.rows = {rank: RankStatus(rank, *lost[host]) for host in lost for rank in hosts[host]}
+        self.groups: dict[int, list[GroupState]] = {}
+        for host, published in states.items():
+            for status in map(from_row, published.ranks):
+                if host in lost and status.state not in ("ended", "raised", "died"):
+                    status = structs.replace(status, state=lost[host][0], note=lost[host][1])
+                self.rows[status.rank] = status
+            for key, parts in published.groups.items():
+                self.groups.setdefault(key, []).extend(parts)
+        for key in dict.fromkeys((*self.groups, *groups)):
+            parts = self.groups.setdefault(key, [])
+            members = {*groups.get(key, ()), *(rank for part in parts for rank in part.members)}
+            silent = members.difference(*(part.ranks for part in parts))
+            if silent:  # their hosts have published nothing of the group yet
+                parts.append(GroupState(sorted(silent)))
+
+    def missing(self, key: int, sequence: int) -> list[int]:
+        """Return the ranks that have not called the collective `sequence` of a group; none for 0."""
+        parts = self.groups.get(key, ())
+        return sorted(rank for part in parts if part.last < sequence for rank in part.ranks)
+
+    def is_matched(self, rank: int) -> bool:
+        """Return whether the other rank has done its part of the message in which `rank` waits; both must wait."""
+        wait = self.waits[rank]
+        state = self._states[self.host_of[wait.peer]]
+        return wait.is_matched(state.sent.get(wait.peer, {}).get(rank, 0), state.channels.get(wait.peer))
 
 
 # --- The report on what the ranks were doing --------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from lockstep.watchdog.mismatch import describe_difference
 from lockstep.watchdog.monitor import GroupMonitor
 from lockstep.watchdog.process_groups import WatchedWork, watch_group
 from lockstep.watchdog.report import Finding
-from lockstep.watchdog.shared_state import GraphCaptures, Limits, WatchdogState
+from lockstep.watchdog.shared_state import GraphCaptures, Limits
 from lockstep.watchdog.signatures import Signatures
 from lockstep.watchdog.states import wait_in
 
@@ -98,13 +98,9 @@ class Rank:
             limits=Limits(False, 5.0, 600.0, False),
             check=lambda: None,
             raise_root_cause=self.raise_root_cause,
-            describe_call=self.describe_call,
         )
         self.explained: list[BaseException] = []
         self.group: Any = watch_group(Group())
-
-    def describe_call(self, number: int) -> str:
-        return WatchdogState.describe_call(cast("Any", self.session), number)
 
     def raise_root_cause(self, error: BaseException, ranks: Any = None) -> None:
         self.explained.append(error)

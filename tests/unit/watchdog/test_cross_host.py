@@ -15,9 +15,9 @@ from lockstep import messages
 from lockstep.flight_recorder import FlightRecorder, RecorderReader, activity, current
 from lockstep.flight_recorder.layout import StateWords, rank_file
 from lockstep.messages import convert
-from lockstep.watchdog.cross_host import CrossHost, JobStates, StateExchange
+from lockstep.watchdog.cross_host import CrossHost, StateExchange
 from lockstep.watchdog.report import Finding
-from lockstep.watchdog.states import GroupState, HostState, collect_state
+from lockstep.watchdog.states import GroupState, HostState, JobStates, collect_state
 from support.clock import Clock
 
 
@@ -151,9 +151,9 @@ def test_a_rank_that_raises_while_others_wait_is_found_at_once() -> None:
     states = {host: convert(state, HostState) for host, state in told.items()}
     place = Host(0, Store()).cross_host
     groups = {9: (0, 1)}
-    assert place._find_exception(JobStates(((0,), (1,)), groups, states)) is not None
+    assert place._find_exception(JobStates(((0,), (1,)), states, groups)) is not None
     states[0].groups = {}
-    assert place._find_exception(JobStates(((0,), (1,)), groups, states)) is None
+    assert place._find_exception(JobStates(((0,), (1,)), states, groups)) is None
 
 
 def test_hosts_that_wait_for_the_first_one_notice_that_it_has_left() -> None:

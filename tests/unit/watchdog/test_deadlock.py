@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lockstep.messages import convert
-from lockstep.watchdog.cross_host import JobStates
+from lockstep.watchdog.cross_host import find_deadlock
 from lockstep.watchdog.deadlock import CycleSearch
 from lockstep.watchdog.report import Finding
-from lockstep.watchdog.states import HostState
+from lockstep.watchdog.states import HostState, JobStates
 from support.clock import Clock
 
 HOSTS = ((0, 1), (2,))
@@ -29,8 +29,8 @@ class Search:
 
     def find(self, states: dict[int, HostState]) -> Finding | None:
         self._clock.pass_s(0.5)
-        waits = JobStates(HOSTS, {}, states)
-        return self._cycles.find(waits, sorted(waits.waits), {host: state.count for host, state in states.items()})
+        counts = {host: state.count for host, state in states.items()}
+        return find_deadlock(self._cycles, JobStates(HOSTS, states), counts)
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ from typing import Any, cast
 import pytest
 
 from lockstep.messages import convert
-from lockstep.watchdog.cross_host import CrossHost, JobStates, StateExchange
+from lockstep.watchdog.cross_host import CrossHost, StateExchange, find_fault, find_stragglers
 from lockstep.watchdog.report import Finding, RankStatus, Report, read
 from lockstep.watchdog.session import Session
-from lockstep.watchdog.states import HostState, to_row
+from lockstep.watchdog.states import HostState, JobStates, to_row
 
 HOSTS, GROUPS = ((0, 1), (2, 3)), {9: (0, 1, 2, 3)}
 
 
 def together(states: Any, lost: dict[int, tuple[str, str]] | None = None) -> JobStates:
-    return JobStates(HOSTS, GROUPS, states, lost)
+    return JobStates(HOSTS, states, GROUPS, lost)
 
 
 def told(state: str = "runs", head: int = 5, waits: Any = None, **record: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def said(*parts: dict[str, Any]) -> dict[int, Any]:
 
 
 def found(lost: str, *parts: dict[str, Any]) -> str:
-    finding = together(said(*parts), {1: (lost, "why")} if lost else {}).find_fault()
+    finding = find_fault(together(said(*parts), {1: (lost, "why")} if lost else {}))
     return "" if finding is None else f"{finding.kind}: {finding.sentence}"
 
 
@@ -76,14 +76,14 @@ def test_a_lost_host_is_a_failure_if_others_wait_for_it() -> None:
     assert found("died", waits, told(head=4)).startswith("lost: Rank 2 on host1 died while other ranks waited")
     assert found("died", waits, told("ended", head=4)).startswith("left: ")  # it has told that before
     never = together({0: said(waits)[0], 1: HostState()}, {1: ("lost", "")})
-    assert never.find_fault() is not None  # it has never said anything
+    assert find_fault(never) is not None  # it has never said anything
     rows = together({}, {1: ("lost", "for 30 s")}).rows
     assert [(rank, row.state) for rank, row in rows.items()] == [(2, "lost"), (3, "lost")]
 
 
 def test_slow_ranks_are_named() -> None:
     states = said(told(waits=[5, 6.0, 0.0]), told(head=4))
-    assert [(late, waiting.ranks) for _, waiting, late in together(states).stragglers()] == [([2, 3], [0, 1])]
+    assert [(late, waiting.ranks) for _, waiting, late in find_stragglers(together(states))] == [([2, 3], [0, 1])]
 
 
 class Store:
@@ -120,7 +120,7 @@ def test_each_host_sends_two_messages_a_round_and_the_first_receives_all() -> No
     heard = [exchange.poll() for exchange in exchanges]
     assert store.messages == 250
     assert [len(values) for _, values in heard] == [125] + [1] * 124
-    assert JobStates([], {}, {7: heard[0][1][7]}).rows == {7: RankStatus(7, "runs")}
+    assert JobStates([], {7: heard[0][1][7]}).rows == {7: RankStatus(7, "runs")}
     assert exchanges[7].publish_report("first") == "first"
     assert exchanges[8].publish_report("second") == "first"
     assert {exchange.poll()[0] for exchange in exchanges} == {"first"}

@@ -118,7 +118,8 @@ def straggler(activity: str, is_own: bool, waited: float, stack: tuple[str, ...]
     limits = Limits(False, warning_s=5, stall_s=600, debugging=False)
     made, said = bare_thread(peers={0: reader}, limits=limits, folder=None, seconds_since_solo=lambda waited: 0.0)
     made._state.rank, made._warned = 1, {}
-    made._state.describe_call = lambda number: "all_gather(x) at a.py:3 in f"
+    made._state.own = None
+    patch.setattr(session, "describe_record", lambda *_: "all_gather(x) at a.py:3 in f")
     made._clock = SimpleNamespace(observed_s=lambda _: waited)
     assert made._check_stragglers(PendingCall(1, 1, 0.0), [0], (0, 1), 7) is None
     return "".join(said)

@@ -135,6 +135,18 @@ def test_between_hosts(run: Run) -> None:
         assert "all_reduce(int32[4], sum)" in " ".join(ending.err.split()), at_end
 
 
+def test_deadlocks_between_hosts(run: Run) -> None:
+    names = ("other tag", "both send first", "group on one rank")
+    *messages, groups = run([(program(CASES[name][0], "gloo", "AB"), 2) for name in names])
+    for name, ended in zip(names, messages, strict=False):
+        check(name, ended)
+    for ending in groups:
+        text = " ".join(re.sub(r"^\[rank\d+\]:", "", ending.err, flags=re.MULTILINE).split())
+        assert re.search(CASES["group on one rank"][1], text), ending
+    assert "DesyncError: " in groups[0].err
+    assert groups[1].code == 86, "Gloo connects the ranks in C++, where no error gets one that waits for another host"
+
+
 SWAPPED = """
 a, b = torch.tensor([1.]), torch.tensor([2.])
 def first(): dist.all_reduce(a)

@@ -1,0 +1,63 @@
+"""What is read from flight recorders and published to other hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep import messages
+from lockstep.flight_recorder import CallSignature, FlightRecorder, RecorderReader
+from lockstep.flight_recorder.layout import StateWords
+from lockstep.watchdog.report import Call, RankStatus
+from lockstep.watchdog.states import HostState, collect_state, collect_waits, from_row, to_row
+
+CALL = Call("barrier()", "train.py:3 in main", "dist.barrier()", 4, "tp", 7, "mine")
+STATUS = RankStatus(3, "raised", "ValueError: no", "b", 12, 7, CALL, 0.5, (), "x" * 3000)
+
+
+@pytest.mark.parametrize("status", [STATUS, RankStatus(0, "runs")])
+def test_a_status_is_read_as_it_was_published_but_for_a_long_traceback(status: RankStatus) -> None:
+    text = messages.encode(HostState(ranks=[to_row(status)]))
+    assert "waiting_s" not in text, "names of fields would be half of what is sent"
+    (row,) = messages.decode(text, HostState).ranks
+    found = from_row(row)
+    assert found.traceback == status.traceback[-2000:]
+    assert to_row(found) == to_row(status)
+    assert found.call == status.call
+
+
+@pytest.mark.parametrize("row", [[], [0], ["0", "runs"], [0, "runs", "", "", 1, None, ["barrier()", 3]]])
+def test_a_damaged_row_is_refused(row: list[object]) -> None:
+    with pytest.raises(ValueError, match=r"Expected|missing"):
+        from_row(row)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[FlightRecorder]:
+    made = FlightRecorder(tmp_path, 1, 4, "here", "program")
+    made.set_word(StateWords().threads, 1)
+    yield made
+    made.close()
+
+
+def wait_in_group(recorder: FlightRecorder, key: int, ranks: tuple[int, ...], what: str) -> None:
+    slot = recorder.open_group(key, ranks=ranks)
+    call = CallSignature(1, what, recorder.texts.intern(what))
+    number = recorder.enter(key, slot, 1, call, 0, 0, 0, 0, -1)
+    recorder.begin_wait(number, time.monotonic())
+
+
+def test_members_are_published_of_groups_that_are_being_made(recorder: FlightRecorder) -> None:
+    """The others may not know the group yet, and publish nothing of it."""
+    wait_in_group(recorder, 5, (0, 1, 2), "new_group([0, 1, 2])")
+    wait_in_group(recorder, 6, (0, 1), "barrier()")
+    with RecorderReader(recorder.path) as reader:
+        published = collect_state({1: reader}, (), (), ())
+        local = collect_waits({1: reader})
+    assert {key: state.members for key, (state,) in published.groups.items()} == {5: [0, 1, 2], 6: []}
+    assert {key: state.members for key, (state,) in local.groups.items()} == {5: [0, 1, 2], 6: [0, 1]}
+    assert {rank: (wait.key, wait.sequence) for rank, wait in local.waits.items()} == {1: (6, 1)}
+    assert [len(state.records) for (state,) in (*published.groups.values(), *local.groups.values())] == [1, 1, 0, 0]
