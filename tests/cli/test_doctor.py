@@ -11,6 +11,7 @@ import pytest
 from lockstep import doctor
 from lockstep.cli import main
 from lockstep.doctor import Problem, Section
+from lockstep.hosts import Host
 
 LONG = "a text of more than a line, " * 4 + "with a-long-word/that/is/left/whole"
 
@@ -82,21 +83,20 @@ def test_options_arrive(asked: list[Any], tmp_path: Any) -> None:
     hosts.write_text("b slots=2\n")
     assert main(["doctor", "-H", "a:4", "--ssh-port", "2222", "--identity", str(key), "--time-limit", "5"]) == 0
     assert main(["doctor", "--hostfile", str(hosts)]) == 0
-    assert asked == [
-        *([doctor.Host("a", 4)], doctor.Ssh(2222, key), 5),
-        *([doctor.Host("b", 2)], doctor.Ssh(), 60),
-    ]
+    first, limit, second, usual_limit = asked
+    assert (first.hosts, first.ssh_port, first.identity, limit) == ((Host("a", 4),), 2222, str(key), 5)
+    assert (second.hosts, second.ssh_port, second.identity, usual_limit) == ((Host("b", 2),), None, None, 60)
 
 
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
         (["-H", "a:0"], "lockstep doctor: error: -H: expected a number of slots, at least 1, got '0'\n"),
-        (["-H", "a", "--hostfile", "f"], "-H: expected either -H or --hostfile, got both"),
+        (["-H", "a", "--hostfile", "f"], "--hostfile: expected either -H or --hostfile, got both"),
         (["--hostfile", "missing"], "hostfile: expected a text file that can be read, got missing: No such file"),
         (["--ssh-port", "70000"], "--ssh-port: expected a whole number from 1 to 65535, got '70000'"),
         (["--time-limit", "0"], "--time-limit: expected a whole number from 1 to 3600, got '0'"),
-        (["--identity", "missing"], "--identity: expected the file of a private key, got 'missing'"),
+        (["--identity", "missing"], "--identity: expected an existing key file, got 'missing'"),
         (["--hots", "a"], "--hots"),
     ],
 )

@@ -39,12 +39,12 @@ def left(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--global-batch-size 0", "--global-batch-size: expected a whole number of at least 1, got 0"),
-        ("--global-batch-size -4", "--global-batch-size: expected a whole number of at least 1, got -4"),
-        ("--global-batch-size many", "--global-batch-size: expected a whole number, got 'many'"),
+        ("--global-batch-size 0", "--global-batch-size: expected a whole number of at least 1, got '0'"),
+        ("--global-batch-size -4", "--global-batch-size: expected a whole number of at least 1, got '-4'"),
+        ("--global-batch-size many", "--global-batch-size: expected a whole number of at least 1, got 'many'"),
         ("--epochs 0", "--epochs: expected"),
-        ("--epochs 1.5", "--epochs: expected a whole number, got '1.5'"),
-        ("--lr nan", "--lr: expected a finite number above 0, got nan"),
+        ("--epochs 1.5", "--epochs: expected a whole number of at least 1, got '1.5'"),
+        ("--lr nan", "--lr: expected a finite number above 0, got 'nan'"),
         ("--lr 0", "--lr: expected"),
         ("--momentum -1", "--momentum: expected"),
         ("--weight-decay inf", "--weight-decay: expected"),

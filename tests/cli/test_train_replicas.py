@@ -57,7 +57,7 @@ def test_two_devices_learn_what_one_learns(capsys: pytest.CaptureFixture[str]) -
         ([*REPLICAS, "--devices", "cpu,,cpu"], "--devices: expected a device"),
         ([*REPLICAS, "--devices", "cpu,xpu:7"], "--devices: expected available devices (cpu"),
         ([*REPLICAS, "--device", "mps"], "--devices: expected mps as the first device, as in device, got 'cpu,cpu'"),
-        (["--max-steps-in-flight", "0"], "--max-steps-in-flight: expected a whole number of at least 1, got 0"),
+        (["--max-steps-in-flight", "0"], "--max-steps-in-flight: expected a whole number of at least 1, got '0'"),
     ],
 )
 def test_what_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

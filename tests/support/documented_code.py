@@ -205,7 +205,7 @@ def _check_values(command: str, options: argparse.Namespace) -> None:
     if command == "submit":
         scheduler = SCHEDULERS.load(options.to)()
         scheduler.write(make_job(vars(options), scheduler))
-    if command == "doctor" and options.hosts is not None:
+    if command == "doctor" and hasattr(options, "hosts"):
         parse_hosts(options.hosts)
 
 

@@ -6,13 +6,12 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import arguments
 from ..activity import Activity
-from ..errors import ConfigError
-from ..hosts import Host, parse_hosts, read_hostfile
+from ..launcher.options import JobOptions
+from ..option_table import options_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +28,7 @@ of a scheduler it checks what the job's ranks would see: run it on all of them a
 once, as the job. Ends with a list of problems and their fixes.
 """
 
+_OF_RUN = ("hosts", "hostfile", "ssh_port", "identity")  # options of `lockstep run` that this command has too
 _INDENT = 16  # columns before the text of a line: its mark and name
 
 _EXAMPLES = """
@@ -56,45 +56,30 @@ def add_to(commands: Any, name: str) -> None:
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("-H", "--hosts", metavar="LIST", help="hosts to log in on, e.g. nodeA:4,user@nodeB:4")
-    parser.add_argument("--hostfile", metavar="FILE", help="file with one host per line, e.g. `nodeA slots=4`")
-    parser.add_argument("--ssh-port", metavar="PORT", help="port of sshd (default: as ssh is configured)")
-    parser.add_argument("--identity", metavar="FILE", help="private key for ssh (default: as ssh is configured)")
+    parser.add_options(entry for entry in options_of(JobOptions) if entry.name in _OF_RUN)
     parser.add_argument("--time-limit", metavar="SECONDS", default="60", help="limit per backend test (default: 60)")
-    parser.add_argument("--json", action="store_true", help="print JSON (experimental: may change in any release)")
+    text = "print JSON (experimental: may change in any release)"
+    parser.add_argument("--json", action="store_true", default=False, help=text)
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
 
 
 def run_command(parsed: argparse.Namespace) -> int:
     """Run the command with the `parsed` arguments, and return 1 if there is something to fix."""
-    from ..doctor import Ssh, as_json, examine
+    from ..doctor import as_json, examine
 
-    hosts = _hosts(parsed)
+    job = JobOptions.parse({**vars(parsed), "program": ()})
     limit = arguments.parse_whole("--time-limit", parsed.time_limit, least=1, most=3600)
-    port = None
-    if parsed.ssh_port is not None:
-        port = arguments.parse_whole("--ssh-port", parsed.ssh_port, least=1, most=65535)
-    identity = None if parsed.identity is None else Path(parsed.identity).expanduser()
-    if identity is not None and not identity.is_file():
-        raise ConfigError("--identity", "the file of a private key", got=str(identity))
-    results = examine(hosts, Ssh(port, identity), limit)
+    results = examine(job, limit)
     if parsed.json:
         sections = list(results)
         print(json.dumps(as_json(sections), indent=2))
     else:
         sections = list(_print_sections(results))
     return 1 if any(section.problems for section in sections) else 0
-
-
-def _hosts(parsed: argparse.Namespace) -> list[Host]:
-    if parsed.hosts is not None and parsed.hostfile is not None:
-        raise ConfigError("-H", "either -H or --hostfile", found="both")
-    if parsed.hosts is not None:
-        return parse_hosts(parsed.hosts, "-H")
-    return read_hostfile(Path(parsed.hostfile).expanduser()) if parsed.hostfile is not None else []
 
 
 def _print_sections(sections: Iterator[Section]) -> Iterator[Section]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from ..hosts import Host
+from ..launcher.options import JobOptions
 from .findings import Fact, Problem, Section, as_json
-from .remote import Ssh
 
-__all__ = ["Fact", "Host", "Problem", "Section", "Ssh", "as_json", "examine"]
+__all__ = ["Fact", "Problem", "Section", "as_json", "examine"]
 
 
-def examine(hosts: Sequence[Host] = (), ssh: Ssh | None = None, limit: float = 60.0) -> Iterator[Section]:
+def examine(job: JobOptions, limit: float = 60.0) -> Iterator[Section]:
     """Run all checks and yield each section as soon as it is complete.
 
     Args:
-        hosts: other hosts, reached by ssh.
-        ssh: its options; ssh's configuration alone if None.
+        job: its hosts, if it has any, are reached by ssh, as `lockstep run` would reach them.
         limit: seconds after which the test of a backend is aborted.
     """
     from . import backends, cluster, remote, this_host
@@ -28,5 +26,5 @@ def examine(hosts: Sequence[Host] = (), ssh: Ssh | None = None, limit: float = 6
     yield this_host.examine_job()
     yield cluster.examine_cluster()
     yield backends.examine_backends(limit)
-    if hosts:
-        yield remote.examine_hosts(hosts, ssh or Ssh())
+    if job.hosts:
+        yield remote.examine_hosts(job)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,10 +13,12 @@ from msgspec import structs
 
 from .. import messages
 from ..hosts import Host
+from ..launcher.options import JobOptions
+from ..launcher.remote_command import ssh_command
 from . import this_host
 from .findings import Problem, Section
 
-__all__ = ["Ssh", "examine_hosts"]
+__all__ = ["examine_hosts", "login_command"]
 
 # runs on the host, with any version of Python
 _PROGRAM = """
@@ -50,55 +49,48 @@ _FIXES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Ssh:
-    """The options of ssh.
+_LIMIT_S = 10.0  # in which a host must answer
 
-    Attributes:
-        port: None leaves it to ssh's configuration.
-        identity: file of the private key; None leaves it to ssh's configuration.
-        limit: seconds within which a host must answer.
+
+def examine_hosts(job: JobOptions, limit: float = _LIMIT_S) -> Section:
+    """Log in on all hosts of `job` concurrently, and compare their versions with this host's.
+
+    Args:
+        job: the hosts, and how ssh reaches them.
+        limit: seconds to connect, and as many again to answer.
     """
-
-    port: int | None = None
-    identity: Path | None = None
-    limit: float = 10.0
-
-    def command(self, host: Host, program: str) -> list[str]:
-        """Return the command that runs `program`, a line of sh, on `host` without prompting."""
-        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(self.limit))}"]
-        options += ["-p", str(self.port)] if self.port is not None else []
-        options += ["-i", str(self.identity)] if self.identity is not None else []
-        return ["ssh", *options, "--", host.login, f"sh -c {shlex.quote(program)}"]
-
-
-def examine_hosts(hosts: Sequence[Host], ssh: Ssh) -> Section:
-    """Log in on all `hosts` concurrently, and compare their versions with this host's."""
     section = Section("hosts")
-    with ThreadPoolExecutor(min(32, len(hosts))) as pool:
-        for host, (text, problems) in zip(hosts, pool.map(lambda host: _examine(host, ssh), hosts), strict=True):
+    with ThreadPoolExecutor(min(32, len(job.hosts))) as pool:
+        results = pool.map(lambda host: _examine(job, host, limit), job.hosts)
+        for host, (text, problems) in zip(job.hosts, results, strict=True):
             section.add(host.name, text, good=not problems)
             section.problems += problems
     return section
 
 
-def _examine(host: Host, ssh: Ssh) -> tuple[str, list[Problem]]:
+def login_command(job: JobOptions, host: Host, program: str, limit: float) -> list[str]:
+    """Return the command that runs `program`, a line of sh, on `host` without prompting."""
+    settings = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(limit))}"]
+    return [*ssh_command(job), *settings, "--", host.login, f"sh -c {shlex.quote(program)}"]
+
+
+def _examine(job: JobOptions, host: Host, limit: float) -> tuple[str, list[Problem]]:
     # the same path of Python as on this host, if it exists there
     python, code = shlex.quote(sys.executable), shlex.quote(_PROGRAM)
     program = f"p={python}; [ -x $p ] || p=python3; exec $p -c {code}"
     try:
         done = subprocess.run(
-            ssh.command(host, program),
+            login_command(job, host, program, limit),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=2 * ssh.limit,
+            timeout=2 * limit,
         )
     except FileNotFoundError:
         return "not reached", [Problem("there is no ssh on this host", "Install it (Debian: openssh-client).")]
     except subprocess.TimeoutExpired:
-        return "not reached", [_unreachable(host, f"no answer within {2 * ssh.limit:g} s")]
+        return "not reached", [_unreachable(host, f"no answer within {2 * limit:g} s")]
     answers = [line for line in done.stdout.splitlines() if line.startswith("lockstep-doctor ")]
     if answers:
         return _read_answer(host, answers[-1].partition(" ")[2])

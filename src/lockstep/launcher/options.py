@@ -56,9 +56,10 @@ def _folder(name: str, text: str) -> str:
 
 
 def _key_file(name: str, text: str) -> str:
-    if not Path(text).is_file():
+    path = Path(text).expanduser()
+    if not path.is_file():
         raise ConfigError(name, "an existing key file", text)
-    return text
+    return str(path)
 
 
 def _hosts(name: str, text: str) -> tuple[Host, ...]:
@@ -286,7 +287,7 @@ class JobOptions:
         if "hostfile" in parsed:
             if "hosts" in parsed:
                 raise ConfigError("hostfile", "either -H or --hostfile", found="both")
-            parsed["hosts"] = tuple(read_hostfile(Path(parsed["hostfile"])))
+            parsed["hosts"] = tuple(read_hostfile(Path(parsed["hostfile"]).expanduser()))
         job = cls(given["program"], **parsed)
         job.check()
         return job

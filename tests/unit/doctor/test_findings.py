@@ -18,6 +18,7 @@ from lockstep import devices, environment
 from lockstep.doctor import backends, remote, this_host
 from lockstep.doctor.findings import Problem, Section, as_json
 from lockstep.hosts import Host
+from lockstep.launcher.options import JobOptions
 
 HERE = {"python": "3.11.7", "torch": "2.13.0", "lockstep": "0.1.0"}
 
@@ -292,8 +293,9 @@ def test_a_missing_compiled_extension_is_a_problem(monkeypatch: pytest.MonkeyPat
 
 
 def test_how_ssh_is_called(tmp_path: Path) -> None:
-    command = remote.Ssh(2222, tmp_path / "key", 3).command(Host("a", 4, "me"), "echo 'x'")
-    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=3", "-p", "2222", "-i", str(tmp_path / "key")]
+    job = JobOptions((), hosts=(Host("a", 4, "me"),), ssh_port=2222, identity=str(tmp_path / "key"))
+    command = remote.login_command(job, job.hosts[0], "echo 'x'", 3)
+    options = ["-p", "2222", "-i", str(tmp_path / "key"), "-o", "BatchMode=yes", "-o", "ConnectTimeout=3"]
     assert command[:-1] == ["ssh", *options, "--", "me@a"]
     # the shell of the login, whichever it is, hands one word on to sh
     assert subprocess.run(["sh", "-c", command[-1]], capture_output=True, text=True, check=True).stdout == "x\n"
@@ -311,7 +313,7 @@ def ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_host_with_the_same_versions_is_good(ssh: Path) -> None:
     ssh.write_text(ssh.read_text() + 'echo Welcome\nexec sh -c "$3"\n')
-    section = remote.examine_hosts([Host("a", 2)], remote.Ssh(limit=30))
+    section = remote.examine_hosts(JobOptions((), hosts=(Host("a", 2),)), 30)
     assert fixes(section) == ""
     assert is_good(section, "a") is True
     assert f"torch {this_host.versions()['torch']}" in text_of(section, "a")
@@ -330,7 +332,7 @@ def test_a_host_with_the_same_versions_is_good(ssh: Path) -> None:
 )
 def test_a_host_that_cannot_be_reached_is_a_problem(ssh: Path, told: str, fix: str) -> None:
     ssh.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{told}\nEND\nexit 255\n")
-    section = remote.examine_hosts([Host("a", 1, "me")], remote.Ssh(limit=30))
+    section = remote.examine_hosts(JobOptions((), hosts=(Host("a", 1, "me"),)), 30)
     assert is_good(section, "a") is False
     assert fix in fixes(section)
     assert told.splitlines()[-1] in fixes(section)
@@ -339,21 +341,21 @@ def test_a_host_that_cannot_be_reached_is_a_problem(ssh: Path, told: str, fix: s
 @pytest.mark.parametrize("answer", ["[1]", "{}", '{"python": 3}', '{"python": "3.11", "cores": "many"}', "{"])
 def test_a_damaged_answer_of_a_host_is_a_problem(ssh: Path, answer: str) -> None:
     ssh.write_text(f"#!/bin/sh\necho 'lockstep-doctor {answer}'\n")
-    section = remote.examine_hosts([Host("a", 1, "me")], remote.Ssh(limit=30))
+    section = remote.examine_hosts(JobOptions((), hosts=(Host("a", 1, "me"),)), 30)
     assert is_good(section, "a") is False
     assert "a: the answer of its Python is damaged" in fixes(section)
 
 
 def test_a_host_that_does_not_answer_is_skipped(ssh: Path) -> None:
     ssh.write_text("#!/bin/sh\nexec sleep 600\n")
-    section = remote.examine_hosts([Host("a")], remote.Ssh(limit=0.2))
+    section = remote.examine_hosts(JobOptions((), hosts=(Host("a"),)), 0.2)
     assert "a: no answer within 0.4 s" in fixes(section)
 
 
 def test_without_ssh_there_is_something_to_fix(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ssh.unlink()
     monkeypatch.setenv("PATH", str(ssh.parent))
-    assert "openssh-client" in fixes(remote.examine_hosts([Host("a")], remote.Ssh()))
+    assert "openssh-client" in fixes(remote.examine_hosts(JobOptions((), hosts=(Host("a"),))))
 
 
 def test_other_versions_are_problems() -> None:
