@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -169,6 +169,11 @@ class TransportGroup(dist.ProcessGroup):
         reductions = [self._reduction(opts.reduceOp, tensor.dtype) for tensor in tensors]
         steps = chain(self._all_reduce_steps(*each) for each in zip(tensors, reductions, strict=True))
         return self._context.run("all_reduce", steps, opts.asyncOp, None, list(tensors))
+
+    def allreduce_beside(self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]) -> Callable[[Any], Any]:
+        """Start an all-reduce before the call that comes next, see `GroupProxy.allreduce_beside`."""
+        work = self.allreduce_unwatched([tensor], opts)
+        return lambda _: work
 
     def _sparse_allreduce(self, tensors: Tensors, opts: Any) -> CPUWork | dist.Work:
         if tensors[0].layout is not torch.sparse_coo:
