@@ -52,6 +52,7 @@ _AT = StateWords()
 _AT_PHASE, _AT_SINCE, _AT_RECORD = _AT.phase, _AT.since, _AT.since_record  # those that each collective writes
 _AT_RECORDS, _AT_WAITED = _AT.records, _AT.waited
 _AT_ACTIVITY, _AT_IS_OWN, _AT_SOLO = _AT.activity, _AT.activity_is_own, _AT.solo  # those that each hook writes
+_SPARE_SLOTS = 8  # free ones; the slots of groups that are destroyed are reused in turn
 _LEFT_AT = RECORD.size - 8 - 4 - 5 * 4 - 8  # offset of the field `left` in a record
 
 
@@ -131,7 +132,7 @@ class FlightRecorder:
         Args:
             key: of the group.
             limit_s: timeout in seconds that the user has set for the group; 0 for none.
-            ranks: its members.
+            ranks: its members; they are not recorded where few slots are left.
         """
         slot = min(range(GROUP_SLOTS), key=self._slots.__getitem__)
         self._uses += 1
@@ -141,7 +142,9 @@ class FlightRecorder:
         for row in (*range(start, start + DEPTH), self._last_sequences + slot):
             self.uints[row] = 0
         self.set_limit(slot, limit_s)
-        self._set_members(slot, ranks)
+        # of a rank whose slot has been reused nobody can tell whether it has ever made the group
+        is_kept = sum(use < 1 << 62 for use in self._slots) >= _SPARE_SLOTS
+        self._set_members(slot, ranks if is_kept else ())
         self.uints[(self.layout.group_keys >> 3) + slot] = key
         return slot
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.flight_recorder import CallSignature, FlightRecorder, RawRecord, RecorderReader
+from lockstep.flight_recorder.layout import GROUP_SLOTS
 from lockstep.watchdog.deadlock import explained, find_other_tag
 from lockstep.watchdog.report import Finding
 from lockstep.watchdog.states import channel_key, wait_in
@@ -130,4 +131,17 @@ def test_members_of_a_group_are_recorded(tmp_path: Path) -> None:
     slot = recorder.open_group(5, ranks=(0, 3, 64, 129))
     with RecorderReader(recorder.path) as reader:
         assert list(reader.members(slot)) == [0, 3, 64, 129]
+    recorder.close()
+
+
+def test_members_are_not_recorded_where_slots_are_reused_at_once(tmp_path: Path) -> None:
+    """A member that has made the group, and other groups after it, would look as if it had never made it."""
+    recorder = FlightRecorder(tmp_path, 0, 2, "here", "program")
+    slots = [recorder.open_group(key, ranks=(0, 1)) for key in range(1, GROUP_SLOTS + 1)]
+    with RecorderReader(recorder.path) as reader:
+        known = [list(reader.members(slot)) == [0, 1] for slot in slots]
+        assert known == [True] * (GROUP_SLOTS - 8) + [False] * 8
+        for slot in slots[:10]:
+            recorder.close_group(slot)
+        assert list(reader.members(recorder.open_group(99, ranks=(1,)))) == [1]
     recorder.close()
