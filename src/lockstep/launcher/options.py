@@ -216,6 +216,18 @@ class JobOptions:
             help="seconds to wait for the other hosts; without it HOROVOD_START_TIMEOUT counts",
         ),
     )
+    heartbeat_timeout: float | None = option(
+        None, "--heartbeat-timeout", group=HOSTS, metavar="S", parse=_POSITIVE_SECONDS, to_hosts=True,
+        variable="LOCKSTEP_HEARTBEAT_TIMEOUT",
+        help="seconds without an answer after which a host is lost, and a launcher is said to be silent (default: "
+        "LOCKSTEP_HEARTBEAT_TIMEOUT, or 30)",
+    )
+    launcher_timeout: float | None = option(
+        None, "--launcher-timeout", group=HOSTS, metavar="S", parse=_POSITIVE_SECONDS, to_hosts=True,
+        variable="LOCKSTEP_LAUNCHER_TIMEOUT",
+        help="seconds after which a launcher is lost that hangs, or is stopped, though its host answers (default: "
+        "LOCKSTEP_LAUNCHER_TIMEOUT, or 120; on one host none)",
+    )
     network: VirtualNetwork | None = option(  # noqa: RUF009 - as the others
         None, "--network", group=HOSTS, metavar="N", parse=_network,
         help='put the workers on virtual hosts of this host, between which messages take as long as on such a network: '

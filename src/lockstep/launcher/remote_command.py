@@ -87,7 +87,8 @@ def _ssh_session(config: JobOptions) -> list[str]:
     # it must not prompt: its standard input is the connection to the launcher; and a broken connection must be noticed
     limit = max(1, min(15, int(config.start_timeout)))
     # the connection ends after three probes without an answer
-    probe_s = max(1, round(environment.heartbeat_timeout() / 3))
+    silence_s = config.heartbeat_timeout or environment.heartbeat_timeout()
+    probe_s = max(1, round(silence_s / 3))
     alive = (f"ServerAliveInterval={probe_s}", "ServerAliveCountMax=3")
     settings = ("BatchMode=yes", f"ConnectTimeout={limit}", *alive)
     first, *others = ssh_command(config)

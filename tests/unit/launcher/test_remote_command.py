@@ -97,6 +97,8 @@ def test_ssh_neither_prompts_nor_waits_forever(tmp_path: Path) -> None:
     for setting in ("BatchMode=yes", "ConnectTimeout=4", "ServerAliveInterval=10", "ServerAliveCountMax=3"):
         assert command[command.index(setting) - 1] == "-o"
     assert command[-6:-1] == ["-p", "2222", "-i", str(key), "me@a"]
+    config = configure(hosts="me@a", heartbeat_timeout="6")
+    assert "ServerAliveInterval=2" in host_commands(config, assign_workers(config))[0]
 
 
 def test_the_remote_command_is_quoted() -> None:

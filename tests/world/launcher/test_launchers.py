@@ -234,7 +234,7 @@ def test_a_worker_that_dies_without_a_fork_server_is_an_error(job: Job) -> None:
 
 
 def test_a_launcher_that_is_stopped_is_said_and_then_out(job: Job) -> None:
-    start_two(job, LOCKSTEP_LAUNCHER_TIMEOUT="8")
+    start_two(job, "--launcher-timeout", 8)
     stopped = job.launchers[1]
     (worker,) = [int(line.split()[-1]) for launcher, line in job.lines if launcher == 1 and "pid " in line]
     os.kill(stopped.pid, signal.SIGSTOP)
