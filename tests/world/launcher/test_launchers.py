@@ -17,13 +17,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep.elastic.control import request
+from lockstep.flight_recorder import jobs
 from support import warm_python
 from support.warm_python import WarmProcess
 
 LIMIT = 90.0
 
 PROGRAM = """
-import os, torch, lockstep
+import os, time, torch, lockstep
 from lockstep.callbacks import Callback
 comm = lockstep.init("cpu")
 torch.manual_seed(0)
@@ -36,11 +38,12 @@ class Tells(Callback):
         if not self.said:
             print("pid", os.getpid(), flush=True)
         self.said = True
+        time.sleep(0.01)
     def on_row(self, trainer, row):
         if os.path.exists("enough"):
             trainer.stop("it is enough")
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-trainer = lockstep.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), 12, virtual_workers=2, callbacks=[Tells()])
+trainer = lockstep.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), 12, virtual_workers=4, callbacks=[Tells()])
 trainer.fit(data, 1000000)
 print("done", flush=True)
 """
@@ -55,10 +58,14 @@ class Job:
     lines: list[tuple[int, str]] = field(default_factory=list)
     readers: list[threading.Thread] = field(default_factory=list)
 
-    def start(self, *words: object, **variables: str) -> None:
+    def start(self, *words: object) -> None:
         """Start ``lockstep run`` with `words`."""
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        process = warm_python.popen(["-m", "lockstep", "run", "-q", *words, "program.py"], self.folder, env)
+        self.start_command("run", "-q", *words, "program.py")
+
+    def start_command(self, *words: object) -> None:
+        """Start ``lockstep`` with `words`."""
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = warm_python.popen(["-m", "lockstep", *words], self.folder, env)
         for stream in (process.stdout, process.stderr):
             thread = threading.Thread(target=self.read, args=(len(self.launchers), stream), daemon=True)
             thread.start()
@@ -122,14 +129,14 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def start_two(job: Job, *words: object, **variables: str) -> None:
-    """Start a job of two launchers with a worker each, and wait until these train."""
+def start_hosts(job: Job, count: int, *words: object) -> None:
+    """Start a job of so many launchers with a worker each, and wait until these train."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    for node in range(2):
-        where = ("--nnodes", 2, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port)
-        job.start(*words, *where, "-np", 1, **variables)
-    job.wait_until(lambda: len(job.workers()) == 2)
+    for node in range(count):
+        where = ("--nnodes", count, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port)
+        job.start(*words, *where, "-np", 1)
+    job.wait_until(lambda: len(job.workers()) == count)
 
 
 # --- strangers --------------------------------------------------------------------------------------------------------
@@ -190,7 +197,7 @@ def molest(where: int | str, garbage: list[bytes]) -> None:
 
 @pytest.mark.parametrize("kind", ["fixed", "elastic"])
 def test_no_stranger_ends_a_job(kind: str, job: Job) -> None:
-    start_two(job, *(("--elastic", "1:2") if kind == "elastic" else ()))
+    start_hosts(job, 2, *(("--elastic", "1:2") if kind == "elastic" else ()))
     listeners: set[int | str] = {*ports(job), *sockets(job)}
     assert len(listeners) >= (6 if kind == "elastic" else 3), listeners
     garbage = [b"\xff" * 4096, b"\0" * 4096, b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 60000) + b"\x91" * 60000]
@@ -201,6 +208,45 @@ def test_no_stranger_ends_a_job(kind: str, job: Job) -> None:
             assert launcher.poll() is None, job.out()
     assert job.end() == [0, 0], job.out()
     assert job.out().count("done") == 2 and "lost" not in job.out(), job.out()
+
+
+@contextmanager
+def dribbling(where: object) -> Iterator[None]:
+    """Somebody who sends one byte after another, and never a whole message."""
+    over = threading.Event()
+
+    def dribble() -> None:
+        while not over.wait(0.02):
+            with suppress(OSError), connections(where, 1) as (end,):  # it may be closed, and opened again
+                while not over.wait(0.02):
+                    end.send(b"\0")
+
+    thread = threading.Thread(target=dribble)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_flood_that_stays_keeps_nobody_out(job: Job) -> None:
+    start_hosts(job, 2, "--elastic", "1:3")
+    listeners: set[int | str] = {*ports(job), *sockets(job)}
+    (control,) = [found.control for found in jobs.find_jobs().values() if found.pid == job.launchers[0].pid]
+    with ExitStack() as stack:
+        for where in listeners:
+            with suppress(ConnectionRefusedError):  # of a group that is no more
+                stack.enter_context(connections(where, 100))
+            stack.enter_context(dribbling(where))
+        assert request(control, "resize", 2) == "2 workers before, 2 after the step in progress"
+        job.start_command("join", request(control, "address").split()[-1], "-np", 1)
+        job.wait_until(lambda: len(job.workers()) == 3)
+        os.kill(job.workers()[1], signal.SIGKILL)
+        job.wait_until(lambda: len(job.workers()) == 4)
+    assert job.end() == [0, 0, 0], job.out()
+    assert job.out().count("done") == 3, job.out()
+    assert job.out().count("was lost") == 1, job.out()
 
 
 # --- the fork server --------------------------------------------------------------------------------------------------
@@ -234,7 +280,7 @@ def test_a_worker_that_dies_without_a_fork_server_is_an_error(job: Job) -> None:
 
 
 def test_a_launcher_that_is_stopped_is_said_and_then_out(job: Job) -> None:
-    start_two(job, "--launcher-timeout", 8)
+    start_hosts(job, 2, "--launcher-timeout", 8)
     stopped = job.launchers[1]
     (worker,) = [int(line.split()[-1]) for launcher, line in job.lines if launcher == 1 and "pid " in line]
     os.kill(stopped.pid, signal.SIGSTOP)
@@ -250,3 +296,66 @@ def test_a_launcher_that_is_stopped_is_said_and_then_out(job: Job) -> None:
     assert "has not answered for 8 s (LOCKSTEP_LAUNCHER_TIMEOUT)" in job.out(0), job.out()
     assert "it is stopped by a signal" in job.out(1), job.out()  # its workers say so beside it
     assert "this launcher did not answer for" in job.out(1), job.out()
+
+
+def test_the_launcher_of_the_first_host_is_stopped(job: Job) -> None:
+    start_hosts(job, 2, "--launcher-timeout", 8)
+    stopped, other = job.launchers
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        assert other.wait(LIMIT) == 1
+        job.wait_until(lambda: not any(map(psutil.pid_exists, job.workers())))
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    assert stopped.wait(LIMIT) == 1
+    for reader in job.readers:
+        reader.join(LIMIT)
+    assert "has not answered for 8 s (LOCKSTEP_LAUNCHER_TIMEOUT)" in job.out(1), job.out()
+    assert "this launcher did not answer for" in job.out(0), job.out()
+
+
+def test_the_others_go_on_without_a_leader_that_is_stopped_and_it_joins_them_again(job: Job) -> None:
+    start_hosts(job, 3, "--elastic", "1:3", "--launcher-timeout", 8)
+    stopped = job.launchers[0]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        job.wait_until(lambda: "coordinates the job now" in job.out(1))
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    job.wait_until(lambda: "the others went on without" in job.out(0))
+    job.wait_until(lambda: len(job.workers()) == 4)  # its new one trains
+    assert job.end() == [0, 0, 0], job.out()
+    assert job.out().count("done") == 3, job.out()
+
+
+# --- a crash after the training ---------------------------------------------------------------------------------------
+
+CRASHES = """
+if comm.rank == 1:
+    import signal
+    os.kill(os.getpid(), signal.SIGSEGV)
+else:
+    import time
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        pytest.param(
+            ("--restarts", 1),
+            marks=pytest.mark.xfail(strict=True, reason="all workers are restarted, and train everything again"),
+        ),
+        ("--elastic", "1:2"),
+    ],
+    ids=["fixed", "restarts", "elastic"],
+)
+def test_a_crash_after_the_training_ends_the_job_with_its_code(words: tuple[object, ...], job: Job) -> None:
+    (job.folder / "program.py").write_text(PROGRAM + CRASHES)
+    (job.folder / "enough").touch()
+    job.start(*words, "-np", 2)
+    assert job.launchers[0].wait(LIMIT) == 128 + signal.SIGSEGV, job.out()
+    job.wait_until(lambda: "killed by SIGSEGV" in job.out())
+    assert job.out().count("done") == 2, job.out()
