@@ -336,7 +336,7 @@ class RecorderReader:
             at = (at + 1) % slots
         return 0
 
-    def channels(self, most: int = 256) -> dict[int, int] | None:
+    def channels(self, most: int) -> dict[int, int] | None:
         """Return the number of messages of each channel by its key; None if they are more than `most`, or not known."""
         if not self.knows_channels:
             return None

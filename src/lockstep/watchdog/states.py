@@ -220,6 +220,7 @@ def channel_key(sent: bool, group: int, source: int, target: int, tag: int) -> i
 
 HISTORY = 6  # last collectives of a group that are published; those before were compared in earlier periods
 _TRACEBACK = 2000  # characters of its end
+_MAX_CHANNELS = 256  # of a rank that waits
 
 
 class RecordRow(msgspec.Struct, frozen=True, array_like=True):
@@ -342,15 +343,20 @@ def collect_waits(readers: Mapping[int, RecorderReader], history: int = 0, skip:
 
     Args:
         readers: of the flight recorders of this host's ranks.
-        history: how many of the last collectives of each group to include.
+        history: how many of the last collectives of each group to include; 0 if ranks of other hosts do not matter.
         skip: keys of groups to leave out.
     """
     waits = {rank: wait for rank, reader in readers.items() if (wait := current_wait(reader)) is not None}
-    found = HostState(
-        waits=waits,
-        channels={rank: counts for rank in waits if (counts := readers[rank].channels()) is not None},
-        sent={rank: sent for rank, reader in readers.items() if (sent := _sent_messages(reader))},
-    )
+    peers = {wait.peer for wait in waits.values()} & waits.keys()
+    found = HostState(waits=waits)
+    for rank in waits if history else peers:
+        most = _MAX_CHANNELS if history else readers[rank].layout.channel_slots
+        counts = readers[rank].channels(most)
+        if counts is not None:
+            found.channels[rank] = counts
+    for rank in readers if history else peers:
+        if sent := _sent_messages(readers[rank]):
+            found.sent[rank] = sent
     for reader in readers.values():
         for slot in range(GROUP_SLOTS):
             key = reader.state_word((reader.layout.group_keys >> 3) + slot)

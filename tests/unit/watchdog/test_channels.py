@@ -110,7 +110,7 @@ def test_where_the_channels_are_too_many_tags_are_not_told_apart(ranks: list[Ran
     for tag in range(slots):
         sender.message(True, tag=tag)
     assert not sender.reader.knows_channels
-    assert sender.reader.channels() is None
+    assert sender.reader.channels(256) is None
     wanted = receiver.message(False, tag=slots + 1)
     assert receiver.is_matched(wanted, sender)  # one of so many
     assert sender.is_matched(sender.message(True, tag=1), receiver)
@@ -123,7 +123,7 @@ def test_sizes_of_the_last_messages_are_known(ranks: list[Rank]) -> None:
     (channel,) = wait_in(receiver.reader, receiver.message(False)).channels
     at = sender.reader.channel(channel)
     assert [sender.reader.channel_size(at, number) for number in (12, 13, 20, 21)] == [None, 13, 20, None]
-    assert sender.reader.channels() == {channel: 20}
+    assert sender.reader.channels(256) == {channel: 20}
 
 
 def test_members_of_a_group_are_recorded(tmp_path: Path) -> None:

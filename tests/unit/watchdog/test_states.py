@@ -12,7 +12,15 @@ from lockstep import messages
 from lockstep.flight_recorder import CallSignature, FlightRecorder, RecorderReader
 from lockstep.flight_recorder.layout import StateWords
 from lockstep.watchdog.report import Call, RankStatus
-from lockstep.watchdog.states import HostState, collect_state, collect_waits, from_row, to_row
+from lockstep.watchdog.states import (
+    HostState,
+    JobStates,
+    channel_key,
+    collect_state,
+    collect_waits,
+    from_row,
+    to_row,
+)
 
 CALL = Call("barrier()", "train.py:3 in main", "dist.barrier()", 4, "tp", 7, "mine")
 STATUS = RankStatus(3, "raised", "ValueError: no", "b", 12, 7, CALL, 0.5, (), "x" * 3000)
@@ -61,3 +69,25 @@ def test_members_are_published_of_groups_that_are_being_made(recorder: FlightRec
     assert {key: state.members for key, (state,) in local.groups.items()} == {5: [0, 1, 2], 6: [0, 1]}
     assert {rank: (wait.key, wait.sequence) for rank, wait in local.waits.items()} == {1: (6, 1)}
     assert [len(state.records) for (state,) in (*published.groups.values(), *local.groups.values())] == [1, 1, 0, 0]
+
+
+def test_on_one_host_all_channels_of_a_rank_count_however_many(tmp_path: Path) -> None:
+    """A pipeline may have many tags; what is published of them has a limit."""
+    made = [FlightRecorder(tmp_path, rank, 2, "here", "program") for rank in range(2)]
+    call = CallSignature(1, "recv()", made[0].texts.intern("recv()"))
+    made[1].texts.intern("recv()")
+    for rank, recorder in enumerate(made):
+        recorder.set_word(StateWords().threads, 1)
+        number = recorder.enter(5, 0, 0, call, 0, 0, 0, 0, 1 - rank, tag=7)
+        recorder.count_message(1 - rank, False, channel_key(False, 5, 1 - rank, rank, 7), 4)
+        recorder.begin_wait(number, time.monotonic())
+        for tag in range(300):
+            recorder.count_message(1 - rank, True, channel_key(True, 5, rank, 1 - rank, tag + 100), 4)
+    readers = {rank: RecorderReader(recorder.path) for rank, recorder in enumerate(made)}
+    local, published = collect_waits(readers), collect_state(readers, (), (), ())
+    assert {rank: len(counts) for rank, counts in local.channels.items()} == {0: 301, 1: 301}
+    assert published.channels == {}
+    matched = [JobStates([(0, 1)], {0: state}).is_matched(0) for state in (local, published)]
+    assert matched == [False, True], "300 messages were sent, but none with that tag"
+    for each in (*readers.values(), *made):
+        each.close()
