@@ -23,7 +23,17 @@ from . import collectives, point_to_point
 from .call_arguments import Arguments, TensorSpec, copy_back, dense, dense_buffer, wire_view
 from .collectives import Op, Tensors, output_tensors, reduction_for
 from .groups import backends_of, device_of, make_group, world_among, world_of
-from .objects import error_to_send, pickled, unpickle_all, unpickled, wait_for_rank0
+from .objects import (
+    error_to_send,
+    first_message,
+    joined,
+    length_of_rest,
+    pickled,
+    rest_of,
+    unpickle_all,
+    unpickled,
+    wait_for_rank0,
+)
 from .point_to_point import check_any_source, check_message, message_view, with_polling
 from .requests import Request
 
@@ -530,10 +540,12 @@ class Communicator:
         if self.size == 1:
             return cast("T", value)
         own, device = pickled(self._arguments, value) if self.rank == root else None, self._arguments.control_device
-        length = self.broadcast(torch.tensor([0 if own is None else len(own)], device=device), root)
-        data = torch.empty(int(length), dtype=torch.uint8, device=device) if own is None else own
-        self.broadcast(data, root)
-        return cast("T", value) if own is not None else cast("T", unpickled(data))
+        message = self.broadcast(first_message(own, device), root)
+        length = length_of_rest(message)
+        rest = torch.empty(length, dtype=torch.uint8, device=device) if own is None else rest_of(own)
+        if length:
+            self.broadcast(rest, root)
+        return cast("T", value) if own is not None else cast("T", unpickled(joined(message, rest)))
 
     def scatter_object(self, values: Sequence[T] | None, root: int = 0) -> T:
         """Return the element of rank `root`'s `values` for this rank; they are ignored on the others."""
@@ -558,7 +570,15 @@ class Communicator:
         """Return every worker's `value`, in rank order, on every worker. It must be picklable."""
         if self.size == 1:
             return [value]
-        return unpickle_all(self.allgather(pickled(self._arguments, value)), self.rank, value)
+        own, device = pickled(self._arguments, value), self._arguments.control_device
+        message = first_message(own, device)
+        messages = self.allgather(message, out=[torch.empty_like(message) for _ in range(self.size)])
+        lengths = [length_of_rest(each) for each in messages]
+        rests = [torch.empty(length, dtype=torch.uint8, device=device) for length in lengths]
+        if any(lengths):
+            self.allgather(rest_of(own), out=rests)
+        gathered = [joined(*parts) for parts in zip(messages, rests, strict=True)]
+        return unpickle_all(gathered, self.rank, value)
 
     def alltoall_object(self, values: Sequence[T]) -> list[T]:
         """Return the elements of every rank's `values` for this rank, in rank order."""

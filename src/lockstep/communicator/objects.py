@@ -16,7 +16,17 @@ from .. import watchdog
 from ..errors import WorkerError
 from .call_arguments import Arguments
 
-__all__ = ["error_to_send", "pickled", "unpickle_all", "unpickled", "wait_for_rank0"]
+__all__ = [
+    "error_to_send",
+    "first_message",
+    "joined",
+    "length_of_rest",
+    "pickled",
+    "rest_of",
+    "unpickle_all",
+    "unpickled",
+    "wait_for_rank0",
+]
 
 T = TypeVar("T")
 
@@ -52,6 +62,38 @@ def error_to_send(error: BaseException) -> bytes:
         if isinstance(error, Exception) and type(again) is type(error) and str(again) == str(error):
             return sent
     return pickle.dumps((False, WorkerError(0, type(error).__name__, str(error))))
+
+
+# --- Messages: a first one of a fixed size, with a value's length and first bytes; the rest follows, if there is one --
+
+_BYTES = 256
+_LENGTH = 8
+_ROOM = _BYTES - _LENGTH
+
+
+def first_message(data: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return the first message with the bytes `data` of `pickled`, to be sent; without any, to be received into."""
+    message = torch.zeros(_BYTES, dtype=torch.uint8)
+    if data is not None:
+        message[:_LENGTH] = torch.tensor([len(data)]).view(torch.uint8)
+        message[_LENGTH : _LENGTH + len(data)] = data[:_ROOM]
+    return message.to(device)
+
+
+def length_of_rest(message: torch.Tensor) -> int:
+    """Return how many bytes follow a first message."""
+    return max(0, int(message[:_LENGTH].view(torch.int64)) - _ROOM)
+
+
+def rest_of(data: torch.Tensor) -> torch.Tensor:
+    """Return the bytes that follow the first message."""
+    return data[_ROOM:]
+
+
+def joined(message: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a first message and of what followed it, perhaps with more behind it."""
+    length = int(message[:_LENGTH].view(torch.int64))
+    return torch.cat([message[_LENGTH : _LENGTH + length], rest[: max(0, length - _ROOM)]])
 
 
 # --- Waiting for rank 0 -----------------------------------------------------------------------------------------------

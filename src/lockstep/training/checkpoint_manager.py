@@ -81,6 +81,10 @@ class CheckpointManager:
         self.wait()
         self._aborting = False
         store, step = self._store(), self._state.step.steps_done
+        if not self._background and not self._state.step.strategy.sharded_state:
+            self._comm.on_rank0(partial(self._write, store, state, rank0_state, step, best))
+            self.set_last(step, store.path(step))
+            return store.path(step)
         work = self._work(store, state, rank0_state, step)
         self._pending = _PendingSave(work, step, store.path(step), self._background)
         if best or not self._background:
@@ -89,19 +93,35 @@ class CheckpointManager:
             self._comm.on_rank0(partial(store.mark_best, step))
         return store.path(step)
 
+    def _write(
+        self,
+        store: CheckpointStore,
+        state: Mapping[str, Any],
+        rank0_state: Callable[[], Mapping[str, Any]],
+        step: int,
+        best: bool,
+    ) -> None:
+        """Write a checkpoint; called on rank 0 alone."""
+        store.prepare({**state, **rank0_state()}, **self._options(step))()
+        if best:
+            store.mark_best(step)
+
     def _work(
         self, store: CheckpointStore, state: Mapping[str, Any], rank0_state: Callable[[], Mapping[str, Any]], step: int
     ) -> Callable[[], object]:
         """Return the function that writes this worker's files of a checkpoint."""
-        comm, copy = self._comm, self._background
-        options: dict[str, Any] = {"step": step, "epoch": self._state.epoch, "info": self._info(), "copy": copy}
+        comm = self._comm
         if self._state.step.strategy.sharded_state:
             from ..checkpoint.distributed_checkpoint import prepare
 
+            options = self._options(step)
             return prepare(store, comm, state, rank0_state, **options, aborting=lambda: self._aborting)
         works: list[Callable[[], object]] = []
-        comm.on_rank0(lambda: works.append(store.prepare({**state, **rank0_state()}, **options)))
+        comm.on_rank0(lambda: works.append(store.prepare({**state, **rank0_state()}, **self._options(step))))
         return works[0] if works else lambda: None
+
+    def _options(self, step: int) -> dict[str, Any]:
+        return {"step": step, "epoch": self._state.epoch, "info": self._info(), "copy": self._background}
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete.

@@ -51,13 +51,16 @@ class FiniteWeights:
             DivergedError: on every worker, if on any of them a parameter has more values that are not finite than it
                 had before the first step.
         """
-        error = None
-        if self._before is not None and (found := self._worse(self._before)):
-            (name, count, size), *others = found
-            more = f" and values of {len(others)} more parameters" if others else ""
-            what = f"{count:,} of {size:,} values of {name}{more}"
-            error = DivergedError(f"the trained weights are not finite after step {steps_done}: {what}. {_ADVICE}")
-        raise_on_all(self._comm, error)
+        raise_on_all(self._comm, self.error(steps_done))
+
+    def error(self, steps_done: int) -> DivergedError | None:
+        """Return the error of this worker, if its parameters have such values; waits for the device."""
+        if self._before is None or not (found := self._worse(self._before)):
+            return None
+        (name, count, size), *others = found
+        more = f" and values of {len(others)} more parameters" if others else ""
+        what = f"{count:,} of {size:,} values of {name}{more}"
+        return DivergedError(f"the trained weights are not finite after step {steps_done}: {what}. {_ADVICE}")
 
     def _worse(self, before: dict[str, torch.Tensor]) -> list[tuple[str, int, int]]:
         """Return (name, values that are not finite, values) of the parameters that have more of them than before."""

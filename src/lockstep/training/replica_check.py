@@ -174,29 +174,33 @@ class ReplicaCheck:
 
     # --- full comparison ----------------------------------------------------------------------------------------------
 
-    def compare(self, step: int | None = None, model: nn.Module | None = None) -> None:
+    def compare(
+        self, step: int | None = None, model: nn.Module | None = None, found: Sequence[bool] = ()
+    ) -> list[bool]:
         """Compare all hyperparameters and all weights; called by every worker, waits for the device.
 
         Args:
             step: the step whose marks differed, if any.
             model: another model, the weights of which are compared, as every worker has all of them; that of the
                 training when None.
+            found: what this worker has found, to be told to all of them by the same message.
+
+        Returns:
+            For each of `found`, whether any worker has found it. If so, nothing else is looked at.
 
         Raises:
             MismatchError: on every worker, naming what differs, where, and the values.
         """
-        if not self._on:
-            return
-        self._values = None  # update the marks at the next step
-        values, on_device = self._read_hyperparameters()
-        hyperparameters = [zlib.crc32(repr(values).encode()), *(float(value) for value in on_device)]
-        compared = self._model if model is None and self._weights else model
-        named = [] if compared is None else list(_compared_tensors(self._comm, compared))
-        checksums = [checksum_of([torch.tensor(hyperparameters, dtype=torch.float64)])]
-        checksums += [checksum_of([tensor]) for _, tensor in named]
-        local = torch.stack([checksum.to(self._comm.device) for checksum in checksums])
-        largest, negated_smallest = self._comm.allreduce(torch.stack([local, -local]), "max")
-        differ = (largest != -negated_smallest).tolist()
+        if self._comm.size == 1 or self._comm.is_joining or not (self._on or found):
+            return list(found)
+        local, named = self._checksums(model) if self._on else (torch.zeros(0, dtype=torch.int64), [])
+        facts = torch.tensor([int(each) for each in found], dtype=torch.int64)
+        message = torch.cat([part.to(self._comm.device) for part in (local, -local, facts)])
+        reduced, count = self._comm.allreduce(message, "max"), len(local)
+        differ: list[bool] = (reduced[:count] != -reduced[count : 2 * count]).tolist()
+        of_any: list[bool] = reduced[2 * count :].bool().tolist()
+        if any(of_any) or not self._on:
+            return of_any
         if differ[0]:
             self._report_hyperparameters(step)
         if any(differ[1:]):
@@ -205,6 +209,18 @@ class ReplicaCheck:
             _fail(step, "Hyperparameters or weights of some ranks differed then, and do not now.")
         # The marks of steps in flight show the same differences.
         self._compared_until = self._latest_step
+        return of_any
+
+    def _checksums(self, model: nn.Module | None) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
+        """Return a checksum of the hyperparameters, and one of each weight; and these, by name."""
+        self._values = None  # update the marks at the next step
+        values, on_device = self._read_hyperparameters()
+        hyperparameters = [zlib.crc32(repr(values).encode()), *(float(value) for value in on_device)]
+        compared = self._model if model is None and self._weights else model
+        named = [] if compared is None else list(_compared_tensors(self._comm, compared))
+        checksums = [checksum_of([torch.tensor(hyperparameters, dtype=torch.float64)])]
+        checksums += [checksum_of([tensor]) for _, tensor in named]
+        return torch.stack([checksum.to(self._comm.device) for checksum in checksums]), named
 
     def _report_hyperparameters(self, step: int | None) -> None:
         """Raise an error for the first hyperparameter that differs by more than rounding; warn of others only once."""

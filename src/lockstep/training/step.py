@@ -29,6 +29,7 @@ from ..parallel.strategy import Strategy, Sums
 from ..parallel.sync_batchnorm import convert
 from ..parallel.unchanged_parameters import UnchangedParameters
 from .divided_batches import describe_division
+from .errors_on_all import raise_on_all
 from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
 from .loss import Forward, Loss, LossFn, LossModule
@@ -523,8 +524,9 @@ class TrainStep:
             ConfigError: if a worker has found since the last comparison that the loss is no mean over samples.
             MismatchError: on every worker, naming what differs, on which rank, and the values.
         """
-        raise_problem(self.loss.found, self.comm)
-        self._replicas.compare(model=model)
+        (has_problem,) = self._replicas.compare(model=model, found=[self.loss.found is not None])
+        if has_problem:
+            raise_problem(self.loss.found, self.comm)
 
     @property
     def compares_replicas(self) -> bool:
@@ -541,6 +543,19 @@ class TrainStep:
                 finite before the first step do not count.
         """
         self.finite_weights.check(self.steps_done)
+
+    def check_state(self) -> None:
+        """Do what `check_weights` and `check_replicas` do, by one message; called by all workers.
+
+        Raises:
+            DivergedError, ConfigError, MismatchError: see there.
+        """
+        error = self.finite_weights.error(self.steps_done)
+        diverged, has_problem = self._replicas.compare(found=[error is not None, self.loss.found is not None])
+        if diverged:
+            raise_on_all(self.comm, error)
+        if has_problem:
+            raise_problem(self.loss.found, self.comm)
 
     def _begin(self, key: int) -> Number:
         """Prepare a step, of which the random draws follow from `key`; returns the learning rate."""

@@ -53,17 +53,23 @@ class StopRequests:
         self.reason = next((reason for _, reason in requests if reason), "")
         return next((Signals(number) for number, _ in requests if number is not None), None), self.reason
 
-    def poll(self, wait: bool = False) -> bool:
+    def poll(self) -> bool:
         """Return whether any worker has received a signal; every worker must call this equally often.
 
-        Among several workers the answer is that of an earlier poll, so that no worker waits; with `wait`, it is that of
-        all polls so far.
+        Among several workers the answer is that of an earlier poll, so that no worker waits.
         """
         if self._comm.size == 1:
             return self.signalled
         self._pending_polls.append(self._start_poll())
+        return self._end_polls(LAG)
+
+    def end_polls(self) -> bool:
+        """Wait for the answers of all polls so far; return whether any worker had received a signal by then."""
+        return self.signalled if self._comm.size == 1 else self._end_polls(0)
+
+    def _end_polls(self, left: int) -> bool:
         stop = False
-        while len(self._pending_polls) > (0 if wait else LAG):
+        while len(self._pending_polls) > left:
             stop = self._pending_polls.popleft()() or stop
         return stop
 
@@ -78,7 +84,7 @@ class StopRequests:
 
 
 class StoppableLoader:
-    """A loader for an evaluation that polls for stop requests before each batch.
+    """A loader for an evaluation that polls for stop requests before each batch but the first.
 
     Args:
         loader: the loader of the batches.
@@ -93,9 +99,9 @@ class StoppableLoader:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Yield the batches of `epoch` until a worker requests a stop."""
-        for batch in self._loader.epoch(epoch):
-            if self._stop_requests.poll():
+        for number, batch in enumerate(self._loader.epoch(epoch)):
+            if number and self._stop_requests.poll():
                 self._stop()
             yield batch
-        if self._stop_requests.poll(wait=True):
+        if self._stop_requests.end_polls():
             self._stop()

@@ -462,8 +462,7 @@ class Trainer:
 
     def _prepare_to_save(self) -> None:
         with flight_recorder.in_method("Trainer.save"):
-            self.step.check_weights()
-            self.step.check_replicas()
+            self.step.check_state()
             self.step.strategy.sync_buffers()
 
     def _write_checkpoint(self, best: bool) -> Path:

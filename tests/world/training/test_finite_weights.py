@@ -140,7 +140,7 @@ def test_values_that_are_infinite_from_the_beginning_are_not_training_s(tmp_path
 def written_before(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Train as before weights were checked; returns the error."""
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep.training.finite_weights.FiniteWeights.check", lambda *_: None)
+        patch.setattr("lockstep.training.finite_weights.FiniteWeights.error", lambda *_: None)
         patch.setattr(checkpoint_manager, "FINITE", "other")
         return message(make(run_dir, Checkpoints("1step")))
 

@@ -131,7 +131,7 @@ def test_a_stop_request_of_one_rank_gets_the_same_answer_on_all(pool: Pool) -> N
             if number == 2 and init().rank == 1:
                 signals.received = signal.SIGTERM
             heard.append(stop_requests.poll())
-        return heard, stop_requests.poll(wait=True), stop_requests.agree()
+        return heard, stop_requests.end_polls(), stop_requests.agree()
 
     expected = ([number >= 2 + LAG for number in range(10)], True, (signal.SIGTERM, ""))
     assert pool.run(answers, workers=3) == [expected] * 3
