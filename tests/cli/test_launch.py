@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from lockstep import environment
 from lockstep.errors import ConfigError, DataError, InterruptedRunError, LockstepError, WorkerError
-from lockstep.launcher import agent, launch, supervisor
+from lockstep.launcher import launch, supervisor
+from lockstep.launcher.local import HostJob
 from support import warm_python
 
 DEADLINE = 60.0  # seconds that a test waits for what must happen
@@ -242,6 +243,11 @@ def test_an_exception_is_raised_here_with_its_rank_and_traceback(capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
+def turn_late(job: HostJob, seconds: float, turn: Callable[[HostJob, float], None] = HostJob.turn) -> None:
+    time.sleep(0.5)
+    turn(job, seconds)
+
+
 @pytest.mark.parametrize(
     ("die", "reason", "code"),
     [
@@ -263,7 +269,7 @@ def test_a_death_is_named_before_the_failures_that_follow_from_it(
         while True:
             dist.all_reduce(torch.ones(1))
 
-    monkeypatch.setattr(agent, "MONITOR_SECONDS", 0.5)  # enough for all to be gone at the agent's next look
+    monkeypatch.setattr(HostJob, "turn", turn_late)  # all are gone when the launcher looks
     with pytest.raises(WorkerError) as caught:
         launch(work, workers=3)
     assert (caught.value.rank, caught.value.kind, caught.value.exit_code) == (1, "exit", code)
@@ -271,13 +277,6 @@ def test_a_death_is_named_before_the_failures_that_follow_from_it(
     assert caught.value.worker_traceback == ""
     out, err = capfd.readouterr()
     assert (out, [line for line in err.splitlines() if "[c10d]" not in line]) == ("", [])  # torch tells of lost peers
-
-
-def test_a_death_that_the_agent_alone_has_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # it came just after the launcher had looked, and the agent ended the others before the launcher's next look
-    monkeypatch.setattr(agent.Agent, "_record_exits", lambda _: False)
-    with pytest.raises(WorkerError, match="rank 1: exit: killed by SIGKILL"):
-        launch(lambda: os.kill(os.getpid(), signal.SIGKILL) if rank() == 1 else signal.pause())
 
 
 def test_a_worker_that_vanishes_with_exit_code_0_does_not_leave_the_others_waiting(
@@ -325,7 +324,7 @@ def test_the_others_have_a_moment_to_raise_the_same() -> None:
         worker.SAME_ERROR_WAIT_SECONDS = 60.0
         join_group()
         if rank() == 1:
-            time.sleep(0.5)  # enough for the agent to see that the other has ended, had it not waited
+            time.sleep(0.5)  # enough for the launcher to see that the other has ended, had it not waited
         raise DataError("images: expected 10 bytes, got 7")
 
     with pytest.raises(DataError):

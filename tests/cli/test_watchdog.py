@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from lockstep.flight_recorder import jobs, layout
 from lockstep.launcher import local
 from lockstep.launcher.options import JobOptions
 from lockstep.launcher.script import Script
-from lockstep.launcher.supervisor import WatchdogFiles, WorkerSupervisor
+from lockstep.launcher.supervisor import WatchdogFiles
 from lockstep.launcher.worker_options import WatchdogOptions
 from lockstep.watchdog import report as reports
 from support import warm_python
@@ -191,51 +187,6 @@ def test_without_space_for_flight_records_ranks_run_without_the_watchdog(
     assert watchdog.variables()["LOCKSTEP_WATCHDOG"] == "strict" and watchdog.folder is not None
     watchdog.close()
     assert not list(base.iterdir())
-
-
-def test_ranks_that_are_stopped_are_not_waited_for_when_the_job_is_over() -> None:
-    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as stopped,
-        subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as other,
-    ):
-        os.kill(stopped.pid, signal.SIGSTOP)
-        os.waitpid(stopped.pid, os.WUNTRACED)
-        found = {0: stopped.pid, 1: other.pid}
-        folder = SimpleNamespace(
-            live_pids=lambda ranks: {rank: found[rank] for rank in ranks},
-            read_report=lambda _: None,
-            dead_ranks=lambda _: [],
-        )
-        supervisor = WorkerSupervisor(folder, range(2), [], 100.0, 100.0)  # type: ignore[arg-type]
-        supervisor.check()
-        assert not supervisor.killed_ranks
-        supervisor.check(is_over=True)
-        assert supervisor.killed_ranks == {0} and stopped.wait(DEADLINE) == -signal.SIGKILL
-
-
-def test_ranks_whose_time_is_up_may_clear_up_before_they_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.launcher.supervisor.FAILURE_GRACE", 0.0)
-    monkeypatch.setattr("lockstep.launcher.supervisor.TERM_GRACE_S", 0.5)
-    clears_up = ["sh", "-c", "trap 'exit 7' TERM; echo; while true; do sleep 0.05; done"]
-    does_not = ["sh", "-c", "trap '' TERM; echo; while true; do sleep 0.05; done"]
-    with (
-        subprocess.Popen(clears_up, stdout=subprocess.PIPE, start_new_session=True) as polite,
-        subprocess.Popen(does_not, stdout=subprocess.PIPE, start_new_session=True) as stubborn,
-    ):
-        for each in (polite, stubborn):
-            assert each.stdout is not None and each.stdout.readline()
-        living = {0: polite, 1: stubborn}
-        folder = SimpleNamespace(
-            live_pids=lambda ranks: {rank: living[rank].pid for rank in ranks if living[rank].poll() is None},
-            read_report=lambda _: None,
-            dead_ranks=lambda _: [],
-        )
-        supervisor = WorkerSupervisor(folder, range(2), [], 100.0, 100.0)  # type: ignore[arg-type]
-        while supervisor.check(is_over=True):
-            time.sleep(0.01)
-        assert (polite.returncode, stubborn.returncode) == (7, -signal.SIGKILL)
-        assert supervisor.killed and supervisor.killed_ranks == {0, 1}
 
 
 def test_a_launcher_that_is_killed_leaves_no_flight_records(tmp_path: Path) -> None:

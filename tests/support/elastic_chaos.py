@@ -30,9 +30,10 @@ from torch import nn
 import lockstep
 from lockstep import environment
 from lockstep.elastic import client as client_module
-from lockstep.elastic.membership import Coordinator
-from lockstep.elastic.roster import Roster
+from lockstep.elastic.membership import Coordinator, Up
 from lockstep.environment import ElasticWorker
+from lockstep.job.messages import FromWorker
+from lockstep.launcher.workers import Workers
 from lockstep.parallel import one_bucket, reducer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -458,7 +459,7 @@ class _Job:
         (folder / "watch").mkdir()
         self.coordinator = Coordinator(plan.workers)
         self.selector = selectors.DefaultSelector()
-        self.roster = Roster(folder, self.selector, self.coordinator.receive)
+        self.workers = Workers(folder, self.selector, self.coordinator.receive, FromWorker | Up)
         self.pids: dict[int, int] = {}
         self.started, self.begun = 0, time.monotonic()
         self.events: list[str] = []
@@ -473,12 +474,12 @@ class _Job:
         joins = self.coordinator.formed >= 0
         context: Any = multiprocessing.get_context("fork")
         process: BaseProcess = context.Process(
-            target=become_worker, args=(self.plan, number, joins, self.folder, self.roster.path)
+            target=become_worker, args=(self.plan, number, joins, self.folder, self.workers.path)
         )
         process.start()
         self.pids[number] = process.pid or 0
         self.coordinator.started(number)
-        self.roster.add(number, process)
+        self.workers.add(number, process)
         self.note(f"worker {number} started{' to join' if joins else ''}")
 
     def run(self, limit_s: float) -> Outcome:
@@ -489,7 +490,7 @@ class _Job:
             while self.pids:
                 for key, _ in self.selector.select(0.05):
                     key.data()
-                for number in list(self.roster.exit_codes):
+                for number in list(self.workers.ended):
                     self.ended(number)
                 self.send()
                 if self.coordinator.view != view:
@@ -511,7 +512,7 @@ class _Job:
             for pid in self.pids.values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.roster.close()
+            self.workers.close()
         results = [json.loads(path.read_text()) for path in self.folder.glob("result-*") if path.suffix != ".draft"]
         if results and (self.folder / "run" / "tensorboard").exists():
             steps = steps_of_events(self.folder / "run" / "tensorboard")
@@ -533,7 +534,7 @@ class _Job:
             number, message = self.coordinator.to_keep.popleft()
             self.coordinator.answer_kept(number, message.request)
         for number, told in self.coordinator.take_messages():
-            self.roster.send(number, told)
+            self.workers.send(number, told)
 
     def dismiss(self) -> None:
         """End those that would join when all is done: no member is left, as a program may have several trainings."""
@@ -544,7 +545,7 @@ class _Job:
 
     def ended(self, number: int) -> None:
         del self.pids[number]
-        code = self.roster.exit_codes.pop(number)
+        code = self.workers.remove(number).code or 0
         self.note(f"worker {number} ended with {code}")
         was_member = number in self.coordinator.members
         if code == 0:

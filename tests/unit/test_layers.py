@@ -49,6 +49,7 @@ PLUG_INS = [
 # Names of modules that play the same role in several packages.
 ROLES = [
     *("collectives", "context", "full_state", "options", "point_to_point", "process_group", "rendezvous", "signatures"),
+    *("client", "messages"),  # of a job, and of an elastic one; all messages, and those of a job
     *("timeline", "verify"),  # commands have the names of what they command
     *("loss", "trainer"),  # MXNet's own modules
 ]

@@ -27,8 +27,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.nn.modules import batchnorm, dropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
@@ -464,12 +462,6 @@ LISTED: dict[str, Callable[[], Any]] = {
     in inspect.getsource(DistributedDataParallel)
     and callable(ddp._verify_param_shape_across_processes),
     "_remove_autograd_hooks": _calls(DistributedDataParallel._remove_autograd_hooks, "self"),
-    # torch: the elastic agent
-    "_start_workers": _calls(LocalElasticAgent._start_workers, "self", "worker_group"),
-    "_monitor_workers": _calls(LocalElasticAgent._monitor_workers, "self", "worker_group"),
-    "_exit_barrier": _calls(LocalElasticAgent._exit_barrier, "self"),
-    "_pcontext": lambda: "self._pcontext = " in inspect.getsource(LocalElasticAgent),
-    "_pc": lambda: "self._pc = " in inspect.getsource(MultiprocessContext),
     # Python
     "_Popen": lambda: callable(context.ForkServerProcess._Popen),
     "_launch": _calls(popen_forkserver.Popen._launch, "self", "process_obj"),

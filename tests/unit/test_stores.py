@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,8 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from lockstep import stores
-from lockstep.launcher import rendezvous
-from lockstep.launcher.options import JobOptions
+from lockstep.launcher.links import FixedHosts, OneHost, listen_for_hosts
 from lockstep.stores import LOOPBACK, serve_store
 from support.openings import listens_at
 
@@ -89,27 +88,17 @@ def test_a_port_that_is_taken_is_an_error_and_nothing_is_left_open() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-@pytest.fixture
-def made() -> Iterator[list[TCPStore]]:
-    found: list[TCPStore] = []
-    yield found
-    found.clear()
-
-
-def test_the_launchers_stores_listen_where_the_job_is(made: list[TCPStore]) -> None:
-    alone = rendezvous.single_host_rendezvous()
-    assert listens_at(alone.store.port) == {LOOPBACK}
-    alone.next_rendezvous()
-    again = alone.next_rendezvous().bootstrap_store_info.master_port  # started afresh: a store of its own
-    assert listens_at(again) == {LOOPBACK}
-    made.append(rendezvous.serve_job_store("node1", 0, JobOptions(("x.py",))))
-    assert listens_at(made[-1].port) == {LOOPBACK}
+def test_launchers_and_their_stores_listen_where_the_job_is() -> None:
+    with closing(OneHost()) as alone:
+        for _ in range(2):  # started afresh: a store of its own
+            alone.join(1)
+            assert alone.place is not None and listens_at(alone.place.port) == {LOOPBACK}
     address = own_address()
-    made.append(rendezvous.serve_job_store(address, 0, JobOptions(("x.py",), nnodes=2, master_addr=address)))
-    assert listens_at(made[-1].port) == {address}
-    spanning = rendezvous.HostRendezvous(made[-1], address, 0, 2)
-    spanning.round = 1
-    assert listens_at(spanning._serve_workers().port) == {address}
+    for where in (LOOPBACK, address):
+        with closing(listen_for_hosts(where, 0)) as listener:
+            assert listens_at(listener.getsockname()[1]) == {where}
+    with closing(FixedHosts(address, 0, 0, 2)) as spanning:
+        assert listens_at(spanning._serve()) == {address}
 
 
 def test_no_other_code_opens_a_store() -> None:

@@ -17,10 +17,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from .. import devices, watchdog
 from ..elastic.client import GenerationStore, MembershipClient
-from ..elastic.membership import Commit, View
+from ..elastic.membership import Commit, Down, View
 from ..environment import ElasticWorker
 from ..errors import ConfigError, DesyncError, MembershipChangedError, RankLostError, StallError, TransportError
 from ..gloo import abort_gloo, interruptible_gloo, keep_until_ended
+from ..job import client as job_client
+from ..job.messages import ToWorker
 from ..topology import World
 from ..watchdog.delivery import is_transport_error
 from .communicator import Communicator
@@ -82,7 +84,10 @@ class ElasticCommunicator(Communicator):
         self._replayed = 0
         self._store: GenerationStore | None = None
         self._hooks = sys.excepthook, sys.excepthook
-        self.client = MembershipClient(worker.socket, worker.number, self._interrupt)
+        connection = job_client.current()
+        if connection is None:  # a worker that does not begin in `launcher.worker`
+            connection = job_client.JobClient(worker.socket, worker.number, ToWorker | Down)
+        self.client = MembershipClient(connection, self._interrupt)
         if not worker.joins:
             view = self.client.join()
             try:

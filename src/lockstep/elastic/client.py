@@ -9,11 +9,10 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
-import msgspec
 from torch.distributed import Store
 
 from ..errors import LockstepError, MembershipChangedError
-from .connection import to_coordinator
+from ..job.client import JobClient
 from .membership import (
     Add,
     Answer,
@@ -30,7 +29,6 @@ from .membership import (
     Enter,
     Events,
     Get,
-    Hello,
     Leave,
     Publish,
     Ready,
@@ -56,11 +54,10 @@ class WorkerLeft(SystemExit):
 
 
 class MembershipClient:
-    """What this worker knows of the membership. A thread receives the coordinator's messages.
+    """What this worker knows of the membership; the coordinator's messages come in the thread of the connection.
 
     Args:
-        path: of the coordinator's socket.
-        number: of this worker.
+        job: the connection to the launcher, which passes messages on to the coordinator.
         on_change: called from the thread when this worker has to leave its group at once.
 
     Attributes:
@@ -70,8 +67,8 @@ class MembershipClient:
         published: the values that rank 0 sent to all before this worker joined.
     """
 
-    def __init__(self, path: str, number: int, on_change: Callable[[], None] = lambda: None) -> None:
-        self.number, self.generation, self.leaving = number, 0, False
+    def __init__(self, job: JobClient, on_change: Callable[[], None] = lambda: None) -> None:
+        self.number, self.generation, self.leaving = job.number, 0, False
         self.published: list[bytes] = []
         self.on_change = on_change
         self._changed = threading.Condition()
@@ -82,24 +79,23 @@ class MembershipClient:
         self._is_lost = False
         self._requests = count()
         self._answers: dict[int, Answer] = {}
-        self._connection = to_coordinator(path)
-        self.send(Hello(number))
-        threading.Thread(target=self._receive, name="lockstep membership", daemon=True).start()
+        self._job = job
+        job.subscribe(self._receive, self._lose)
 
     def send(self, message: Up) -> None:
         """Send a message to the coordinator."""
-        with suppress(OSError):  # the launcher is gone, and ends this process
-            self._connection.send(message)
+        self._job.send(message)
 
-    def _receive(self) -> None:
-        with suppress(OSError, msgspec.DecodeError):
-            while (message := self._connection.receive()) is not None:
-                with self._changed:
-                    self._take(message)
-                    self._changed.notify_all()
-                if isinstance(message, Change):
-                    with suppress(OSError):  # of the group's sockets, which say nothing of this one
-                        self.on_change()
+    def _receive(self, message: Down) -> None:
+        with self._changed:
+            self._take(message)
+            self._changed.notify_all()
+        if isinstance(message, Change):
+            with suppress(OSError):  # of the group's sockets, which say nothing of the connection
+                self.on_change()
+
+    def _lose(self) -> None:
+        """The launcher is gone, which ends this process."""
         with self._changed:
             self._is_lost = True
             self._changed.notify_all()

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from ..job.messages import Hello
 from ..messages import Integer, List, Tagged
 
 __all__ = [
@@ -44,7 +45,6 @@ __all__ = [
     "Enter",
     "Events",
     "Get",
-    "Hello",
     "HostMemory",
     "HostReport",
     "Leave",
@@ -66,12 +66,6 @@ Commit = List[Integer]
 
 NO_STATE: Commit = ()
 """The commit of a worker that has not been given the training's state yet."""
-
-
-class Hello(Tagged, frozen=True):
-    """The first message of a worker: which one it is."""
-
-    worker: Integer
 
 
 class Ready(Tagged, frozen=True):

@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 
 from ..errors import LockstepError
+from ..job.connection import AT_ONCE, MOST_OF_STRANGERS, Connection
 from ..messages import Integer, List, Tagged
 from ..system.heartbeat import keep_alive
 from ..system.strangers import LIMIT_S, Strangers
-from .connection import AT_ONCE, MOST_OF_STRANGERS, Connection
 from .succession import Link
 
 __all__ = [

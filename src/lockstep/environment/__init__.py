@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +18,9 @@ from ..errors import ConfigError
 from ..topology import World
 from .launchers import find_launcher, read_world
 
-CHECKPOINT_FILE = "newest-checkpoint"
-"""The name of the file in a run's folder with the path of the newest checkpoint, see `note_checkpoint`."""
-
 __all__ = [
-    "CHECKPOINT_FILE",
     "ElasticWorker",
-    "ask_for_time",
+    "attempt_variables",
     "cublas_workspace",
     "debug_rank",
     "debugging",
@@ -42,7 +38,6 @@ __all__ = [
     "is_launched",
     "job_key",
     "launcher_timeout",
-    "note_checkpoint",
     "position_variables",
     "records_dir",
     "restart_count",
@@ -170,27 +165,8 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def ask_for_time() -> None:
-    """Ask the launcher, if there is one, for time to save after a stop signal, which this worker handles."""
-    path = os.environ.get("LOCKSTEP_ASK_FOR_TIME", "")
-    if path:
-        with suppress(OSError):  # the launcher is gone
-            Path(path).touch()
-
-
-def note_checkpoint(path: str) -> None:
-    """Tell the launcher, if there is one, which checkpoint is the newest, so that it can say how to resume."""
-    request = os.environ.get("LOCKSTEP_ASK_FOR_TIME", "")
-    if request:
-        with suppress(OSError):  # the launcher is gone, or the disk is full
-            file = Path(request).with_name(CHECKPOINT_FILE)
-            draft = file.with_name(f".{CHECKPOINT_FILE}")
-            draft.write_text(path)
-            draft.replace(file)
-
-
 def position_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    """Return the variables that give a worker of an elastic job its position at its start, as the agent's do.
+    """Return the variables that give a worker of an elastic job its position at its start, as torchrun's do.
 
     Its host counts as the only one until it is in a group. `local_rank`, which no other worker of its host has,
     chooses its GPU; so there are at least `local_rank` + 1 of the `local_size` workers on its host.
@@ -201,7 +177,7 @@ def position_variables(rank: int, size: int, local_rank: int, local_size: int) -
 
 
 def world_variables(world: World, address: str, port: int) -> dict[str, str]:
-    """Return the variables of torchrun for a worker that no agent starts.
+    """Return the variables of torchrun for a worker.
 
     Args:
         world: its position in the job.
@@ -210,8 +186,22 @@ def world_variables(world: World, address: str, port: int) -> dict[str, str]:
     names: dict[str, object] = {"RANK": world.rank, "WORLD_SIZE": world.world_size}
     names |= {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.local_world_size}
     names |= {"GROUP_RANK": world.node, "GROUP_WORLD_SIZE": world.nodes, "MASTER_ADDR": address, "MASTER_PORT": port}
+    names |= {"ROLE_NAME": "worker", "ROLE_RANK": world.rank, "ROLE_WORLD_SIZE": world.world_size}
     names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     return {name: str(value) for name, value in names.items()}
+
+
+def attempt_variables(attempt: int, restarts: int, run_id: str) -> dict[str, str]:
+    """Return the variables of torchrun that say which attempt the workers of a job are.
+
+    Args:
+        attempt: how often all workers have been started before.
+        restarts: how often they may be started again.
+        run_id: the name of the job.
+    """
+    names = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
+    names |= {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_ERROR_FILE": ""}
+    return {**names, "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
 
 
 class ElasticWorker(NamedTuple):
@@ -279,16 +269,15 @@ def run_id() -> str:
     return os.environ.get("LOCKSTEP_RUN_ID", "")
 
 
-def variables_for_workers(run_id: str, threads: int, time_request: Path, debug_rank: int | None) -> dict[str, str]:
-    """Return the environment variables of each worker of a run besides those of PyTorch's agent.
+def variables_for_workers(run_id: str, threads: int, debug_rank: int | None) -> dict[str, str]:
+    """Return the environment variables of each worker of a run besides those of torchrun.
 
     Args:
         run_id: identifies the run's processes, and those that they start.
         threads: intra-op threads of one worker.
-        time_request: the file that a worker creates to ask for time to save.
         debug_rank: the rank that runs in a debugger on the terminal.
     """
-    variables = {"LOCKSTEP_LAUNCHED": "1", "LOCKSTEP_RUN_ID": run_id, "LOCKSTEP_ASK_FOR_TIME": str(time_request)}
+    variables = {"LOCKSTEP_LAUNCHED": "1", "LOCKSTEP_RUN_ID": run_id}
     if debug_rank is not None:
         variables["LOCKSTEP_DEBUG_RANK"] = str(debug_rank)
     return {**variables, "OMP_NUM_THREADS": str(threads)}

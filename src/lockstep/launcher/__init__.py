@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TypeVar, cast
 
 from .. import arguments, environment, interruption, other_names
@@ -30,7 +30,7 @@ __all__ = ["attach_report", "check_process", "check_settings", "launch"]
 T = TypeVar("T")
 
 MAX_WORKERS = 120
-"""PyTorch's agent needs two file descriptors per worker in every worker; multiprocessing passes on at most 255."""
+"""More than any host has cores for; multiprocessing's fork server passes at most 255 descriptors on to a worker."""
 
 
 def launch(
@@ -94,14 +94,14 @@ def launch(
     fork_server.check_memory(workers)
     fork_server.start_fork_server()  # first, so that it loads PyTorch while this process continues
     with interruption.deferred_signals():
-        from . import local, log_multiplexer, rendezvous, worker_status
+        from . import links, local, log_multiplexer, worker_status
 
     cores = environment.usable_cores()
     emulated = None if emulated is None else emulated.resolved(workers, cores)
     options = WorkerOptions(workers, threads or max(1, cores // workers), grace, exit_grace=grace, network=emulated)
     with temporary_job_folder() as folder, ExitStack() as stack:
-        path = folder / "call"
-        path.write_bytes(worker_status.pickle_call(fn, args, kwargs))
+        call, value = folder / "call", folder / "value"
+        call.write_bytes(worker_status.pickle_call(fn, args, kwargs))
         if in_notebook():
             shown = log_multiplexer.NotebookOutput()
             stack.enter_context(environment.with_variables({"LOCKSTEP_DISPLAY": "notebook"}))
@@ -109,15 +109,16 @@ def launch(
             output: log_multiplexer.OutputTarget = stack.enter_context(pipes)
         else:
             output = stack.enter_context(log_multiplexer.inherit_output())
-        job = local.HostJob(folder, options, rendezvous.single_host_rendezvous(), output)
+        hosts = stack.enter_context(closing(links.OneHost()))
+        job = local.HostJob(folder, options, hosts, output)
         try:
-            values = local.run_workers(functools.partial(worker_status.run_call, path), job)
+            local.run_workers(functools.partial(worker_status.run_stored_call, call, value), job)
         except LockstepError as error:
             attach_report(error)
             if isinstance(error, InterruptedRunError):
                 interruption.install()
             raise
-    return cast(T, None if values[0] is None else worker_status.unpickle(values[0]))
+        return cast(T, worker_status.unpickle(value.read_bytes()) if value.exists() else None)
 
 
 def attach_report(error: LockstepError) -> None:

@@ -157,7 +157,7 @@ class ElasticHost:
         self._founding: set[int] = set()  # hosts with which the job begins
         self._spec = ""
         self._description: HostDescription | None = None
-        self._pulse = Pulse(folder, lambda: setup.multiplexer.is_blocked, self._beat)
+        self._pulse = Pulse(self._beat, lambda: setup.multiplexer.is_blocked)
         if mesh is not None:
             mesh.on_message, mesh.on_link, mesh.on_silence = self._from_host, self._link_changed, self._say_silent
             mesh.warning_s, mesh.launcher_limit_s = setup.patience.warning_s, setup.patience.limit_s
@@ -314,7 +314,8 @@ class ElasticHost:
             self._mesh.lose_all()
 
     def _beat(self) -> None:
-        """Let the other launchers know that this one runs, while it waits for who reads its output; in a thread."""
+        """Let workers know that this launcher runs, and others while it waits for who reads its output; in a thread."""
+        self._workers.ping()
         if self._mesh is not None and self._setup.multiplexer.is_blocked:
             self._mesh.ping()
 

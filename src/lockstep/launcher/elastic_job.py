@@ -16,9 +16,9 @@ from msgspec import structs
 from ..elastic.membership import NO_STATE, Commit, Coordinator, Down, Enter, Events, HostReport, Publish, Up, View
 from ..elastic.mesh import HostEntry
 from ..errors import LockstepError, counted
+from ..job.messages import Failure
 from ..messages import Integer, List, Tagged
 from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
-from .worker_status import WorkerReport
 
 __all__ = [
     "Ask",
@@ -184,7 +184,7 @@ class Ended(Tagged, frozen=True):
     number: Integer
     code: Integer
     is_finished: bool
-    report: WorkerReport | None
+    report: Failure | None
 
     def without_pickle(self) -> Ended:
         """Return it as another host may read it, which unpickles nothing that it has not pickled itself."""
@@ -269,7 +269,7 @@ class ElasticJob:
     log: Callable[[str], None]
     coordinator: Coordinator = field(init=False)
     is_over: bool = False
-    reports: dict[int, WorkerReport] = field(default_factory=dict)
+    reports: dict[int, Failure] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
     restart_failure: str = ""

@@ -26,7 +26,6 @@ import msgspec
 
 from .. import environment, messages
 from ..activity import Activity
-from ..elastic.connection import Connection
 from ..elastic.mesh import (
     ASKS,
     NEW,
@@ -41,17 +40,18 @@ from ..elastic.mesh import (
     knock,
 )
 from ..errors import ConfigError, LockstepError, counted
+from ..job.connection import Connection
 from ..stores import listen
 from ..system.heartbeat import address_towards
 from .elastic_host import ALONE_S, About, ElasticHost, OutsideError, WireMessage, describe_ended
 from .elastic_workers import HostSetup
 from .fork_server import default_workers, prepare_workers, wait_until_loaded
 from .host_protocol import ParentMessage, describe_host
+from .links import interface_with_address
 from .local import elastic_setup
 from .log_multiplexer import LogMultiplexer
 from .node import failure_of, next_command, send_to_parent
 from .options import JobOptions
-from .rendezvous import interface_with_address
 from .script import HOROVOD_SETUP, Script
 
 T = TypeVar("T")

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import multiprocessing
 import selectors
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from .. import environment
 from ..elastic.membership import Up, View
-from ..elastic.roster import Roster
 from ..environment import ElasticWorker
+from ..job.messages import FromWorker
 from ..system.processes import TERM_GRACE_S, end_orphans
 from . import worker
 from .elastic_job import Ended, JobState, Limits, Start
-from .fork_server import note_how_to_know, starting_processes
+from .fork_server import starting_processes
 from .log_multiplexer import LogMultiplexer, OutputLine, PipedOutput, open_pipes
 from .pulse import Patience
 from .script import Script
 from .supervisor import StoppedWorkers, WatchdogFiles, WorkerSupervisor
 from .worker_options import WorkerOptions
-from .worker_status import StatusFolder, newest_checkpoint, time_request_file
+from .workers import Workers
 
 __all__ = ["HostSetup", "HostWorkers"]
 
@@ -69,12 +69,10 @@ class HostWorkers:
     ) -> None:
         self._setup, self._folder = setup, folder
         self._log = setup.multiplexer.write_message
-        self._roster = Roster(folder, selector, on_message)
+        self._workers = Workers(folder, selector, on_message, FromWorker | Up)
         control = str(folder / "control")
         self._watchdog = WatchdogFiles(folder.name, setup.options.watch, None, self._log, control=control)
         self._run_id = environment.run_id() or folder.name
-        self._living: list[int] = []
-        self._pids: dict[int, int] = {}
         self._local_ranks: dict[int, int] = {}
         self._stopped = StoppedWorkers(setup.options.watch.stall_timeout or environment.stall_timeout())
         self._signals: list[int] = []
@@ -85,7 +83,7 @@ class HostWorkers:
 
     def __enter__(self) -> HostWorkers:
         self._stack.callback(self._watchdog.close)
-        self._stack.callback(self._roster.close)
+        self._stack.callback(self._workers.close)
         self._stack.callback(self._end_orphans)
         self._pipes = self._stack.enter_context(open_pipes(self._folder, self._write))
         self._stack.callback(self.end)
@@ -96,12 +94,8 @@ class HostWorkers:
 
     def _start_attempt(self, attempt: int) -> None:
         self._attempt = attempt
-        self._status = StatusFolder(self._folder).for_attempt(attempt)
-        self._status.path.mkdir(mode=0o700)
         options = self._setup.options
-        self._supervisor = WorkerSupervisor(
-            self._status, self._living, self._signals, options.exit_grace, options.grace
-        )
+        self._supervisor = WorkerSupervisor(self._workers, self._signals, options.exit_grace, options.grace)
         self._watchdog.start_attempt(attempt, 0, options.workers)
 
     def start(self, message: Start) -> None:
@@ -110,10 +104,8 @@ class HostWorkers:
             self._end_orphans()
             self._start_attempt(message.attempt)
         setup, number = self._setup, message.number
-        own = environment.variables_for_workers(
-            self._run_id, setup.options.threads, time_request_file(self._folder), None
-        )
-        elastic = environment.elastic_variable(ElasticWorker(number, self._roster.path, message.joins))
+        own = environment.variables_for_workers(self._run_id, setup.options.threads, None)
+        elastic = environment.elastic_variable(ElasticWorker(number, self._workers.path, message.joins))
         variables = {**environment.variables(), **setup.variables, **own, **self._watchdog.variables(), **elastic}
         local_rank = next(index for index in count() if index not in self._local_ranks.values())
         self._local_ranks[number] = local_rank
@@ -125,47 +117,40 @@ class HostWorkers:
             variables["LOCKSTEP_EARLIER_RUN_DIR"] = message.folder
         self._pipes.add(number)
         name = Path(setup.script.name).name
-        output, folder = PipedOutput(self._folder), StatusFolder(self._folder)
+        output = PipedOutput(self._folder)
         threads, patience = setup.options.threads, setup.patience
-        worker_setup = worker.WorkerSetup(folder, 0, threads, output, self._run_id, name, patience)
+        worker_setup = worker.WorkerSetup(self._folder, threads, output, self._run_id, name, patience)
         context: Any = multiprocessing.get_context(setup.options.start_method)
         process = context.Process(target=_run_worker, args=(setup.script.run, worker_setup, number, variables))
         with starting_processes():
             process.start()
-        note_how_to_know(process, partial(self._status.is_finished, number))
-        self._living.append(number)
-        self._pids[number] = process.pid
-        self._roster.add(number, process)
+        self._workers.add(number, process)
 
     def send(self, number: int, message: Any) -> None:
         """Send a message to a worker."""
         if isinstance(message, View):
             self._view = message.members
-        self._roster.send(number, message)
+        self._workers.send(number, message)
 
     def kill(self, numbers: Sequence[int], gently: bool) -> None:
         """End workers, at once or after their step."""
-        if gently:
-            for number in numbers:
-                self._local_ranks.pop(number, None)  # who replaces it may begin before it has ended
-                self._roster.terminate(number)
+        living = [number for number in numbers if number in self._workers.living]
+        if not gently:
+            self._workers.end(living, signal.SIGKILL)
             return
-        self._supervisor.kill(numbers)
-        for number in set(numbers) - self._supervisor.killed_ranks:  # it has not registered yet
-            self._roster.kill(number)
-            self._supervisor.killed_ranks.add(number)
+        for number in living:
+            self._local_ranks.pop(number, None)  # who replaces it may begin before it has ended
+        self._workers.signal(living, signal.SIGTERM)
 
     def take_ended(self) -> list[Ended]:
         """Return the workers whose processes have ended since the last call."""
         ended = []
-        for number in list(self._roster.exit_codes):
-            code, report = self._roster.exit_codes.pop(number), self._status.read_report(number)
-            self._living.remove(number)
+        for number in list(self._workers.ended):
+            ended_worker = self._workers.remove(number)
             self._local_ranks.pop(number, None)
-            del self._pids[number]
             self._pipes.release(number)
-            code = 0 if number in self._supervisor.killed_ranks else code
-            ended.append(Ended(number, code, self._status.is_finished(number), report))
+            code = 0 if ended_worker.is_ended_here else ended_worker.code or 0
+            ended.append(Ended(number, code, ended_worker.is_finished, ended_worker.failure))
         return ended
 
     def supervise(self, state: JobState, in_training: Iterable[int]) -> None:
@@ -181,28 +166,33 @@ class HostWorkers:
         if state.is_ending or state.stops:
             self._supervisor.check()
         else:
-            self._kill_stopped(len(self._living) < state.target)
+            self._kill_stopped(len(self._workers.living) < state.target)
 
     def _kill_stopped(self, others_run: bool) -> None:
         """Kill the workers that have been stopped for as long as a stall may last; others replace them."""
-        for number in self._stopped.overdue(self._pids, others_run) if self._watchdog.is_enabled else ():
+        pids = {number: each.pid for number, each in self._workers.living.items()}
+        for number in self._stopped.overdue(pids, others_run) if self._watchdog.is_enabled else ():
             for_ = f"for {self._stopped.limit_s:g} s (--stall-timeout) while others ran"
             self._log(f"lockstep: rank {self._rank(number)} has been stopped by a signal {for_}; it is killed")
-            self._supervisor.kill([number])
-            self._supervisor.killed_ranks.discard(number)  # it is lost as any other
+            self._workers.end([number], signal.SIGKILL)
+            self._workers[number].is_ended_here = False  # it is lost as any other
 
     def tick(self) -> None:
         """Do what is due with the connections of workers."""
-        self._roster.tick()
+        self._workers.tick()
+
+    def ping(self) -> None:
+        """Show the workers that this launcher runs; another thread may call this."""
+        self._workers.ping()
 
     def newest_checkpoint(self) -> str:
         """Return the newest checkpoint that one of the workers has saved; "" without one."""
-        return newest_checkpoint(self._folder) or ""
+        return self._workers.checkpoint or ""
 
     @property
     def is_empty(self) -> bool:
         """Whether no worker runs."""
-        return not self._living
+        return not self._workers.living
 
     @property
     def killed(self) -> bool:
@@ -220,8 +210,8 @@ class HostWorkers:
 
     def end(self) -> None:
         """End the workers that are left."""
-        self.kill(self._living, gently=False)
-        self._roster.join(_END_S)  # before their folder is removed
+        self.kill(list(self._workers.living), gently=False)
+        self._workers.join(_END_S)  # before their folder is removed
 
     def _end_orphans(self) -> None:
         left = end_orphans(self._run_id, True, term_grace_s=0.0 if len(self._signals) > 1 else TERM_GRACE_S)
@@ -238,4 +228,4 @@ class HostWorkers:
 def _run_worker(task: Callable[[], object], setup: worker.WorkerSetup, number: int, variables: dict[str, str]) -> None:
     """Run `task` in a process of its own; the environment is set first."""
     environment.set_variables(variables)
-    worker.main(task, setup, str(number))
+    worker.main(task, setup, number)

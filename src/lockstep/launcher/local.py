@@ -1,53 +1,46 @@
 """Run the workers of this host: an entry point or a user's program in each, as a whole job or as one host of several.
 
-`HostJob` holds the state of one run on this host, `run_workers` supervises the agent that starts the workers, and
-`run_host_share` does both for a user's program as `lockstep run` configures it.
+`HostJob` holds the state of one run on this host, `run_workers` starts and supervises the workers, and `run_host_share`
+does both for a user's program as `lockstep run` configures it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch.distributed.elastic.agent.server.api import RunResult
+from typing import Any
 
 from .. import environment
+from ..activity import Activity
 from ..errors import LockstepError
 from ..extension_points import EXTENSION_POINTS
 from ..interruption import collect_signals
 from ..stores import loopback_variables
 from ..system.job_folders import temporary_job_folder
 from ..system.processes import TERM_GRACE_S, end_orphans
-from . import agent, worker
+from ..topology import World
+from . import worker
+from .coordinator import Round
 from .elastic_job import Limits
 from .elastic_workers import HostSetup
-from .fork_server import threads_per_worker
-from .host_protocol import HostFailure
+from .fork_server import starting_processes, threads_per_worker
+from .links import OneHost
 from .log_multiplexer import FileOutput, LogMultiplexer, OutputTarget, RankLogFiles, inherit_output, pipe_output
 from .options import JobOptions
 from .pulse import Patience, Pulse
-from .rendezvous import HostRendezvous
 from .script import Script
 from .supervisor import WatchdogFiles, WorkerSupervisor, program_name
 from .terminal import lend_terminal
 from .worker_options import EXIT_GRACE, WatchdogOptions, WorkerOptions
-from .worker_status import (
-    StatusFolder,
-    WorkerResults,
-    first_failure,
-    newest_checkpoint,
-    raise_failure,
-    time_request_file,
-)
-
-if TYPE_CHECKING:
-    from .rendezvous import HostRendezvous
+from .worker_status import WorkerResults, first_failure, raise_failure
+from .workers import Workers
 
 __all__ = [
     "HostJob",
@@ -58,12 +51,14 @@ __all__ = [
     "run_workers",
 ]
 
-
 # --- Running an entry point in the workers of this host ---------------------------------------------------------------
 
-# The end of the agent is noticed at once in any case. Polling every 50 ms took 1.4 % of a core, which a host with as
+# The end of a worker is noticed at once in any case. Polling every 50 ms took 1.4 % of a core, which a host with as
 # many workers as cores lacks.
 POLL_SECONDS = 0.2
+
+FAILED_POLL_SECONDS = 0.05
+"""The same after a failure, when only what others still report is waited for."""
 
 REPORT_SECONDS = 4.0
 """Seconds for the other workers of a group to detect that a worker has died and to report it; they need 1 to 2 s."""
@@ -83,7 +78,7 @@ class HostJob:
     Attributes:
         folder: a private directory for this run only. The caller removes it; if the caller is killed, its workers do.
         options: the number of workers and their settings.
-        rendezvous: of the agents of all hosts.
+        hosts: of the job.
         output: where the workers write.
         log: prints a message of the launcher.
         program: what the workers run; by default this process's own program.
@@ -91,14 +86,15 @@ class HostJob:
         first_rank: the rank of this host's first worker, known after the rendezvous.
         is_over: whether another host ended the job.
         reason: why it did; "" if this host's workers had failed before.
-        published_signal: whether the other hosts know of a signal that this one received.
+        has_told_signal: whether the other hosts know of a signal that this one received.
         is_blocked: returns whether the launcher waits for whoever reads its output.
         pulse: of the launcher, while it supervises workers.
+        workers: of this host.
     """
 
     folder: Path
     options: WorkerOptions
-    rendezvous: HostRendezvous
+    hosts: OneHost
     output_target: OutputTarget
     log: Callable[[str], None] = _print
     program: str = ""
@@ -108,7 +104,7 @@ class HostJob:
     supervisor: WorkerSupervisor | None = None
     is_over: bool = False
     reason: str = ""
-    published_signal: bool = False
+    has_told_signal: bool = False
     is_blocked: Callable[[], bool] = lambda: False
     pulse: Pulse | None = None
 
@@ -117,10 +113,21 @@ class HostJob:
             name = program_name(sys.argv)
             self.program = " ".join([name, *sys.argv[1:2]]) if name == "lockstep" else name
         self.watchdog = WatchdogFiles(self.folder.name, self.options.watch, self.options.debug_rank, self.log)
+        self.workers = Workers(self.folder, self.hosts.selector)
         self._reports_due = self._remote_failure_due = 0.0
 
+    def turn(self, seconds: float) -> None:
+        """Wait for messages and the ends of processes, so long at most, and take them."""
+        self.hosts.turn(seconds)
+        self.workers.tick()
+
+    def ping(self) -> None:
+        """Show the workers and the other launchers that this one runs; in a thread."""
+        self.workers.ping()
+        self.hosts.ping()
+
     def start_attempt(self, attempt: int, first_rank: int) -> None:
-        """Prepare for the workers that the agent is about to start.
+        """Prepare for the workers that are about to be started.
 
         Raises:
             LockstepError: this launcher did not run for so long that its workers have ended.
@@ -128,17 +135,14 @@ class HostJob:
         if self.lapse:
             raise LockstepError(self.lapse)
         if self.supervisor is not None:
-            failure = first_failure(self.results({}))
+            failure = first_failure(self.results())
             self.log("restarting the workers" + (f" after {str(failure).splitlines()[0]}" if failure else ""))
         self.first_rank = first_rank
-        folder = StatusFolder(self.folder).for_attempt(attempt)
-        folder.path.mkdir(mode=0o700)
+        self.workers.forget()
         options = self.options
         self.watchdog.start_attempt(attempt, first_rank, options.workers)
         self._reports_due = 0.0
-        self.supervisor = WorkerSupervisor(
-            folder, range(options.workers), self.signals, options.exit_grace, options.grace
-        )
+        self.supervisor = WorkerSupervisor(self.workers, self.signals, options.exit_grace, options.grace)
 
     def awaits_reports(self, restarts_left: int) -> bool:
         """Return whether workers in a group with a dead worker may still report what they know about it.
@@ -148,20 +152,19 @@ class HostJob:
         if self.supervisor is None or self.signals:
             return False
         self._reports_due = self._reports_due or time.monotonic() + REPORT_SECONDS
-        unreported = [rank for rank in range(self.options.workers) if not self.supervisor.folder.has_ended(rank)]
+        unreported = [rank for rank, worker in self.workers.all.items() if not worker.has_reported]
         states, first = self.watchdog.rank_states(), self.first_rank
         alive = [first + rank for rank in unreported if states.get(first + rank, "runs") in ("waits", "runs")]
         if not restarts_left and time.monotonic() < self._reports_due and self.watchdog.any_recorded(alive):
             return True
-        self.supervisor.kill(
-            rank for rank in unreported if states.get(first + rank) == "frozen"
-        )  # it handles no signal
+        frozen = [rank for rank in unreported if states.get(first + rank) == "frozen"]
+        self.workers.end(frozen, signal.SIGKILL)  # it handles no signal
         return False
 
     @property
     def patience(self) -> Patience:
         """How long a launcher that does not answer is waited for."""
-        return Patience.of(several_hosts=self.rendezvous.nodes > 1)
+        return Patience.of(several_hosts=self.hosts.nodes > 1)
 
     @property
     def lapse(self) -> str:
@@ -172,33 +175,31 @@ class HostJob:
         limit = f"LOCKSTEP_LAUNCHER_TIMEOUT is {self.patience.limit_s:g} s"
         return f"this launcher did not answer for {seconds:.0f} s ({limit}), and its workers have ended"
 
-    def is_finished(self, local_rank: int) -> bool:
-        """Return whether the work of a worker of this attempt is done."""
-        return self.supervisor is not None and self.supervisor.folder.is_finished(local_rank)
-
     def deliver_remote_failure(self) -> None:
         """Report another host's failure to this host's workers, once: no rank over there may be left to do so."""
         self._remote_failure_due = self._remote_failure_due or time.monotonic() + LOCAL_DETECTION_SECONDS
         if time.monotonic() >= self._remote_failure_due:
             self._remote_failure_due = float("inf")
-            failure = HostFailure.earliest(self.rendezvous.remote_failures())
-            if failure is not None:
-                self.watchdog.deliver_failure(failure)
+            if self.hosts.failure is not None:
+                self.watchdog.deliver_failure(self.hosts.failure)
 
-    def results(self, codes: dict[int, int]) -> WorkerResults:
-        """Return the results of the last attempt; `codes` are exit codes by local rank."""
+    def results(self) -> WorkerResults:
+        """Return the results of the last attempt."""
         supervisor, size, first = self.supervisor, self.options.workers, self.first_rank
         if supervisor is None:
             return WorkerResults(signals=list(self.signals), workers=size)
+        codes = {
+            rank: worker.code for rank, worker in self.workers.all.items() if worker.code and not worker.is_ended_here
+        }
         lost, at = supervisor.dead_ranks, supervisor.checked_at
         report = self.watchdog.report()
         return WorkerResults(
-            supervisor.reports(), lost, codes, list(self.signals), supervisor.killed, size, first, at, report
+            self.workers.failures, lost, codes, list(self.signals), supervisor.killed, size, first, at, report
         )
 
 
-def run_workers(task: Callable[[], object], job: HostJob) -> dict[int, Any]:
-    """Run `task` in the worker processes of this host and return its value for each rank.
+def run_workers(task: Callable[[], object], job: HostJob) -> None:
+    """Run `task` in the worker processes of this host.
 
     Args:
         task: a function without arguments, picklable by name.
@@ -213,36 +214,26 @@ def run_workers(task: Callable[[], object], job: HostJob) -> dict[int, Any]:
     """
     with collect_signals(job.signals):
         run_id = environment.run_id() or job.folder.name
-        setup = worker.WorkerSetup(
-            StatusFolder(job.folder),
-            job.options.workers,
-            job.options.threads,
-            job.output_target,
-            run_id,
-            job.program,
-            job.patience,
-        )
-        elastic_agent = _agent_for(task, setup, job)
+        options = job.options
+        setup = worker.WorkerSetup(job.folder, options.threads, job.output_target, run_id, job.program, job.patience)
+        attempts = _Attempts(partial(worker.main, task, setup), _shared_variables(setup, job), job)
         try:
-            with Pulse(job.folder, job.is_blocked) as job.pulse:
-                job.rendezvous.beats = job.pulse.beats
-                result = _supervise(elastic_agent, job)
-            ended = job.supervisor.killed_ranks if job.supervisor is not None else set()
-            codes = {rank: code for rank, code in elastic_agent.codes.items() if code and rank not in ended}
-            results = job.results(codes)
+            with Pulse(job.ping, job.is_blocked) as job.pulse:
+                problem = attempts.run()
+            results = job.results()
         finally:
             left = end_orphans(run_id, keep_children=True, term_grace_s=0.0 if len(job.signals) > 1 else TERM_GRACE_S)
             if left:
                 job.log(f"lockstep: ended processes that the ranks left running: {left}")
             job.watchdog.close()
+            job.workers.close()
     try:
         _raise_failure(results, "" if job.signals else job.reason)
     except LockstepError as error:
-        error.checkpoint = error.checkpoint or newest_checkpoint(job.folder)
+        error.checkpoint = error.checkpoint or job.workers.checkpoint
         raise
-    if isinstance(result, Exception):
-        raise LockstepError(f"the workers could not be run: {type(result).__name__}: {result}") from result
-    return result.return_values
+    if problem is not None:
+        raise LockstepError(f"the workers could not be run: {type(problem).__name__}: {problem}") from problem
 
 
 def _raise_failure(results: WorkerResults, reason: str) -> None:
@@ -253,17 +244,16 @@ def _raise_failure(results: WorkerResults, reason: str) -> None:
         raise LockstepError(f"the run was ended: {reason}")
 
 
-def _agent_for(task: Callable[[], object], setup: worker.WorkerSetup, job: HostJob) -> agent.Agent:
-    # The fork server has the environment of the first launch; workers get the current one.
-    inherit_output = environment.variables()
-    if job.rendezvous.nodes == 1:
-        inherit_output = loopback_variables() | inherit_output
-    own = environment.variables_for_workers(
-        setup.run_id, setup.threads, time_request_file(job.folder), job.options.debug_rank
-    )
-    own |= _emulate(job)
-    variables = agent.WorkerVariables(inherit_output, lambda _: own | job.watchdog.variables())
-    return agent.make_agent(worker.main, (task, setup), job.options, variables, job.rendezvous, job)
+def _shared_variables(setup: worker.WorkerSetup, job: HostJob) -> dict[str, str]:
+    """Return the variables that are the same for all workers of this host in all attempts.
+
+    The fork server has the environment of the first launch; workers get the current one.
+    """
+    variables = environment.variables()
+    if job.hosts.nodes == 1:
+        variables = loopback_variables() | variables
+    variables |= environment.variables_for_workers(setup.run_id, setup.threads, job.options.debug_rank)
+    return variables | _emulate(job)
 
 
 _NETWORK = "network"  # the folder of the link clocks, in that of the job
@@ -279,54 +269,138 @@ def _emulate(job: HostJob) -> dict[str, str]:
     return environment.emulation_variables(str(network), folder)
 
 
-def _supervise(elastic_agent: agent.Agent, job: HostJob) -> RunResult | Exception:
-    with ThreadPoolExecutor(1, "lockstep agent") as pool:
-        future = pool.submit(_run_agent, elastic_agent)
+class _Attempts:
+    """Starts the workers of this host, and starts all again after a failure as often as the job allows.
+
+    Args:
+        entry: what each worker runs, with its local rank; picklable by name.
+        variables: of the environment of all of them.
+        job: this host's share of the run.
+    """
+
+    def __init__(self, entry: Callable[[int], object], variables: dict[str, str], job: HostJob) -> None:
+        self._entry, self._variables, self._job = entry, variables, job
+        self._may_restart = True
+
+    def run(self) -> Exception | None:
+        """Run all attempts; returns why workers could not be started, if so."""
+        job = self._job
         try:
-            while not future.done():
-                wait([future], POLL_SECONDS)
-                _poll(elastic_agent, job)
-            # The agent ends before its workers only if the fork server was killed.
-            while job.supervisor is not None and job.supervisor.check(agent_is_gone=True):
-                assert job.pulse is not None
-                job.pulse.turn()
-                time.sleep(POLL_SECONDS)
+            while (place := self._next_place()) is not None:
+                try:
+                    self._start(place)
+                except (OSError, EOFError, LockstepError) as error:  # the fork server cannot be reached, say
+                    return error
+                if self._supervise(job.options.restarts - place.number):
+                    self._end()
+                    continue
+                if job.workers.living or self._has_failed():
+                    self._end()
+                else:
+                    self._wait_for_other_hosts()
+                return None
         finally:
-            while not future.done():
-                elastic_agent.stop_restarting()
-                elastic_agent.fail_attempt()
-                if job.supervisor is not None:
-                    job.supervisor.kill_all()
-                wait([future], POLL_SECONDS)
-        return future.result()
+            while job.workers.living:  # something has gone wrong here
+                job.workers.end(job.workers.living, signal.SIGKILL)
+                job.turn(POLL_SECONDS)
+        return None
+
+    def _next_place(self) -> Round | None:
+        """Return where the workers of this host are to start next, once all hosts are ready; None if they are not."""
+        job = self._job
+        job.hosts.join(job.options.workers)
+        while job.hosts.place is None and self._may_restart:
+            job.turn(POLL_SECONDS)
+            self._poll()
+        return job.hosts.place
+
+    def _wait_for_other_hosts(self) -> None:
+        """Wait until the workers of all hosts have finished, or the job cannot go on."""
+        job = self._job
+        job.hosts.done()
+        while not job.hosts.all_done and self._may_restart:
+            job.turn(POLL_SECONDS)
+            self._poll()
+
+    def _start(self, place: Round) -> None:
+        job, count = self._job, self._job.options.workers
+        job.start_attempt(place.number, place.first_rank)
+        of_attempt = environment.attempt_variables(place.number, job.options.restarts, job.hosts.run_id)
+        shared = {**self._variables, **of_attempt, **job.watchdog.variables()}
+        context: Any = multiprocessing.get_context(job.options.start_method)
+        # a fork server that is still loading PyTorch is waited for
+        activity = Activity(f"lockstep: starting {count} worker{'s'[: count != 1]}", job.shows_progress)
+        with activity, starting_processes():
+            for local_rank in range(count):
+                node, nodes = job.hosts.node, job.hosts.nodes
+                rank = place.first_rank + local_rank
+                world = World(rank, place.world_size, local_rank, count, node, nodes, "lockstep")
+                of_worker = environment.world_variables(world, job.hosts.address, place.port)
+                process = context.Process(target=_run_worker, args=(self._entry, local_rank, {**of_worker, **shared}))
+                process.start()
+                job.workers.add(local_rank, process)
+
+    def _supervise(self, restarts_left: int) -> bool:
+        """Watch the workers until they have ended, or one has failed; returns whether to start all again."""
+        job = self._job
+        while job.workers.living and not self._has_failed():
+            job.turn(POLL_SECONDS)
+            self._poll()
+            if job.hosts.next_is_open and self._may_restart:
+                return True
+        if not self._has_failed():
+            return False
+        restarts_left = restarts_left if self._may_restart else 0
+        while job.workers.living and job.awaits_reports(restarts_left):
+            job.turn(FAILED_POLL_SECONDS)
+            self._poll()
+        return restarts_left > 0 and self._may_restart
+
+    def _has_failed(self) -> bool:
+        """Return whether the process of a worker has ended, but not in good order."""
+        workers = self._job.workers.all.values()
+        return any(worker.code is not None and (worker.code or not worker.is_finished) for worker in workers)
+
+    def _end(self) -> None:
+        """End the workers that are left; those that take longer than their grace period are killed."""
+        job = self._job
+        job.workers.signal(job.workers.living, signal.SIGTERM)
+        for ended in job.workers.living.values():
+            ended.is_ended_here = True
+        while job.workers.living:
+            job.turn(FAILED_POLL_SECONDS)
+            self._poll(is_over=True)
+
+    def _poll(self, is_over: bool = False) -> bool:
+        """Do what is due while workers run; returns whether any is alive.
+
+        Args:
+            is_over: whether the workers must end.
+        """
+        job = self._job
+        reason = job.lapse or job.hosts.reason
+        assert job.pulse is not None
+        job.pulse.turn()
+        for text in job.hosts.tick():
+            job.log(f"lockstep: {text}")
+        if reason and not job.is_over:
+            job.is_over = True
+            job.reason = "" if first_failure(job.results()) else reason
+        if job.signals or job.is_over:
+            self._may_restart = False
+        if job.is_over and not job.signals:
+            job.deliver_remote_failure()
+        if job.signals and not job.has_told_signal:
+            job.has_told_signal = True
+            job.hosts.interrupt(job.signals[0])
+        job.watchdog.relay_messages()
+        return job.supervisor is not None and job.supervisor.check(is_over=is_over or job.is_over)
 
 
-def _poll(elastic_agent: agent.Agent, job: HostJob) -> None:
-    reason = job.lapse or job.rendezvous.failure_reason()
-    assert job.pulse is not None
-    job.pulse.turn()
-    for text in job.rendezvous.take_notes():
-        job.log(f"lockstep: {text}")
-    if reason and not job.is_over:
-        job.is_over, job.reason = True, "" if first_failure(job.results({})) else reason
-    if job.signals or job.is_over:
-        elastic_agent.stop_restarting()
-    if job.is_over and not job.signals:
-        job.deliver_remote_failure()
-    if job.signals and not job.published_signal:
-        job.published_signal = True
-        job.rendezvous.publish_interruption(job.signals[0])
-    job.watchdog.relay_messages()
-    supervisor = job.supervisor
-    if supervisor is not None and not supervisor.check(is_over=job.is_over) and supervisor.deadline_passed:
-        elastic_agent.fail_attempt()
-
-
-def _run_agent(elastic_agent: agent.Agent) -> RunResult | Exception:
-    try:
-        return agent.run_agent(elastic_agent)
-    except Exception as error:
-        return error
+def _run_worker(entry: Callable[[int], object], local_rank: int, variables: dict[str, str]) -> None:
+    """Run `entry` in a process of its own; the environment is set first, as the fork server's is older."""
+    environment.set_variables(variables)
+    entry(local_rank)
 
 
 # --- Running a user's program and relaying its output -----------------------------------------------------------------
@@ -351,8 +425,8 @@ class OutputSettings:
     quiet: bool = False
 
 
-def run_program(script: Script, options: WorkerOptions, output: OutputSettings, rendezvous: HostRendezvous) -> None:
-    """Run `script` in `options.workers` processes, as this host's share of the job of `rendezvous`.
+def run_program(script: Script, options: WorkerOptions, output: OutputSettings, hosts: OneHost) -> None:
+    """Run `script` in `options.workers` processes, as this host's share of the job on `hosts`.
 
     Raises:
         as `run_workers`.
@@ -363,7 +437,7 @@ def run_program(script: Script, options: WorkerOptions, output: OutputSettings, 
         first_rank = lambda: jobs[0].first_rank if jobs else 0  # noqa: E731
         output_target = stack.enter_context(_open_output(output, folder, options, first_rank))
         log, program = output.multiplexer.write_message, Path(script.name).name
-        jobs.append(HostJob(folder, options, rendezvous, output_target, log, program, not output.quiet))
+        jobs.append(HostJob(folder, options, hosts, output_target, log, program, not output.quiet))
         jobs[0].is_blocked = lambda: output.multiplexer.is_blocked
         try:
             run_workers(script.run, jobs[0])
@@ -403,7 +477,7 @@ def _open_output(
 
 
 def run_host_share(
-    script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer, rendezvous: HostRendezvous
+    script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer, hosts: OneHost
 ) -> None:
     """Run this host's workers of `config.program`."""
     threads, watch = threads_per_worker(config, workers), _watchdog_options(config)
@@ -415,8 +489,8 @@ def run_host_share(
         workers, threads, config.grace, EXIT_GRACE, config.restarts, method, debug_rank, watch, network
     )
     folder = Path(config.output_dir) if config.output_dir is not None else None
-    alone = workers == 1 and rendezvous.nodes == 1 and folder is None
-    run_program(script, options, OutputSettings(multiplexer, folder, alone, config.tee, config.quiet), rendezvous)
+    alone = workers == 1 and hosts.nodes == 1 and folder is None
+    run_program(script, options, OutputSettings(multiplexer, folder, alone, config.tee, config.quiet), hosts)
 
 
 def elastic_setup(script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer) -> HostSetup:

@@ -10,31 +10,27 @@ import signal
 import socket
 import sys
 import threading
-import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from .. import environment, messages
 from ..errors import InterruptedRunError, LockstepError, WorkerError
-from .host_protocol import CONTROL_PREFIX, HostFailure, ParentMessage, describe_host
+from ..system.heartbeat import address_towards
+from .host_protocol import CONTROL_PREFIX, HostDescription, HostFailure, ParentMessage, describe_host
+from .links import FIRST, FixedHosts, interface_with_address, listen_for_hosts
 from .local import run_host_share
 from .log_multiplexer import LogMultiplexer
 from .options import JobOptions
-from .rendezvous import address_towards, check_hosts, interface_with_address, join_rendezvous, serve_job_store
 from .script import Script
 from .worker_options import FAILURE_GRACE
-
-if TYPE_CHECKING:
-    from .rendezvous import HostRendezvous
 
 __all__ = ["failure_of", "next_command", "run_as_node", "send_to_parent"]
 
 
 def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) -> None:
-    """Rendezvous with the other hosts and run the workers of this one.
+    """Meet the other hosts, and run the workers of this one.
 
     Args:
         script: the program.
@@ -43,17 +39,18 @@ def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) 
         problem: why this host cannot run them, or "".
 
     Raises:
-        ConfigError: the rendezvous fails, or the hosts are incompatible.
+        ConfigError: the hosts do not meet, or are incompatible.
         WorkerError: the rank that failed first, on any host.
         as `start.start`.
     """
     if config.as_host:
         _run_for_parent(script, config, workers, problem)
         return
-    rendezvous = join_rendezvous(config, str(config.master_addr), config.master_port)
-    check_hosts(rendezvous, describe_host(workers, problem), config)
     multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
-    _run(script, config, workers, multiplexer, rendezvous)
+    address, port = str(config.master_addr), config.master_port
+    listener = listen_for_hosts(address, port) if config.node_rank == FIRST else None
+    hosts = FixedHosts(address, port, config.node_rank, config.nnodes)
+    _run(script, config, describe_host(workers, problem), multiplexer, hosts, listener)
 
 
 def _run_for_parent(script: Script, config: JobOptions, workers: int, problem: str) -> None:
@@ -61,20 +58,19 @@ def _run_for_parent(script: Script, config: JobOptions, workers: int, problem: s
     connection = environment.variables().get("SSH_CONNECTION", "")
     send_to_parent(ParentMessage(ready=describe_host(workers, problem, connection)))
     command, arguments = next_command()
-    store = None
+    listener = None
     if command == "serve":  # only now is it known by which address the other hosts reach this one
-        store = serve_job_store(arguments[0], 0, config)
-        send_to_parent(ParentMessage(port=store.port))
+        listener = listen_for_hosts(arguments[0], 0)
+        send_to_parent(ParentMessage(port=int(listener.getsockname()[1])))
         command, arguments = next_command()
     if command != "go":
         return
-    now, (address, port, sent_at) = time.time_ns(), arguments
+    address, port, _ = arguments
     threading.Thread(target=_forward_parent_signals, name="lockstep parent", daemon=True).start()
     multiplexer = LogMultiplexer((1, 2), colours=False, prefixes=not config.no_prefix, live=True)
     try:
-        rendezvous = join_rendezvous(config, address, int(port), store)
-        rendezvous.clock_offset_ns = now - int(sent_at)
-        _run(script, replace(config, quiet=True), workers, multiplexer, rendezvous)
+        hosts = FixedHosts(address, int(port), config.node_rank, config.nnodes)
+        _run(script, replace(config, quiet=True), describe_host(workers, problem), multiplexer, hosts, listener)
     except (LockstepError, KeyboardInterrupt) as error:
         send_to_parent(ParentMessage(error=str(error)))
         raise
@@ -87,21 +83,39 @@ def next_command() -> tuple[str, list[str]]:
 
 
 def _run(
-    script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer, rendezvous: HostRendezvous
+    script: Script,
+    config: JobOptions,
+    description: HostDescription,
+    multiplexer: LogMultiplexer,
+    hosts: FixedHosts,
+    listener: socket.socket | None,
 ) -> None:
-    _choose_interface(config, rendezvous)
-    own, error = None, None
-    with rendezvous.monitored():
+    """Run this host's part, and agree with the others on the first failure.
+
+    Args:
+        script: the program.
+        config: of the run.
+        description: of this host.
+        multiplexer: prints the workers' lines.
+        hosts: of the job.
+        listener: where the others connect, if this host is the first.
+    """
+    own: HostFailure | None = None
+    error: LockstepError | None = None
+    with closing(hosts):
+        hosts.meet(description, config, listener)
+        _choose_interface(config, hosts)
         try:
-            run_host_share(script, config, workers, multiplexer, rendezvous)
+            run_host_share(script, config, description.workers, multiplexer, hosts)
         except InterruptedRunError:
             raise
         except LockstepError as raised:
-            _check_interruption(raised, rendezvous)
-            own, error = failure_of(raised, rendezvous.clock_offset_ns), raised
+            _check_interruption(raised, hosts)
+            own = failure_of(raised, hosts.clock_offset_ns)
+            error = raised
         if own is not None and config.as_host:
             send_to_parent(ParentMessage(failure=own))
-        first = rendezvous.first_failure(own, FAILURE_GRACE + 2)
+        first = hosts.end(own, FAILURE_GRACE + 2)
     if first is not None:
         if own is None or own.rank != first.rank:  # one host shows the traceback
             first = msgspec.structs.replace(first, traceback="")
@@ -110,20 +124,20 @@ def _run(
         raise error
 
 
-def _check_interruption(error: LockstepError, rendezvous: HostRendezvous) -> None:
+def _check_interruption(error: LockstepError, hosts: FixedHosts) -> None:
     """Raise InterruptedRunError if workers failed, or cannot continue, because those of an interrupted host exited."""
     from ..watchdog import report
 
-    interruption = rendezvous.interruption()
+    interruption = hosts.interruption
     cause = error if isinstance(error, WorkerError) else error.__cause__
     if isinstance(cause, WorkerError):
         follows = cause.in_collective or (error.report_json and report.from_json(error.report_json).kind != "raised")
     else:
-        follows = bool(rendezvous.failure_reason())  # the first host is gone, and the store with it
-    if interruption and follows:
-        host, number = interruption
-        name = signal.Signals(number).name
-        raise InterruptedRunError(f"stopped by {name} on {host}: its workers have exited", number)
+        follows = bool(hosts.reason)  # that host, or the first one, is gone
+    if interruption is not None and follows:
+        name = signal.Signals(interruption.signal).name
+        text = f"stopped by {name} on {interruption.host}: its workers have exited"
+        raise InterruptedRunError(text, interruption.signal)
 
 
 def failure_of(error: LockstepError, clock_offset_ns: int = 0) -> HostFailure | None:
@@ -134,12 +148,12 @@ def failure_of(error: LockstepError, clock_offset_ns: int = 0) -> HostFailure | 
     return HostFailure.from_error(cause, socket.gethostname(), clock_offset_ns)
 
 
-def _choose_interface(config: JobOptions, rendezvous: HostRendezvous) -> None:
+def _choose_interface(config: JobOptions, hosts: FixedHosts) -> None:
     """Make Gloo and NCCL use the network of the first host; by default Gloo uses the address of the host name."""
     name = config.network_interface
-    if name is None and rendezvous.nodes > 1:
+    if name is None and hosts.nodes > 1:
         with suppress(OSError):
-            name = interface_with_address(address_towards(rendezvous.address))
+            name = interface_with_address(address_towards(hosts.address))
     if name is not None:
         environment.set_defaults({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name})
 

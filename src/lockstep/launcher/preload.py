@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch.distributed.elastic.multiprocessing.api  # noqa: F401
-
 from ..environment import with_variables
 from ..interruption import LAUNCHER_SIGNALS
 from ..watchdog import patches  # noqa: F401

@@ -7,18 +7,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from typing_extensions import Self
 
 from .. import environment
 from ..watchdog.diagnosis import ObservationClock
 
-__all__ = ["Patience", "Pulse", "SilenceWatch", "read_pulse", "write_to_launcher"]
+__all__ = ["Patience", "Pulse", "SilenceWatch", "write_to_launcher"]
 
-_FILE = "pulse"
 _BEAT_S = 0.5
 _TURN_S = 5.0  # in which the loop must have turned: it may wait for a disk, or for many processes to end
 _DEFAULT_LIMIT_S = 120.0
@@ -48,16 +45,12 @@ class Pulse:
     """A launcher's sign of life, in a thread: it beats as long as the loop turns, or waits for a reader of its output.
 
     Args:
-        folder: of the job, private to this user.
+        on_beat: called in the thread at each beat: tells the workers, or other launchers.
         is_blocked: returns whether this process waits for whoever reads its output, which is no fault of its own.
-        on_beat: called in the thread at each beat.
     """
 
-    def __init__(
-        self, folder: Path, is_blocked: Callable[[], bool] = lambda: False, on_beat: Callable[[], None] = lambda: None
-    ) -> None:
-        self._path, self._is_blocked, self._on_beat = folder / _FILE, is_blocked, on_beat
-        self._path.touch()
+    def __init__(self, on_beat: Callable[[], None], is_blocked: Callable[[], bool] = lambda: False) -> None:
+        self._on_beat, self._is_blocked = on_beat, is_blocked
         self._turned = self._beaten = time.monotonic()
         self._longest = 0.0
         self._stopping = threading.Event()
@@ -96,17 +89,7 @@ class Pulse:
             if self.beats():
                 now = time.monotonic()
                 self._longest, self._beaten = max(self._longest, now - self._beaten), now
-                with suppress(OSError):  # the folder is being removed
-                    os.utime(self._path)
                 self._on_beat()
-
-
-def read_pulse(folder: Path) -> int:
-    """Return a number that changes with each beat of the launcher whose job has this folder; 0 if there is none."""
-    try:
-        return (folder / _FILE).stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 class SilenceWatch:

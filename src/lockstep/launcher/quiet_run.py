@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from .. import environment
 from ..errors import LockstepError, WorkerError
 from ..network import VirtualNetwork
-from . import fork_server, local, rendezvous
+from . import fork_server, links, local
 from .log_multiplexer import LogMultiplexer
 from .script import Script
 from .worker_options import EXIT_GRACE, WorkerOptions
@@ -41,7 +42,8 @@ def run_quietly(
     (folder / _OUTPUT).mkdir()
     output = local.OutputSettings(LogMultiplexer((1, 2), colours=False), folder / _OUTPUT, quiet=True)
     try:
-        local.run_program(script, options, output, rendezvous.single_host_rendezvous())
+        with closing(links.OneHost()) as hosts:
+            local.run_program(script, options, output, hosts)
     except LockstepError as error:
         return error
     return None

@@ -36,7 +36,7 @@ _READ_ENVIRONMENT = (
 
 # variables that belong to the program rather than to the host
 _FORWARDED = ("PYTHONPATH", "PYTHONUNBUFFERED", "LOCKSTEP_", "TORCH", "NCCL_", "GLOO_", "OMP_NUM_THREADS")
-_NOT_FORWARDED = ("LOCKSTEP_RUN_ID", "LOCKSTEP_ASK_FOR_TIME", "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHDOG_DIR")
+_NOT_FORWARDED = ("LOCKSTEP_RUN_ID", "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHDOG_DIR")
 
 
 def assign_workers(config: JobOptions) -> list[Host]:

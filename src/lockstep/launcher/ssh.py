@@ -162,9 +162,8 @@ class _RemoteRun:
         variables: Mapping[str, str],
         listed: Callable[[], Sequence[Host]] | None,
     ) -> None:
-        self._config, self._hosts, self._commands, self._variables = config, hosts, commands, variables
-        if config.elastic is not None:
-            self._variables = {"LOCKSTEP_JOB_KEY": secrets.token_hex(16), **variables}
+        self._config, self._hosts, self._commands = config, hosts, commands
+        self._variables = {"LOCKSTEP_JOB_KEY": secrets.token_hex(16), **variables}
         self._multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=False)
         self._events: queue.Queue[None] = queue.Queue()
         self._launchers: list[_HostLauncher] = []

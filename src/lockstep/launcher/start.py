@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from .. import environment
@@ -150,13 +151,14 @@ def _run_on_this_host(script: Script, config: JobOptions) -> None:
         check_network(config.network, workers)
         prepare_workers(config, workers)
         with deferred_signals():
-            from . import elastic_host, local, rendezvous
+            from . import elastic_host, links, local
 
     multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
     if config.elastic is not None:
         elastic_host.run_on_one_host(local.elastic_setup(script, config, workers, multiplexer))
         return
-    local.run_host_share(script, config, workers, multiplexer, rendezvous.single_host_rendezvous())
+    with closing(links.OneHost()) as hosts:
+        local.run_host_share(script, config, workers, multiplexer, hosts)
 
 
 def _run_on_several_hosts(script: Script, config: JobOptions) -> None:

@@ -24,7 +24,7 @@ from ..watchdog.diagnosis import ObservationClock
 from .host_protocol import HostFailure
 from .remote_command import redact_variables
 from .worker_options import FAILURE_GRACE, WatchdogOptions
-from .worker_status import StatusFolder, WorkerReport
+from .workers import WorkerProcess, Workers
 
 __all__ = ["StoppedWorkers", "WatchdogFiles", "WorkerSupervisor", "program_name"]
 
@@ -39,29 +39,25 @@ def program_name(argv: Sequence[str]) -> str:
 
 @dataclass
 class WorkerSupervisor:
-    """The state of the workers of one attempt as the launcher sees it; `check` updates it and enforces the deadlines.
+    """The workers of one attempt as the launcher sees them; `check` enforces the deadlines.
 
     Attributes:
-        folder: the status folder of the attempt.
-        ranks: the local ranks of this host.
-        signals: the signals that this process received, in order; another thread or a handler appends.
+        workers: of this host.
+        signals: the signals that this process received, in order; a handler appends.
         exit_grace: seconds that workers may take to exit after a signal.
         save_grace: the same if one of them has asked for time to save.
-        dead_ranks: the ranks that were dead at the first check that found any.
-        killed_ranks: the ranks that were killed from here, whose exit codes are therefore meaningless.
+        dead_ranks: the numbers of the workers that were dead at the first check that found any.
         checked_at: time of the check before that one, in nanoseconds since the epoch: they were alive then.
         killed: whether the grace period ran out and the remaining workers were killed.
-        informed: the ranks that get no signal from here, because they are told in another way.
+        informed: the workers that get no signal from here, because they are told in another way.
     """
 
-    folder: StatusFolder
-    ranks: Sequence[int]
+    workers: Workers
     signals: Sequence[int]
     exit_grace: float
     save_grace: float
     dead_ranks: list[int] = field(default_factory=list)
     killed: bool = False
-    killed_ranks: set[int] = field(default_factory=set)
     informed: set[int] = field(default_factory=set)
     checked_at: int = field(default_factory=time.time_ns)
     _signalled: set[int] = field(default_factory=set)
@@ -69,75 +65,59 @@ class WorkerSupervisor:
     _kill_at: float = float("inf")
     _stop_requested: bool = False
 
-    def reports(self) -> list[WorkerReport]:
-        """Return all reports written so far, the earliest first."""
-        found = [report for rank in self.ranks if (report := self.folder.read_report(rank)) is not None]
-        return sorted(found, key=lambda report: report.time)
-
-    def check(self, agent_is_gone: bool = False, is_over: bool = False) -> bool:
+    def check(self, is_over: bool = False) -> bool:
         """Forward signals, enforce deadlines, and return whether any worker is alive.
 
         Args:
-            agent_is_gone: the agent no longer manages the workers, so that they must end.
-            is_over: the job cannot continue for another reason, so that they must end.
+            is_over: the job cannot continue for another reason, so that the workers must end.
         """
-        present = self.folder.live_pids(self.ranks)
-        self._forward_signals(present)
-        reports = self.reports()
+        living = self.workers.living
+        self._forward_signals(living)
+        failures = self.workers.failures
         now = time.time_ns()
-        self.dead_ranks = self.dead_ranks or self.folder.dead_ranks(self.ranks)
+        self.dead_ranks = self.dead_ranks or self.workers.dead
         self.checked_at = self.checked_at if self.dead_ranks else now
-        self._stop_requested = self._stop_requested or bool(self.signals) or any(report.stopped for report in reports)
-        failed = is_over or bool(self.dead_ranks) or any(not report.stopped for report in reports)
-        self._set_deadline(failed or (agent_is_gone and not self._stop_requested))
+        stops = bool(self.signals) or any(failure.stopped for failure in failures)
+        self._stop_requested = self._stop_requested or stops
+        failed = is_over or bool(self.dead_ranks) or any(not failure.stopped for failure in failures)
+        self._set_deadline(failed)
         if failed:
-            self.kill([rank for rank, pid in present.items() if is_stopped(pid)])  # it cannot clean up
-        if agent_is_gone:
-            # it would have released them
-            self.kill(rank for rank in present if self.folder.is_finished(rank))
-        if present and self.deadline_passed:
-            self._end_overdue(present)
-        return bool(present)
+            stopped = [number for number, worker in living.items() if worker.pid and is_stopped(worker.pid)]
+            self.workers.end(stopped, signal.SIGKILL)  # it cannot clean up
+        if living and self.deadline_passed:
+            self._end_overdue(living)
+        return bool(living)
 
     @property
     def deadline_passed(self) -> bool:
         """Whether the grace period of the workers is over."""
-        extra = self.save_grace - self.exit_grace if self._stop_requested and self.folder.time_requested else 0.0
+        needs_time = self._stop_requested and any(worker.needs_time for worker in self.workers.all.values())
+        extra = self.save_grace - self.exit_grace if needs_time else 0.0
         return time.monotonic() >= self._deadline + max(0.0, extra) * (len(self.signals) < 2)
 
     def kill_all(self) -> None:
         """Kill every live worker and the processes that it has started."""
         self.killed = True
-        self.kill(self.ranks)
+        self.workers.end(self.workers.living, signal.SIGKILL)
 
-    def kill(self, ranks: Iterable[int]) -> None:
-        """Kill the live workers among `ranks` and the processes that they have started."""
-        for rank, pid in self.folder.live_pids(ranks).items():
-            self.killed_ranks.add(rank)
-            # The group holds the processes that the worker started. A worker creates its group just after it has
-            # registered.
-            for send in (os.killpg, os.kill):
-                with suppress(ProcessLookupError):
-                    send(pid, signal.SIGKILL)
-
-    def _end_overdue(self, present: dict[int, int]) -> None:
+    def _end_overdue(self, living: Mapping[int, WorkerProcess]) -> None:
         """Kill workers past their deadline; without a signal from outside they get SIGTERM and a moment first."""
         now = time.monotonic()
         if self.signals or now >= self._kill_at:
             self.kill_all()
         elif self._kill_at == float("inf"):
-            self.killed, self._kill_at = True, now + TERM_GRACE_S
-            self.killed_ranks.update(present)
-            for pid in present.values():
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGTERM)
+            self.killed = True
+            self._kill_at = now + TERM_GRACE_S
+            self.workers.end(living, signal.SIGTERM)
 
-    def _forward_signals(self, present: dict[int, int]) -> None:
-        if self.signals:
-            for rank in present.keys() - self._signalled - self.informed:
-                with suppress(ProcessLookupError):
-                    os.kill(present[rank], self.signals[0])
-                self._signalled.add(rank)
+    def _forward_signals(self, living: Mapping[int, WorkerProcess]) -> None:
+        """Forward the first signal to the workers; one that has not connected does not handle any yet."""
+        if not self.signals:
+            return
+        connected = {number for number, worker in living.items() if worker.connection is not None}
+        new = connected - self._signalled - self.informed
+        self.workers.signal(new, self.signals[0])
+        self._signalled |= new
 
     def _set_deadline(self, failed: bool) -> None:
         now = time.monotonic()

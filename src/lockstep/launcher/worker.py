@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -25,28 +24,28 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from .. import watchdog
-from ..environment import emulated_network, find_world, records_dir, restart_count
+from .. import environment, watchdog
+from ..environment import emulated_network, find_world, records_dir
 from ..errors import InterruptedRunError, LockstepError
 from ..extension_points import EXTENSION_POINTS
 from ..flight_recorder import jobs
-from ..system.processes import TERM_GRACE_S, ProcessLiveness, end_orphans, is_stopped
+from ..job.client import JobClient
+from ..job.messages import Failure, Finished, ToWorker
+from ..system.job_folders import JobFolderLock
+from ..system.processes import ProcessLiveness, end_orphans, is_stopped
 from ..transports.runtime import host_identity
 from ..watchdog.call_sites import user_call_site
 from ..watchdog.last_rank import describe_activity
 from . import late_failures, mpi_singletons
 from .log_multiplexer import OutputTarget
-from .pulse import Patience, SilenceWatch, read_pulse, write_to_launcher
-from .worker_status import StatusFolder, WorkerReport, pickle_by_value
+from .pulse import Patience, SilenceWatch, write_to_launcher
+from .worker_status import pickle_by_value
+from .workers import worker_socket
 
 __all__ = ["WorkerSetup", "main", "refuse_bad_fork"]
 
 
 # --- The worker process -----------------------------------------------------------------------------------------------
-
-# A worker that failed because a peer died waits this long to be ended together with the others, so that the launcher
-# sees the peer's death first. The launcher polls five times a second.
-PEER_FAILURE_WAIT_SECONDS = 10.0
 
 # A worker with an error of Lockstep waits this long for the others to raise the same one. If the input is bad, all do
 # so at nearly the same time; if only one worker fails, the launch fails this much later.
@@ -55,7 +54,6 @@ SAME_ERROR_WAIT_SECONDS = 1.0
 # Between the moment in which the kernel closes the launcher's end of the pipe and that in which its process has ended.
 _LAUNCHER_ENDS_S = 5.0
 
-_LOOK_S = 0.25  # between two looks at the launcher's pulse
 _OTHERS_FIRST_S = 3.0  # by which the other hosts give up a launcher before its workers do
 
 PR_SET_PDEATHSIG = 1
@@ -73,8 +71,7 @@ class WorkerSetup:
     """The settings of a worker besides its task.
 
     Attributes:
-        folder: the status folder of the run.
-        workers: number of workers on this host.
+        folder: of the run, private to this user.
         threads: intra-op threads of PyTorch.
         output: the target of its standard output and standard error.
         run_id: value of LOCKSTEP_RUN_ID in all processes of the run.
@@ -82,8 +79,7 @@ class WorkerSetup:
         patience: with a launcher that does not answer; None where there is none.
     """
 
-    folder: StatusFolder
-    workers: int
+    folder: Path
     threads: int
     output: OutputTarget
     run_id: str
@@ -91,44 +87,58 @@ class WorkerSetup:
     patience: Patience | None = None
 
 
-def main(task: Callable[[], object], setup: WorkerSetup, local_rank: str) -> object:
-    """Run `task` as the worker `local_rank` (text, as PyTorch's agent passes it) and return its value.
+def main(task: Callable[[], object], setup: WorkerSetup, rank: int) -> object:
+    """Run `task` as the worker with the local rank `rank`, and return its value.
 
-    An exception is reported to the launcher and ends the process with the exception's exit code. A worker that shut
-    down cleanly on a signal (InterruptedRunError) stays until all workers have ended, because the agent ends the peers
-    of a worker that fails.
+    An exception is reported to the launcher and ends the process with the exception's exit code. One that shuts a
+    worker down cleanly on a signal (InterruptedRunError) ends it with exit code 0: the launcher ends the peers of a
+    worker that fails.
     """
-    rank = int(local_rank)
-    setup = replace(setup, folder=setup.folder.for_attempt(restart_count()))
+    _set_up_signals()
+    client = _connect(setup, rank)
     try:
-        setup.folder.register(rank)
+        JobFolderLock(setup.folder)  # for as long as this process lives
         _set_up_process(setup, rank)
-        late_failures.set_reporter(partial(_report_late, rank, setup))
+        late_failures.set_reporter(partial(_report_late, client))
         value = task()
         watchdog.report_exit()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     except InterruptedRunError as error:
-        setup.folder.write_report(_make_report(rank, error, setup))
+        client.fail(_make_report(client, error))
         value = None
     except BaseException as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         watchdog.report_exception(error)
-        report = _make_report(rank, error, setup)
+        report = _make_report(client, error)
         if report.exit_code:
-            _exit_with_report(report, setup)
+            _exit_with_report(report, client)
         value = None  # sys.exit(0) is a successful end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the task is done
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # without the program's handler
     _flush()
-    setup.folder.mark_finished(rank)
+    client.send(Finished())
     return value
 
 
+def _connect(setup: WorkerSetup, rank: int) -> JobClient:
+    """Connect to the launcher; the end of that connection ends this worker."""
+    incoming: object = ToWorker
+    if environment.elastic_worker() is not None:
+        from ..elastic.membership import Down
+
+        incoming = ToWorker | Down
+    launcher = _Launcher(setup)
+    try:
+        client = JobClient(worker_socket(setup.folder), rank, incoming, launcher.look, launcher.lost)
+    except OSError:  # it has ended by now
+        os.killpg(os.getpid(), signal.SIGKILL)
+        raise
+    launcher.client = client
+    return client
+
+
 def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
-    _set_up_signals()
-    if multiprocessing.parent_process() is not None:  # in an actor of Ray, which ends with its job, there is none
-        threading.Thread(target=_exit_with_launcher, args=(setup,), name="launcher watch", daemon=True).start()
     setup.output.redirect(local_rank)
     refuse_bad_fork()
     for text in (sys.stdout, sys.stderr):
@@ -174,92 +184,109 @@ def _set_up_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _exit_with_launcher(setup: WorkerSetup) -> None:
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None and launcher.pid is not None
-    liveness = ProcessLiveness({0: launcher.pid})
-    silence = None
-    if setup.patience is not None:  # the others know first why this worker ends, and do not take it for dead
-        silence = SilenceWatch(replace(setup.patience, limit_s=setup.patience.limit_s + _OTHERS_FIRST_S))
-    while launcher.is_alive():  # reads a pipe whose other end only the launcher holds
-        launcher.join(_LOOK_S)
-        if silence is not None and launcher.is_alive():
-            _look_at_launcher(setup.folder.path.parent, launcher.pid, silence)
-    try:
-        if _has_ended(liveness):
-            _remove_traces(setup)
-    finally:
-        os.killpg(os.getpid(), signal.SIGKILL)
+class _Launcher:
+    """The launcher, as its worker sees it: whether it answers, and what follows from its end.
 
+    Args:
+        setup: of this worker.
 
-def _look_at_launcher(folder: Path, pid: int, silence: SilenceWatch) -> None:
-    """Say that the launcher has not answered for long, and end this worker when that has lasted too long.
-
-    The others go on without this host by then, or have ended.
+    Attributes:
+        client: the connection to it.
     """
-    pulse = read_pulse(folder)
-    silence.tick()
-    is_due, is_over = silence.is_due("launcher", pulse), silence.is_over("launcher", pulse)
-    limits, name = silence.patience, socket.gethostname()
-    limit_s = limits.limit_s - _OTHERS_FIRST_S
-    if is_due and _is_first(folder / f"silent-{pulse}"):
-        hint = f"; it is stopped by a signal, `kill -CONT {pid}` lets it go on" if is_stopped(pid) else ""
-        text = f"the launcher of host {name} has not answered for {limits.warning_s:g} s{hint}"
-        write_to_launcher(pid, f"lockstep: {text}")
-    if is_over:
-        if _is_first(folder / f"over-{pulse}"):
-            text = f"the launcher of host {name} has not answered for {limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)"
-            write_to_launcher(pid, f"lockstep: {text}; its workers end")
-        os.killpg(os.getpid(), signal.SIGKILL)  # the folder stays the launcher's
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self.client: JobClient | None = None
+        parent = multiprocessing.parent_process()  # in an actor of Ray, which ends with its job, there is none
+        self._pid = 0 if parent is None else parent.pid or 0
+        self._liveness = ProcessLiveness({0: self._pid})
+        self._silence: SilenceWatch | None = None
+        if setup.patience is not None:  # the others know first why this worker ends, and do not take it for dead
+            limit_s = setup.patience.limit_s + _OTHERS_FIRST_S
+            self._silence = SilenceWatch(replace(setup.patience, limit_s=limit_s))
+
+    def look(self) -> None:
+        """Say that the launcher has not answered for long, and end this worker when that has lasted too long.
+
+        The others go on without this host by then, or have ended.
+        """
+        silence, client = self._silence, self.client
+        if silence is None or client is None or not self._pid:
+            return
+        pulse, folder = client.pings, self._setup.folder
+        silence.tick()
+        is_due = silence.is_due("launcher", pulse)
+        is_over = silence.is_over("launcher", pulse)
+        limits, name = silence.patience, socket.gethostname()
+        limit_s = limits.limit_s - _OTHERS_FIRST_S
+        if is_due and _is_first(folder, "silent", limits.warning_s):
+            hint = (
+                f"; it is stopped by a signal, `kill -CONT {self._pid}` lets it go on" if is_stopped(self._pid) else ""
+            )
+            text = f"the launcher of host {name} has not answered for {limits.warning_s:g} s{hint}"
+            write_to_launcher(self._pid, f"lockstep: {text}")
+        if is_over:
+            if _is_first(folder, "over", limit_s):
+                text = f"the launcher of host {name} has not answered for {limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)"
+                write_to_launcher(self._pid, f"lockstep: {text}; its workers end")
+            os.killpg(os.getpid(), signal.SIGKILL)  # the folder stays the launcher's
+
+    def lost(self) -> None:
+        """End this process and those that it has started; if the launcher has ended, remove what it has left."""
+        if not self._pid:
+            return
+        try:
+            if self._has_ended():
+                self._remove_traces()
+        finally:
+            os.killpg(os.getpid(), signal.SIGKILL)
+
+    def _has_ended(self) -> bool:
+        """Return whether the launcher has ended, and has not only given up this worker: its folder is its own then."""
+        deadline = time.monotonic() + _LAUNCHER_ENDS_S
+        while not self._liveness.poll():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _remove_traces(self) -> None:
+        """Remove the folders of a run whose launcher is gone, and end the processes that its ranks have started."""
+        records = records_dir()
+        shutil.rmtree(self._setup.folder, ignore_errors=True)
+        if records is not None:
+            jobs.remove(records.parent)
+        # Every rank does this and then kills itself: a rank killed by another would leave its own cleanup undone.
+        peers = frozenset({os.getpid()}) if self.client is None else self.client.peers
+        end_orphans(self._setup.run_id, keep_children=False, keep=peers)
 
 
-def _is_first(mark: Path) -> bool:
-    """Return whether no other worker of this host has left this mark."""
+def _is_first(folder: Path, kind: str, seconds: float) -> bool:
+    """Return whether no other worker of this host has left a mark of this kind within so many seconds."""
+    marks = list(folder.glob(f"{kind}-*"))
     try:
-        mark.touch(exist_ok=False)
-    except OSError:
+        newest = max((mark.stat().st_mtime for mark in marks), default=0.0)
+        if time.time() - newest < seconds:
+            return False
+        (folder / f"{kind}-{len(marks)}").touch(exist_ok=False)
+    except OSError:  # another one is faster, or the folder is gone
         return False
     return True
 
 
-def _has_ended(liveness: ProcessLiveness) -> bool:
-    """Return whether the launcher has ended, and has not only given up this worker: its folder is its own then."""
-    deadline = time.monotonic() + _LAUNCHER_ENDS_S
-    while not liveness.poll():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def _remove_traces(setup: WorkerSetup) -> None:
-    """Remove the folders of a run whose launcher is gone, and end the processes that its ranks have started."""
-    folder, ranks = records_dir(), set(setup.folder.live_pids(range(setup.workers)).values())
-    shutil.rmtree(setup.folder.path.parent, ignore_errors=True)
-    if folder is not None:
-        jobs.remove(folder.parent)
-    # Every rank does this and then kills itself: a rank killed by another would leave its own cleanup undone. If
-    # another rank has removed the list of ranks before this one read it, orphans get no time to terminate.
-    end_orphans(
-        setup.run_id, keep_children=False, keep=ranks, term_grace_s=TERM_GRACE_S if os.getpid() in ranks else 0.0
-    )
-
-
-def _make_report(rank: int, error: BaseException, setup: WorkerSetup) -> WorkerReport:
-    now = time.time_ns()
+def _make_report(client: JobClient, error: BaseException) -> Failure:
     stopped = isinstance(error, InterruptedRunError)
-    return WorkerReport(
-        rank,
-        now,
+    return Failure(
+        client.number,
+        time.time_ns(),
         type(error).__name__,
         _message(error),
         "" if stopped or isinstance(error, SystemExit) else _traceback(error),
         _exit_code(error),
-        tuple(setup.folder.dead_ranks(r for r in range(setup.workers) if r != rank)),
-        error.signal_number if isinstance(error, InterruptedRunError) else 0,
-        error.checkpoint if isinstance(error, InterruptedRunError) else None,
-        _pickled(error) if isinstance(error, LockstepError) and not stopped else "",
-        _is_raised_in_communication(error),
+        signal_number=error.signal_number if isinstance(error, InterruptedRunError) else 0,
+        checkpoint=error.checkpoint if isinstance(error, InterruptedRunError) else None,
+        pickled=_pickled(error) if isinstance(error, LockstepError) and not stopped else "",
+        in_collective=_is_raised_in_communication(error),
         repeats_watchdog=bool(getattr(error, "report_json", "")),
         call_site=user_call_site(error) if isinstance(error, LockstepError) else "",
     )
@@ -310,24 +337,22 @@ def _is_launcher_frame(frames: TracebackType) -> bool:
     return names.get("__package__") in (__package__, f"{_PACKAGE}.ray") or names.get("__name__") == "runpy"
 
 
-def _exit_with_report(report: WorkerReport, setup: WorkerSetup) -> None:
+def _exit_with_report(report: Failure, client: JobClient) -> None:
     _flush()
-    setup.folder.write_report(report)
-    if report.dead_peers or report.pickled:
+    client.fail(report)
+    may_be_alike = report.pickled and not report.repeats_watchdog
+    if may_be_alike and environment.elastic_worker() is None:  # the launcher knows which reports are still to come
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if report.dead_peers and not report.repeats_watchdog:
-            time.sleep(PEER_FAILURE_WAIT_SECONDS)
-        elif not report.repeats_watchdog:  # the launcher knows which reports are still to come
-            _wait_for_other_failures(setup)
+        client.wait_for_release(SAME_ERROR_WAIT_SECONDS)
     raise SystemExit(report.exit_code) from None
 
 
-def _report_late(rank: int, setup: WorkerSetup, error: BaseException) -> None:
+def _report_late(client: JobClient, error: BaseException) -> None:
     """Report the failure of a program that something keeps running, and what that is.
 
     The launcher then ends the job as after every failure. A job of one rank is left to end by itself, as Python does.
     """
-    report = _make_report(rank, error, setup)
+    report = _make_report(client, error)
     if report.stopped or not report.exit_code:
         return
     number = find_world().rank
@@ -335,13 +360,7 @@ def _report_late(rank: int, setup: WorkerSetup, error: BaseException) -> None:
     with suppress(OSError):  # the launcher is gone, or the disk is full
         jobs.write_message(records_dir(), f"{text}\n  {describe_activity()}")
     if find_world().world_size > 1:
-        setup.folder.write_report(report)
-
-
-def _wait_for_other_failures(setup: WorkerSetup) -> None:
-    deadline = time.monotonic() + SAME_ERROR_WAIT_SECONDS
-    while not all(map(setup.folder.has_ended, range(setup.workers))) and time.monotonic() < deadline:
-        time.sleep(0.01)
+        client.fail(report)
 
 
 def _flush() -> None:

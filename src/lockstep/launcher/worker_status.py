@@ -1,50 +1,42 @@
-"""Worker status and results: what a worker reports, what its process's end adds, and which error a run raises.
+"""The results of workers: what they have told and what the ends of their processes add, and the error of a run.
 
-Workers write their status into a private folder of the run (`StatusFolder`). After the last worker has ended, the
-launcher collects everything in `WorkerResults`, from which `raise_failure` selects the error. `HostFailure` is the
-form in which the first failure of a host travels to the other hosts.
+After the last worker has ended, the launcher collects everything in `WorkerResults`, from which `raise_failure` selects
+the error. `HostFailure` is the form in which the first failure of a host travels to the other hosts.
 """
 
 from __future__ import annotations
 
 import base64
-import fcntl
 import multiprocessing
-import os
 import pickle
 import re
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from msgspec import structs
 
-from .. import environment, messages
+from .. import environment
 from ..errors import ConfigError, InterruptedRunError, LockstepError, MissingPackageError, WorkerError, ranks_in_words
+from ..job.messages import Failure
 from ..pickling import Pickler, pickled
-from ..system.job_folders import JobFolderLock
 from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
 from ..watchdog.report import Report as WatchdogReport
 
 __all__ = [
-    "StatusFolder",
-    "WorkerReport",
     "WorkerResults",
     "combine",
     "common_error",
     "first_failure",
     "later_failures",
-    "newest_checkpoint",
     "pickle_by_value",
     "pickle_call",
     "raise_failure",
     "run_call",
-    "time_request_file",
+    "run_stored_call",
     "unpickle",
 ]
 
@@ -101,163 +93,31 @@ def _not_picklable(name: str, value: object, error: Exception) -> ConfigError:
     return ConfigError(name, "an object that can be pickled", value, hint)
 
 
-def run_call(call: Path | bytes, find_rank: Callable[[], int] | None = None) -> bytes | None:
+def run_stored_call(call: Path, value: Path) -> None:
+    """Execute the pickled call in a file as a worker; rank 0 writes its pickled value into another, if it has one.
+
+    Args:
+        call: of `pickle_call`.
+        value: which does not exist yet.
+    """
+    result = run_call(call.read_bytes())
+    if result is not None:
+        value.write_bytes(result)
+
+
+def run_call(call: bytes, find_rank: Callable[[], int] | None = None) -> bytes | None:
     """Execute a pickled call as a worker; rank 0 returns its pickled value unless that is None.
 
     Args:
-        call: of `pickle_call`, or the path of a file with it.
+        call: of `pickle_call`.
         find_rank: called after the function; by default the rank is the one that the environment gives.
     """
-    fn, args, kwargs = unpickle(call if isinstance(call, bytes) else call.read_bytes())
+    fn, args, kwargs = unpickle(call)
     # the function chooses its own start method: what it defines cannot be imported by name in a new interpreter
     multiprocessing.set_start_method(None, force=True)
     value = fn(*args, **kwargs)
     rank = find_rank() if find_rank is not None else environment.find_world().rank
     return pickle_by_value(value) if value is not None and rank == 0 else None
-
-
-# --- The status folder of a run ---------------------------------------------------------------------------------------
-
-
-class WorkerReport(msgspec.Struct, frozen=True):
-    """A worker's report on its early end.
-
-    Attributes:
-        rank: its local rank.
-        time: nanoseconds since the epoch, when the exception was caught.
-        kind: class name of the exception.
-        reason: its message.
-        traceback: its traceback as text.
-        exit_code: the process's exit code.
-        dead_peers: local ranks that had died by then, so that this failure probably follows from theirs.
-        signal_number: the signal on which the worker shut down cleanly; 0 if it failed.
-        checkpoint: the checkpoint that it saved before it stopped.
-        pickled: the exception by `pickle_by_value`, in Base64, if it is one of Lockstep's; else "".
-        in_collective: whether it was raised in communication with other ranks, as happens after one of them exits.
-        repeats_watchdog: whether it only repeats the watchdog's report on all ranks.
-        call_site: where the user's program was, e.g. ``train.py:31 in main``; "" if that is not known.
-    """
-
-    rank: int
-    time: int
-    kind: str
-    reason: str
-    traceback: str = ""
-    exit_code: int = 1
-    dead_peers: tuple[int, ...] = ()
-    signal_number: int = 0
-    checkpoint: str | None = None
-    pickled: str = ""
-    in_collective: bool = False
-    repeats_watchdog: bool = False
-    call_site: str = ""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the worker shut down cleanly on a signal."""
-        return self.signal_number > 0
-
-
-@dataclass(frozen=True)
-class StatusFolder:
-    """The status files of one run; `path` is a private directory of this user.
-
-    A worker holds a POSIX lock on its presence file as long as it lives. The kernel releases the lock when the
-    process ends, however it ends, and before it closes the process's sockets: a peer that fails because of that
-    death already sees the lock free. Processes forked by the worker do not share the lock.
-    """
-
-    path: Path
-
-    def for_attempt(self, number: int) -> StatusFolder:
-        """Return the folder for the workers that are started after `number` restarts."""
-        return StatusFolder(self.path / f"attempt-{number}")
-
-    @property
-    def time_requested(self) -> bool:
-        """Whether a worker has asked for time to save after a signal."""
-        return time_request_file(self.path.parent).exists()
-
-    def register(self, rank: int) -> None:
-        """Mark this process as the live worker `rank`, until the process ends."""
-        draft = self.path / f"entering-{rank}"
-        # never closed: closing any descriptor of the file releases the lock
-        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.lockf(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, str(os.getpid()).encode())
-        draft.rename(self._presence_file(rank))
-        JobFolderLock(self.path.parent)  # for as long as this process lives
-
-    def live_pids(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the process IDs of those of `ranks` that have registered and are alive."""
-        pids = {}
-        for rank in ranks:
-            path = self._presence_file(rank)
-            with suppress(FileNotFoundError):  # not registered, or another worker is removing the folder
-                if _is_locked(path):
-                    pids[rank] = int(path.read_text())
-        return pids
-
-    def dead_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` that have registered and died without having finished."""
-        registered = [rank for rank in ranks if self._presence_file(rank).exists()]
-        return [rank for rank in registered if not _is_locked(self._presence_file(rank)) and not self.is_finished(rank)]
-
-    def mark_finished(self, rank: int) -> None:
-        """Mark the work of `rank` as done, so that the end of its process is no failure."""
-        self._finished_file(rank).touch()
-
-    def is_finished(self, rank: int) -> bool:
-        """Return whether the work of `rank` is done."""
-        return self._finished_file(rank).exists()
-
-    def has_ended(self, rank: int) -> bool:
-        """Return whether `rank` has finished, failed or died."""
-        return self.is_finished(rank) or self._report_file(rank).exists() or bool(self.dead_ranks([rank]))
-
-    def write_report(self, report: WorkerReport) -> None:
-        """Write `report` for the launcher, atomically."""
-        draft = self.path / f"writing-{report.rank}"
-        draft.write_text(messages.encode(report))
-        draft.rename(self._report_file(report.rank))
-
-    def read_report(self, rank: int) -> WorkerReport | None:
-        """Return the report of `rank`, if it has written one."""
-        try:
-            return messages.decode(self._report_file(rank).read_text(), WorkerReport)
-        except FileNotFoundError:
-            return None
-
-    def _presence_file(self, rank: int) -> Path:
-        return self.path / f"present-{rank}"
-
-    def _finished_file(self, rank: int) -> Path:
-        return self.path / f"finished-{rank}"
-
-    def _report_file(self, rank: int) -> Path:
-        return self.path / f"report-{rank}.json"
-
-
-def time_request_file(folder: Path) -> Path:
-    """Return the file in a run's folder that a worker creates to ask for time to save."""
-    return folder / "asked-for-time"
-
-
-def newest_checkpoint(folder: Path) -> str | None:
-    """Return the path of the newest checkpoint that a worker of the run in `folder` has saved; None without one."""
-    try:
-        return (folder / environment.CHECKPOINT_FILE).read_text() or None
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _is_locked(path: Path) -> bool:
-    with path.open() as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return True
-        return False
 
 
 # --- The error that a run raises (pure) -------------------------------------------------------------------------------
@@ -275,7 +135,7 @@ class WorkerResults:
         dead_ranks: the ranks that were found dead first.
         dead_since: the earliest time at which they can have died, in nanoseconds since the epoch.
         watchdog_report: the watchdog's report on all ranks.
-        codes: exit code of each rank that ended before the agent ended the others; negative for a signal.
+        codes: exit code of each rank that ended before the launcher ended the others; negative for a signal.
         signals: the signals that the launcher received.
         killed: whether the launcher killed workers after their grace period.
         workers: how many there were.
@@ -283,7 +143,7 @@ class WorkerResults:
         ends: what is known of the end of ranks that died, where the exit code is not.
     """
 
-    reports: Sequence[WorkerReport] = ()
+    reports: Sequence[Failure] = ()
     dead_ranks: Sequence[int] = ()
     codes: Mapping[int, int] | None = None
     signals: Sequence[int] = ()
@@ -295,7 +155,7 @@ class WorkerResults:
     ends: Mapping[int, str] | None = None
 
     @property
-    def failures(self) -> list[WorkerReport]:
+    def failures(self) -> list[Failure]:
         """The reports of failed workers, the earliest first; those that only repeat the watchdog's report come last."""
         return sorted(
             (report for report in self.reports if not report.stopped), key=lambda report: report.repeats_watchdog
@@ -309,7 +169,7 @@ def combine(hosts: Sequence[WorkerResults], signals: Sequence[int] = ()) -> Work
         hosts: their results, with times on one clock.
         signals: that the launcher of the job received.
     """
-    reports: list[WorkerReport] = []
+    reports: list[Failure] = []
     dead: list[tuple[int, int]] = []
     codes: dict[int, int] = {}
     ends: dict[int, str] = {}
@@ -414,7 +274,7 @@ def _ranks_without_report(results: WorkerResults) -> list[int]:
 
 
 def _culprit_error(
-    report: WatchdogReport, failures: Sequence[WorkerReport], results: WorkerResults, ended_by_watchdog: Sequence[int]
+    report: WatchdogReport, failures: Sequence[Failure], results: WorkerResults, ended_by_watchdog: Sequence[int]
 ) -> WorkerError:
     """Return the failure of the report's culprit, or else of the first rank that it was raised on or ended."""
     own_ranks = range(results.first_rank, results.first_rank + results.workers)
@@ -486,7 +346,7 @@ def later_failures(results: WorkerResults, first: WorkerError) -> str:
     return "; ".join(f"{ranks_in_words(ranks)} failed later with {kind}" for kind, ranks in kinds.items())
 
 
-def _error_from_report(report: WorkerReport, results: WorkerResults) -> WorkerError:
+def _error_from_report(report: Failure, results: WorkerResults) -> WorkerError:
     rank = results.first_rank + report.rank
     error = WorkerError(rank, report.kind, report.reason, report.traceback, report.exit_code)
     error.time, error.in_collective = report.time, report.in_collective or report.repeats_watchdog

@@ -52,7 +52,7 @@ class Call(Script):
             comm = current()  # which knows the rank of a worker after others were lost
             return environment.find_world().rank if comm is None else comm.rank
 
-        value = run_call(self.folder / "call", find_rank)
+        value = run_call((self.folder / "call").read_bytes(), find_rank)
         if value is not None:
             draft = self.folder / f"value-{time.time_ns()}"
             draft.write_bytes(value)

@@ -24,9 +24,10 @@ from .relay import Item, RelayedLog, Screen, forwarded_variables
 from .resources import Placement, find_nodes, raise_signal, reserve
 
 if TYPE_CHECKING:
+    from ..job.messages import Failure
     from ..launcher.local import HostJob
     from ..launcher.worker import WorkerSetup
-    from ..launcher.worker_status import WorkerReport, WorkerResults
+    from ..launcher.worker_status import WorkerResults
 
 __all__ = ["describe_end", "describe_start", "places_of", "run_job"]
 
@@ -41,7 +42,7 @@ class RankEnd:
     """How a rank ended: the pickled value of rank 0, or the report on its failure."""
 
     value: bytes | None = None
-    report: WorkerReport | None = None
+    report: Failure | None = None
 
 
 class RankActor:
@@ -62,13 +63,15 @@ class RankActor:
         """Run the pickled call as a worker."""
         from functools import partial
 
+        from ..job import client as job_client
         from ..launcher.worker_status import run_call
 
         environment.set_variables(variables)
         value: Any = None
         with suppress(SystemExit):  # after a report
-            value = self._main(partial(run_call, call), setup, str(local_rank))
-        return RankEnd(value, setup.folder.for_attempt(0).read_report(local_rank))
+            value = self._main(partial(run_call, call), setup, local_rank)
+        client = job_client.current()
+        return RankEnd(value, None if client is None else client.failure)
 
 
 # --- In the actor of a node -------------------------------------------------------------------------------------------
@@ -119,6 +122,7 @@ class HostActor:
         self._log, self._stack = RelayedLog(screen.show if screen is not None else None), ExitStack()
         self._job: HostJob | None = None
         self._store: Any = None
+        self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._is_over = False
 
@@ -148,27 +152,25 @@ class HostActor:
         Returns:
             The setup of all ranks, and the variables of each.
         """
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        from ..launcher import local, log_multiplexer, worker
-        from ..launcher.rendezvous import HostRendezvous
-        from ..launcher.worker_status import StatusFolder, time_request_file
+        from ..launcher import links, local, log_multiplexer, worker
 
         folder = self._stack.enter_context(temporary_job_folder())
-        store = self._store or TCPStore(address, port, is_master=False)
-        rendezvous = HostRendezvous(store, address, place.node, place.nodes)
+        hosts = links.OneHost()
+        hosts.node = place.node
+        hosts.nodes = place.nodes
+        self._stack.callback(hosts.close)
         first, log = place.first_rank, self._log
         write = lambda rank, stream, line: log.write(first + rank, stream, line)  # noqa: E731
         output = self._stack.enter_context(log_multiplexer.pipe_output(folder, range(options.workers), write))
-        job = self._job = local.HostJob(folder, options, rendezvous, output, log.write_message, "ray", False)
+        job = self._job = local.HostJob(folder, options, hosts, output, log.write_message, "ray", False)
         job.start_attempt(0, first)
-        setup = worker.WorkerSetup(StatusFolder(folder), options.workers, options.threads, output, folder.name, "")
-        shared = environment.variables_for_workers(folder.name, options.threads, time_request_file(folder), None)
+        for local_rank in range(options.workers):
+            job.workers.add(local_rank, None)
+        setup = worker.WorkerSetup(folder, options.threads, output, folder.name, "")
+        shared = environment.variables_for_workers(folder.name, options.threads, None)
         shared |= _network_variables(address, place.nodes) | job.watchdog.variables()
-        thread = threading.Thread(target=self._supervise, name="lockstep supervisor", daemon=True)
-        thread.start()
-        self._stack.callback(thread.join)
-        self._stack.callback(self._closing.set)
+        self._thread = threading.Thread(target=self._supervise, name="lockstep supervisor", daemon=True)
+        self._thread.start()
         worlds = [place.world(local_rank) for local_rank in range(options.workers)]
         return setup, [shared | environment.world_variables(world, address, port) for world in worlds]
 
@@ -189,43 +191,52 @@ class HostActor:
 
     def close(self) -> tuple[WorkerResults, set[int], str | None, list[Item]]:
         """Return the results after the last rank has ended, the ranks killed, the checkpoint and the output."""
-        from ..launcher.worker_status import newest_checkpoint
         from ..system.processes import end_orphans
 
         job = self._job
         assert job is not None
-        results, checkpoint = job.results({}), newest_checkpoint(job.folder)
-        killed = set(job.supervisor.killed_ranks) if job.supervisor is not None else set()
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()  # it reads the connections of the ranks
+        results, checkpoint = job.results(), job.workers.checkpoint
+        killed = {rank for rank, worker in job.workers.all.items() if worker.is_ended_here}
         left = end_orphans(job.folder.name, keep_children=True)
         if left:
             job.log(f"lockstep: ended processes that the ranks left running: {left}")
         job.watchdog.close()
+        job.workers.close()
         self._stack.close()
         self._log.close()
         return results, killed, checkpoint, self._log.take(0)
 
     def release(self) -> None:
         """Remove what `close` has not."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._job is not None:
             self._job.watchdog.close()
+            self._job.workers.close()
         self._stack.close()
 
     def _supervise(self) -> None:
         """Forward signals, enforce deadlines, and release the failed ranks once all have reported."""
         job = self._job
         assert job is not None and job.supervisor is not None
-        supervisor, ranks = job.supervisor, range(job.options.workers)
-        while not self._closing.wait(_POLL_S):
+        while not self._closing.is_set():
+            job.turn(_POLL_S)
             job.watchdog.relay_messages()
-            supervisor.check(is_over=self._is_over)
-            if self._is_over and all(map(supervisor.folder.has_ended, ranks)):
-                supervisor.kill(rank for rank in ranks if not supervisor.folder.is_finished(rank))
+            job.supervisor.check(is_over=self._is_over)
+            if self._is_over and all(worker.has_reported for worker in job.workers.all.values()):
+                unfinished = [rank for rank, worker in job.workers.all.items() if not worker.is_finished]
+                job.workers.end(unfinished, signal.SIGKILL)
 
 
 def _network_variables(address: str, nodes: int) -> dict[str, str]:
     """Return the variables that make Gloo and NCCL use the network of the first host."""
-    from ..launcher.rendezvous import address_towards, interface_with_address
+    from ..launcher.links import interface_with_address
     from ..stores import loopback_variables
+    from ..system.heartbeat import address_towards
 
     if nodes == 1:
         return loopback_variables()
@@ -540,7 +551,7 @@ def _node_of_driver() -> str:
     return ""
 
 
-def _at(report: WorkerReport, at: int) -> WorkerReport:
+def _at(report: Failure, at: int) -> Failure:
     from msgspec import structs
 
     return structs.replace(report, time=at)

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import torch
 
-from .. import arguments, environment
+from .. import arguments
 from ..checkpoint.folder import FINITE, Checkpoint, CheckpointStore, check_finite, open_stored, suggest_other
 from ..errors import CheckpointError, DivergedError
+from ..job.client import note_checkpoint
 from .errors_on_all import call_on_all
 from .run_directory import numbered, of_this_job
 from .run_state import RunState
@@ -163,7 +164,7 @@ class CheckpointManager:
         """Set the newest checkpoint, and tell the launcher of it; called by this worker alone."""
         self.last = (step, path)
         if self._comm.rank == 0:
-            environment.note_checkpoint(str(path))
+            note_checkpoint(str(path))
 
     def with_advice(self, error: DivergedError) -> DivergedError:
         """Return the error of a run that has diverged with the checkpoint to go on from, whose weights are finite."""

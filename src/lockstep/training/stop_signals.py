@@ -7,8 +7,9 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..environment import ask_for_time, under_launcher
+from ..environment import under_launcher
 from ..interruption import Requests, leave_closed_terminal
+from ..job.client import ask_for_time
 
 __all__ = ["StopSignals"]
 

@@ -20,10 +20,10 @@ import msgspec
 import pytest
 
 from lockstep.elastic import mesh as mesh_module
-from lockstep.elastic.connection import Connection
 from lockstep.elastic.mesh import NEW, HostEntry, Knock, Mesh, Ping, Refused, Welcome, Wire, knock
 from lockstep.elastic.succession import Accept, HostMessage, Link, Reject
 from lockstep.errors import LockstepError
+from lockstep.job.connection import Connection
 
 KIND = Wire | HostMessage
 DEADLINE = 20.0

@@ -11,9 +11,9 @@ import pytest
 from lockstep.elastic.membership import Arrived, Boundary, Bye, Done, Enter, Hello, HostMemory, Ready, View
 from lockstep.elastic.mesh import HostEntry
 from lockstep.errors import LockstepError
+from lockstep.job.messages import Failure
 from lockstep.launcher import elastic_job
 from lockstep.launcher.elastic_job import Ask, ElasticJob, Ended, Hosts, JobState, Kill, Limits, Start
-from lockstep.launcher.worker_status import WorkerReport
 
 M = TypeVar("M")
 
@@ -51,7 +51,7 @@ class World:
         self.job.supervise()
         self.sent.clear()
 
-    def end(self, number: int, host: int, code: int = -9, report: WorkerReport | None = None) -> None:
+    def end(self, number: int, host: int, code: int = -9, report: Failure | None = None) -> None:
         """A worker's process ends; with code 0 in good order."""
         self.job.ended(host, Ended(number, code, code == 0, report))
         self.job.supervise()
@@ -76,8 +76,8 @@ def entry(number: int, slots: int) -> HostEntry:
     return HostEntry(number, NAMES[number], f"10.0.0.{number}", 1000 + number, slots)
 
 
-def error(number: int) -> WorkerReport:
-    return WorkerReport(number, 1, "ValueError", "on purpose", "Traceback ...")
+def error(number: int) -> Failure:
+    return Failure(number, 1, "ValueError", "on purpose", "Traceback ...")
 
 
 @pytest.mark.parametrize(

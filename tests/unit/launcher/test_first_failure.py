@@ -5,16 +5,14 @@ from __future__ import annotations
 import base64
 import bdb
 import io
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from lockstep.errors import DataError, InterruptedRunError, WorkerError
+from lockstep.job.messages import Failure
 from lockstep.launcher import worker
 from lockstep.launcher.worker_status import (
-    StatusFolder,
-    WorkerReport,
     WorkerResults,
     common_error,
     first_failure,
@@ -23,8 +21,8 @@ from lockstep.launcher.worker_status import (
 )
 
 
-def failed(rank: int, time: int, *dead_peers: int, kind: str = "RuntimeError") -> WorkerReport:
-    return WorkerReport(rank, time, kind, f"of rank {rank}", dead_peers=dead_peers)
+def failed(rank: int, time: int, *dead_peers: int, kind: str = "RuntimeError") -> Failure:
+    return Failure(rank, time, kind, f"of rank {rank}", dead_peers=dead_peers)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +30,12 @@ def failed(rank: int, time: int, *dead_peers: int, kind: str = "RuntimeError") -
     [
         (WorkerResults(), None),
         (WorkerResults([failed(1, 5), failed(0, 6)], codes={0: 1}), 1),
-        # a silent death comes before a failure that saw it, whatever the agent saw first
+        # a silent death comes before a failure that saw it, whatever the launcher saw first
         (WorkerResults([failed(0, 5, 1)], dead_ranks=[1], codes={1: -9}), 1),
         (WorkerResults([failed(0, 5, 1)], dead_ranks=[1], codes={0: 1}), 1),
         # an exception comes before the deaths that follow from it
         (WorkerResults([failed(2, 5)], dead_ranks=[0], codes={0: -6}), 2),
-        # of those found dead together, the one that the agent did not end itself
+        # of those found dead together, the one that the launcher did not end itself
         (WorkerResults([], dead_ranks=[0, 1, 2], codes={1: -9}), 1),
         (WorkerResults([], dead_ranks=[1], codes={0: -9}), 1),
         (WorkerResults([], codes={2: 4}), 2),
@@ -56,9 +54,9 @@ def test_a_breakpoint_without_a_terminal_names_the_option_that_gives_one(monkeyp
     assert worker._message(bdb.BdbQuit()) == ""  # the user has left the debugger
 
 
-def bad(rank: int, text: str = "a") -> WorkerReport:
+def bad(rank: int, text: str = "a") -> Failure:
     error = DataError(text)
-    return WorkerReport(rank, rank, "DataError", text, pickled=base64.b64encode(pickle_by_value(error)).decode())
+    return Failure(rank, rank, "DataError", text, pickled=base64.b64encode(pickle_by_value(error)).decode())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +76,7 @@ def test_the_failure_that_all_share(results: WorkerResults, said: str | None) ->
     assert said == (None if error is None else str(error))
 
 
-STOPPED = WorkerReport(1, 9, "InterruptedRunError", "stopped", signal_number=15, checkpoint="c")
+STOPPED = Failure(1, 9, "InterruptedRunError", "stopped", signal_number=15, checkpoint="c")
 
 
 @pytest.mark.parametrize(
@@ -111,11 +109,3 @@ def test_what_the_end_means(results: WorkerResults, raised: type[BaseException] 
     else:
         with pytest.raises(raised):
             raise_failure(results)
-
-
-def test_a_report_arrives_as_it_was_written(tmp_path: Path) -> None:
-    folder = StatusFolder(tmp_path)
-    report = WorkerReport(3, 17, "ValueError", "text\nof two lines", "trace", 4, (0, 2))
-    assert folder.read_report(3) is None
-    folder.write_report(report)
-    assert folder.read_report(3) == report

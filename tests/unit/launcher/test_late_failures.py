@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from lockstep.errors import InterruptedRunError
 from lockstep.launcher import late_failures, worker
-from lockstep.launcher.worker_status import StatusFolder
 
 
 @pytest.fixture(autouse=True)
@@ -37,30 +35,29 @@ def test_only_an_end_that_takes_long_is_reported(monkeypatch: pytest.MonkeyPatch
     assert [str(error) for error in told] == ["late"]
 
 
-def report(folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> Any:
+def report(error: BaseException, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> Any:
     world = SimpleNamespace(rank=1, world_size=ranks)
     monkeypatch.setattr(worker, "find_world", lambda: world)
     monkeypatch.setattr(worker, "records_dir", lambda: None)
-    setup: Any = SimpleNamespace(folder=StatusFolder(folder), workers=ranks)
-    worker._report_late(1, setup, error)
-    return StatusFolder(folder).read_report(1)
+    told: list[Any] = []
+    client: Any = SimpleNamespace(number=1, fail=told.append)
+    worker._report_late(client, error)
+    return told[0] if told else None
 
 
 def test_the_report_has_the_code_and_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = report(tmp_path, SystemExit(4), monkeypatch)
+    found = report(SystemExit(4), monkeypatch)
     assert (found.exit_code, found.kind, found.reason) == (4, "SystemExit", "ended with exit code 4")
     said = capsys.readouterr().err
     assert "rank 1 has failed (SystemExit: ended with exit code 4) and does not end:\n  its main thread is at " in said
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit(None), InterruptedRunError("stopped", 15)])
-def test_what_has_not_failed_may_take_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    assert report(tmp_path, error, monkeypatch) is None
+def test_what_has_not_failed_may_take_long(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    assert report(error, monkeypatch) is None
 
 
-def test_a_job_of_one_rank_ends_as_python_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert report(tmp_path, SystemExit(4), monkeypatch, ranks=1) is None
+def test_a_job_of_one_rank_ends_as_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert report(SystemExit(4), monkeypatch, ranks=1) is None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import os
 import threading
-from pathlib import Path
 
 import pytest
 
 from lockstep.launcher import log_multiplexer, pulse
 from lockstep.launcher.log_multiplexer import LogMultiplexer
-from lockstep.launcher.pulse import Patience, Pulse, SilenceWatch, read_pulse, write_to_launcher
+from lockstep.launcher.pulse import Patience, Pulse, SilenceWatch, write_to_launcher
 from support.clock import Clock
 
 
@@ -62,36 +61,41 @@ def test_a_launcher_alone_is_waited_for_without_end_unless_a_limit_is_set(monkey
     assert Patience.of(several_hosts=False) == Patience.of(several_hosts=True) == Patience(20.0, 40.0)
 
 
-def beaten(folder: Path, sign: Pulse, waits: threading.Event) -> bool:
-    """Whether the file has changed when the thread has had its turn."""
-    before = read_pulse(folder)
-    waits.clear()
-    assert waits.wait(20.0)
-    return read_pulse(folder) != before
-
-
-def test_it_beats_while_the_loop_turns_or_waits_for_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_beats_while_the_loop_turns_or_waits_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "_BEAT_S", 0.01)
-    blocked, beats = threading.Event(), threading.Event()
-    with Pulse(tmp_path, blocked.is_set, beats.set) as sign:
-        assert beaten(tmp_path, sign, beats)
+    blocked, beat = threading.Event(), threading.Event()
+    with Pulse(beat.set, blocked.is_set) as sign:
+        assert beat.wait(20.0)
         monkeypatch.setattr(pulse, "_TURN_S", -1.0)  # the loop hangs
         assert not sign.beats()
         blocked.set()
-        assert beaten(tmp_path, sign, beats)
+        beat.clear()
+        assert beat.wait(20.0)
         assert sign.beats() and sign.longest_lapse_s < 20
 
 
-def test_a_lapse_is_the_time_between_two_beats(tmp_path: Path, clock: Clock) -> None:
-    sign = Pulse(tmp_path)
+def test_it_does_not_beat_while_the_loop_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[bool] = []
+    looked_twice = threading.Event()
+
+    def is_blocked() -> bool:
+        looks.append(False)
+        if len(looks) > 1:
+            looked_twice.set()
+        return False
+
+    monkeypatch.setattr(pulse, "_BEAT_S", 0.01)
+    monkeypatch.setattr(pulse, "_TURN_S", -1.0)
+    with Pulse(lambda: pytest.fail("it beats"), is_blocked):
+        assert looked_twice.wait(20.0)
+
+
+def test_a_lapse_is_the_time_between_two_beats(clock: Clock) -> None:
+    sign = Pulse(lambda: None)
     clock.pass_s(50)
     sign.turn()
     assert sign.longest_lapse_s == 50
     assert sign.take_lapse_s() == 50 and sign.take_lapse_s() == 0
-
-
-def test_without_a_file_there_is_no_pulse(tmp_path: Path) -> None:
-    assert read_pulse(tmp_path) == 0
 
 
 def test_what_a_launcher_does_not_read_is_written_beside_it(capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,13 @@ import pytest
 
 from lockstep import hosts, messages
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launcher import rendezvous
 from lockstep.launcher.host_protocol import CONTROL_PREFIX, ParentMessage
+from lockstep.launcher.links import interface_with_address
 from lockstep.launcher.options import JobOptions
 from lockstep.launcher.remote_command import assign_workers, host_commands, redact_variables, remote_environment
 from lockstep.launcher.ssh import _control_message, run_on_hosts
 from lockstep.launcher.start import config_for_slurm_task
+from lockstep.system.heartbeat import address_towards
 from lockstep.topology import World
 
 HERE = "10.0.0.1"
@@ -181,9 +182,9 @@ def test_own_addresses_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hosts.is_this_host("localhost")
     assert hosts.is_this_host("127.0.0.1")
     assert not hosts.is_this_host("192.0.2.1")  # reserved for examples
-    assert rendezvous.address_towards("127.0.0.1") == "127.0.0.1"
-    assert rendezvous.interface_with_address("127.0.0.1") == "lo"
-    assert rendezvous.interface_with_address("192.0.2.1") is None
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface_with_address("127.0.0.1") == "lo"
+    assert interface_with_address("192.0.2.1") is None
 
 
 # --- Slurm ----------------------------------------------------------------------------------------------------

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
-from lockstep import environment
 from lockstep.errors import DesyncError, LockstepError, WorkerError
 from lockstep.flight_recorder import FlightRecorder, layout
+from lockstep.job.messages import Failure
 from lockstep.launcher import local
 from lockstep.launcher.host_protocol import HostFailure
+from lockstep.launcher.links import OneHost
 from lockstep.launcher.local import _raise_failure
 from lockstep.launcher.supervisor import WatchdogFiles
 from lockstep.launcher.worker_options import WatchdogOptions, WorkerOptions
 from lockstep.launcher.worker_status import (
     FORCED_EXIT_CODE,
-    StatusFolder,
-    WorkerReport,
     WorkerResults,
     first_failure,
     later_failures,
-    newest_checkpoint,
     raise_failure,
-    time_request_file,
 )
 from lockstep.watchdog.report import RankStatus, Report, from_json
 
@@ -34,11 +30,9 @@ DIED = Report(
 )
 
 
-def report_of(rank: int, kind: str = "RankLostError", time: int = 1, **more: object) -> WorkerReport:
+def report_of(rank: int, kind: str = "RankLostError", time: int = 1, **more: object) -> Failure:
     """What the local `rank` says that has raised what the joint report says."""
-    return replace(
-        WorkerReport(rank, time, kind, f"reason of {rank}", f"trace of {rank}", repeats_watchdog=True), **more
-    )  # type: ignore[arg-type]
+    return replace(Failure(rank, time, kind, f"reason of {rank}", f"trace of {rank}", repeats_watchdog=True), **more)  # type: ignore[arg-type]
 
 
 def raised(results: WorkerResults) -> tuple[WorkerError, Report]:
@@ -123,7 +117,7 @@ def test_the_traceback_of_the_one_that_failed_is_in_the_report() -> None:
     report = replace(
         DIED, kind="raised", ranks=(RankStatus(4, "waits"), RankStatus(5, "raised", "ValueError: x", traceback="old"))
     )
-    own = WorkerReport(1, 9, "ValueError", "x", "the traceback")
+    own = Failure(1, 9, "ValueError", "x", "the traceback")
     error, told = raised(
         WorkerResults([report_of(0), own], [], {0: 1}, workers=2, first_rank=4, watchdog_report=report)
     )
@@ -158,7 +152,7 @@ def test_one_that_was_ended_after_the_report_is_not_the_culprit() -> None:
 
 def test_the_report_names_how_a_rank_left_too_early() -> None:
     report = replace(DIED, kind="left", ranks=(RankStatus(4, "waits"), RankStatus(5, "ended", "too soon")))
-    own = WorkerReport(1, 9, "SystemExit", "left with exit code 3", exit_code=3)
+    own = Failure(1, 9, "SystemExit", "left with exit code 3", exit_code=3)
     error, told = raised(
         WorkerResults([report_of(0), own], [], {1: 3}, workers=2, first_rank=4, watchdog_report=report)
     )
@@ -253,8 +247,9 @@ def test_workers_get_the_failure_of_those_of_another_node(
     monkeypatch.setattr(layout, "parent", lambda: tmp_path)
     monkeypatch.setattr(local, "LOCAL_DETECTION_SECONDS", 0.0)
     (tmp_path / "run").mkdir()
-    meeting = SimpleNamespace(remote_failures=lambda: [failure])
-    job = local.HostJob(tmp_path / "run", WorkerOptions(2, 1), meeting, None)  # type: ignore[arg-type]
+    hosts = OneHost()
+    hosts.failure = failure
+    job = local.HostJob(tmp_path / "run", WorkerOptions(2, 1), hosts, None)  # type: ignore[arg-type]
     job.start_attempt(0, 0)
     assert job.watchdog.folder is not None
     recorder = FlightRecorder(job.watchdog.folder, 0, 3, "alpha", "train.py")
@@ -264,12 +259,14 @@ def test_workers_get_the_failure_of_those_of_another_node(
     if not failure.report:
         assert (report.ranks[0].rank, report.ranks[0].host, report.ranks[0].state) == (0, "alpha", "runs")
         assert (report.ranks[1].rank, report.ranks[1].traceback, report.culprits) == (2, failure.traceback, (2,))
-    meeting.remote_failures = lambda: [replace(failure, rank=1)]
+    hosts.failure = replace(failure, rank=1)
     job.deliver_remote_failure()  # once
     job.watchdog.deliver_failure(replace(failure, rank=1))  # the first report is that of all
     assert job.watchdog.report() == report
     recorder.close()
     job.watchdog.close()
+    job.workers.close()
+    hosts.close()
 
 
 def test_reports_of_an_attempt_are_awaited_unless_workers_are_restarted_after_it(
@@ -278,40 +275,21 @@ def test_reports_of_an_attempt_are_awaited_unless_workers_are_restarted_after_it
     """Otherwise each restart would take two seconds longer."""
     monkeypatch.setattr(layout, "parent", lambda: tmp_path)
     (tmp_path / "run").mkdir()
-    job = local.HostJob(tmp_path / "run", WorkerOptions(2, 1, restarts=1), None, None)  # type: ignore[arg-type]
+    hosts = OneHost()
+    job = local.HostJob(tmp_path / "run", WorkerOptions(2, 1, restarts=1), hosts, None)  # type: ignore[arg-type]
     job.start_attempt(0, 0)
+    for local_rank in (0, 1):
+        job.workers.add(local_rank, None)
     monkeypatch.setattr(job.watchdog, "any_recorded", lambda ranks: ranks == [0, 1])
     assert job.awaits_reports(0)
     assert not job.awaits_reports(1)
     job.watchdog.close()
+    job.workers.close()
+    hosts.close()
 
 
-def test_a_rank_whose_file_is_removed_meanwhile_does_not_count_as_alive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All ranks of a killed launcher remove its folder at once."""
-    folder = StatusFolder(tmp_path)
-    for rank in (0, 1):
-        folder._presence_file(rank).write_text(str(rank))
-
-    def is_locked(path: Path) -> bool:
-        if path == folder._presence_file(0):
-            path.unlink()
-        return True
-
-    monkeypatch.setattr("lockstep.launcher.worker_status._is_locked", is_locked)
-    assert folder.live_pids([0, 1, 2]) == {1: 1}
-
-
-def test_the_newest_checkpoint_travels_with_the_failure_of_a_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert newest_checkpoint(tmp_path) is None
-    monkeypatch.setenv("LOCKSTEP_ASK_FOR_TIME", str(time_request_file(tmp_path)))
-    for step in (3, 6):
-        environment.note_checkpoint(f"runs/é/checkpoints/step-{step}")
+def test_the_newest_checkpoint_travels_with_the_failure_of_a_host() -> None:
     error = WorkerError(1, "exit", "killed")
-    error.checkpoint = newest_checkpoint(tmp_path)
+    error.checkpoint = "runs/é/checkpoints/step-6"
     first = HostFailure.earliest([HostFailure(0, "ValueError", "x", time=1), HostFailure.from_error(error)])
     assert first is not None and first.as_error().run_dir == "runs/é"
-    assert not time_request_file(tmp_path).exists()

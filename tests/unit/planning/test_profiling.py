@@ -10,7 +10,7 @@ import pytest
 
 from lockstep import environment
 from lockstep.errors import LockstepError
-from lockstep.launcher import fork_server, local, rendezvous
+from lockstep.launcher import fork_server, local
 from lockstep.planning.profiling import Program, record_profiles
 
 
@@ -19,7 +19,6 @@ def test_each_number_of_workers_has_its_own_threads(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(environment, "usable_cores", lambda: 8)
     monkeypatch.setattr(fork_server, "start_fork_server", lambda: None)
-    monkeypatch.setattr(rendezvous, "single_host_rendezvous", lambda: None)
     asked: list[int] = []
 
     def run_program(script: Any, options: Any, *_: Any) -> None:

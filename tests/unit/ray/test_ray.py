@@ -10,8 +10,9 @@ import pytest
 
 import lockstep
 from lockstep.errors import ConfigError, LockstepError, WorkerError
+from lockstep.job.messages import Failure
 from lockstep.launcher.log_multiplexer import OutputLine
-from lockstep.launcher.worker_status import WorkerReport, WorkerResults, combine, first_failure
+from lockstep.launcher.worker_status import WorkerResults, combine, first_failure
 from lockstep.ray import resources as of_ray
 from lockstep.ray.elastic_nodes import NodeEnd, choose_error
 from lockstep.ray.rank_actors import describe_end, describe_start, places_of
@@ -141,8 +142,8 @@ def test_a_node_without_lockstep_is_an_error_that_says_what_to_do() -> None:
     )
 
 
-def report(rank: int, time: int, **more: Any) -> WorkerReport:
-    return WorkerReport(rank, time, "KeyError", f"of local rank {rank}", **more)
+def report(rank: int, time: int, **more: Any) -> Failure:
+    return Failure(rank, time, "KeyError", f"of local rank {rank}", **more)
 
 
 def test_the_results_of_several_hosts_are_one() -> None:

@@ -1,4 +1,4 @@
-"""Connections between the coordinator and its workers: messages of `membership` over a socket."""
+"""Connections between the processes of a job: messages over a socket, each after its length; an empty one is a ping."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from .membership import Down, Up
-
-__all__ = ["AT_ONCE", "MOST_OF_STRANGERS", "Connection", "from_worker", "to_coordinator"]
+__all__ = ["AT_ONCE", "MOST_OF_STRANGERS", "Connection", "connect_to_launcher"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 _LENGTH = struct.Struct("!I")
+_PING = _LENGTH.pack(0)
 _MOST = 1 << 30  # bytes of a message; the largest are values that rank 0 has sent to all
 
 MOST_OF_STRANGERS = 1 << 16
@@ -34,15 +33,16 @@ class Connection(Generic[In, Out]):
     """One end of a connection. A thread of its own may send while another one receives.
 
     Args:
-        end: the socket; non-blocking where `receive_available` is used.
+        end: the socket; non-blocking where `send` must not wait.
         incoming: the type of the messages that are received.
 
     Attributes:
         most: the largest message that is received, in bytes.
+        pings: how many have come.
     """
 
     def __init__(self, end: socket.socket, incoming: object) -> None:
-        self.socket, self.most = end, _MOST
+        self.socket, self.most, self.pings = end, _MOST, 0
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
@@ -62,6 +62,17 @@ class Connection(Generic[In, Out]):
         with self._lock:
             self._unsent += _LENGTH.pack(len(data)) + data
             self._flush()
+
+    def ping(self) -> None:
+        """Show the other side that this process runs.
+
+        Raises:
+            OSError: the other side is gone.
+        """
+        with self._lock:
+            if not self._unsent:  # who does not read what it was sent does not learn anything from more
+                self._unsent += _PING
+                self._flush()
 
     def flush(self) -> bool:
         """Send what was kept; returns whether all of it is sent."""
@@ -111,7 +122,7 @@ class Connection(Generic[In, Out]):
         """
         with suppress(BlockingIOError):
             while at_once > 0:
-                data = self.socket.recv(1 << 16)
+                data = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
                 at_once -= len(data)
                 self._received += data
                 while (message := self._next()) is not None:
@@ -119,7 +130,20 @@ class Connection(Generic[In, Out]):
                 if not data:
                     raise EOFError
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the other side has closed the connection, and nothing is left to be received."""
+        try:
+            return not self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _next(self) -> In | None:
+        while self._received.startswith(_PING):
+            del self._received[: _LENGTH.size]
+            self.pings += 1
         if len(self._received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
@@ -139,18 +163,16 @@ class Connection(Generic[In, Out]):
         self.socket.close()
 
 
-def to_coordinator(path: str) -> Connection[Down, Up]:
-    """Connect to the coordinator whose Unix socket is at `path`.
+def connect_to_launcher(path: str, incoming: object) -> Connection[Any, Any]:
+    """Connect to the launcher whose Unix socket is at `path`.
+
+    Args:
+        path: of the socket.
+        incoming: the type of the messages that come from there.
 
     Raises:
         OSError: there is none.
     """
     end = socket.socket(socket.AF_UNIX)
     end.connect(path)
-    return Connection(end, Down)
-
-
-def from_worker(end: socket.socket) -> Connection[Up, Down]:
-    """Return the coordinator's end of a connection that a worker has opened."""
-    end.setblocking(False)
-    return Connection(end, Up)
+    return Connection(end, incoming)

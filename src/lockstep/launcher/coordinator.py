@@ -1,0 +1,215 @@
+"""The coordinator of a job whose hosts are fixed: when the workers of all hosts start, start again, and end (pure).
+
+It is a part of the launcher of the first host. Every launcher, its own included, tells it what has happened there, and
+gets messages that are the same for all, in the same order. There is no clock and no connection here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..messages import Integer, Tagged
+from .host_protocol import HostFailure
+
+__all__ = [
+    "AllDone",
+    "Coordinator",
+    "Done",
+    "FromCoordinator",
+    "HostEnd",
+    "Interrupted",
+    "JobOver",
+    "Join",
+    "NextRound",
+    "Outcome",
+    "Round",
+    "Say",
+    "ToCoordinator",
+]
+
+
+# --- Messages from a launcher to the coordinator ----------------------------------------------------------------------
+
+
+class Join(Tagged, frozen=True):
+    """This host can start so many workers in a round: after so many restarts."""
+
+    round: Integer
+    workers: Integer
+
+
+class Done(Tagged, frozen=True):
+    """All workers of this host have finished."""
+
+
+class Interrupted(Tagged, frozen=True):
+    """The launcher of a host has received a signal; from the coordinator, that of the first such host."""
+
+    host: str
+    signal: Integer
+
+
+class HostEnd(Tagged, frozen=True):
+    """This host's part is over, with this failure of its workers if there is one."""
+
+    failure: HostFailure | None = None
+
+
+# --- Messages from the coordinator to all launchers -------------------------------------------------------------------
+
+
+class Round(Tagged, frozen=True):
+    """Start the workers; the only message that differs from host to host.
+
+    Attributes:
+        number: of restarts before.
+        first_rank: of this host's workers.
+        world_size: the number of workers of all hosts.
+        port: of the workers' store, on the first host.
+    """
+
+    number: Integer
+    first_rank: Integer
+    world_size: Integer
+    port: Integer
+
+
+class NextRound(Tagged, frozen=True):
+    """The workers of some host have failed, and all are started again, so often before."""
+
+    number: Integer
+
+
+class AllDone(Tagged, frozen=True):
+    """The workers of all hosts have finished."""
+
+
+class JobOver(Tagged, frozen=True):
+    """The job cannot go on, because of another host; with the failure of its workers, if that is why."""
+
+    reason: str
+    failure: HostFailure | None = None
+
+
+class Outcome(Tagged, frozen=True):
+    """The parts of all hosts are over: the first failure, on any."""
+
+    failure: HostFailure | None = None
+
+
+class Say(Tagged, frozen=True):
+    """A message for whoever reads the output of a launcher."""
+
+    text: str
+
+
+ToCoordinator = Join | Done | Interrupted | HostEnd
+FromCoordinator = Round | NextRound | AllDone | Interrupted | JobOver | Outcome | Say
+
+
+# --- Decisions --------------------------------------------------------------------------------------------------------
+
+_FINISHED = "workers cannot be restarted, because another host's have finished already"
+_FAILED = "another host's workers have failed"
+
+
+@dataclass
+class Coordinator:
+    """Decides for all hosts. Its methods are the events.
+
+    Args:
+        names: of all hosts, by number.
+        send: sends a message to the launcher of a host.
+        serve: opens the store of the next round's workers, and returns its port.
+
+    Attributes:
+        ended: the hosts whose part is over.
+    """
+
+    names: Mapping[int, str]
+    send: Callable[[int, FromCoordinator], None]
+    serve: Callable[[], int]
+    ended: set[int] = field(default_factory=set)
+    _round: int = 0
+    _joined: dict[int, int] = field(default_factory=dict)  # workers, by host
+    _done: set[int] = field(default_factory=set)
+    _failures: dict[int, HostFailure] = field(default_factory=dict)
+    _interruption: Interrupted | None = None
+    _is_over: bool = False
+
+    def receive(self, host: int, message: ToCoordinator) -> None:
+        """The launcher of a host has sent a message."""
+        match message:
+            case Join(number, workers):
+                self._join(host, number, workers)
+            case Done():
+                self._done.add(host)
+                if len(self._done) == len(self.names):
+                    self._tell_all(AllDone())
+            case Interrupted():
+                if self._interruption is None:
+                    self._interruption = message
+                    self._tell_all(message)
+            case HostEnd(failure):
+                self._end(host, failure)
+
+    def lost(self, host: int, reason: str) -> None:
+        """A host, or its launcher, is gone."""
+        if host in self.ended:
+            return
+        self.ended.add(host)
+        self.end_job(reason)
+        self._tell_outcome()
+
+    def end_job(self, reason: str, failure: HostFailure | None = None) -> None:
+        """The job cannot go on."""
+        if not self._is_over:
+            self._is_over = True
+            self._tell_all(JobOver(reason, failure))
+
+    def give_up(self) -> None:
+        """The hosts whose part is not over have had enough time."""
+        self.ended |= self.names.keys()
+        self._tell_outcome()
+
+    def say(self, text: str) -> None:
+        """Let all hosts show a message."""
+        self._tell_all(Say(text))
+
+    def _join(self, host: int, number: int, workers: int) -> None:
+        if self._is_over or self._done:
+            self.send(host, JobOver(_FINISHED if self._done else _FAILED))
+            return
+        if number > self._round:
+            self._round = number
+            self._joined.clear()
+            self._tell_all(NextRound(number))
+        if number == self._round:
+            self._joined[host] = workers
+        if len(self._joined) == len(self.names):
+            self._start()
+
+    def _start(self) -> None:
+        """All hosts have joined the round: give each of them its ranks."""
+        port = self.serve()
+        world_size = sum(self._joined.values())
+        first_rank = 0
+        for host in sorted(self.names):
+            self.send(host, Round(self._round, first_rank, world_size, port))
+            first_rank += self._joined[host]
+
+    def _end(self, host: int, failure: HostFailure | None) -> None:
+        self.ended.add(host)
+        if failure is not None:
+            self._failures[host] = failure
+            self.end_job(_FAILED, HostFailure.earliest(list(self._failures.values())))
+        self._tell_outcome()
+
+    def _tell_outcome(self) -> None:
+        if self.ended >= self.names.keys():
+            self._tell_all(Outcome(HostFailure.earliest(list(self._failures.values()))))
+
+    def _tell_all(self, message: FromCoordinator) -> None:
+        for host in self.names:
+            self.send(host, message)

@@ -1,0 +1,610 @@
+"""The connections between the launchers of a job whose hosts are fixed: each to that of the first host.
+
+Both sides prove that they know the job's key, without showing it. The kernels notice the loss of a host or of the
+network (`system.heartbeat`), the end of a connection that of a launcher; missing pings show one that is stopped or
+hangs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from .. import environment
+from ..errors import ConfigError, LockstepError, counted
+from ..job.connection import AT_ONCE, MOST_OF_STRANGERS, Connection
+from ..messages import Integer, Tagged
+from ..stores import LOOPBACK, listen, serve_store
+from ..system.heartbeat import keep_alive
+from ..system.strangers import Strangers
+from .coordinator import (
+    AllDone,
+    Coordinator,
+    Done,
+    FromCoordinator,
+    HostEnd,
+    Interrupted,
+    JobOver,
+    Join,
+    NextRound,
+    Outcome,
+    Round,
+    Say,
+    ToCoordinator,
+)
+from .host_protocol import HostDescription, HostFailure, check_compatible
+from .options import JobOptions, check_debug_rank
+from .pulse import Patience, SilenceWatch
+
+__all__ = ["FIRST", "FixedHosts", "OneHost", "interface_with_address", "listen_for_hosts"]
+
+FIRST = 0
+"""The number of the host whose launcher coordinates."""
+
+
+# --- How two launchers get to know each other -------------------------------------------------------------------------
+
+
+class Challenge(Tagged, frozen=True):
+    """The first message, of who was dialled: a number that no other connection has."""
+
+    nonce: str
+
+
+class HostHello(Tagged, frozen=True):
+    """The answer of who dials.
+
+    Attributes:
+        proof: that it knows the job's key.
+        nonce: a number of its own.
+        node: the number of its host.
+        description: of its host.
+    """
+
+    proof: str
+    nonce: str
+    node: Integer
+    description: HostDescription
+
+
+class HostWelcome(Tagged, frozen=True):
+    """All hosts are there and can run the program together: the other half of the proof, and when that was sent."""
+
+    proof: str
+    sent_at_ns: Integer
+
+
+class HostRefused(Tagged, frozen=True):
+    """A host cannot take part, or the hosts cannot run the program together, and why."""
+
+    reason: str
+    is_number: bool = False
+
+
+Wire = Challenge | HostHello | HostWelcome | HostRefused | ToCoordinator | FromCoordinator
+"""All messages between two launchers."""
+
+
+def _proof(key: str, side: str, first: str, second: str) -> str:
+    """Return what shows that `side` ("dials" or "answers") knows the key, for these two nonces."""
+    return hmac.new(key.encode(), f"{side} {first} {second}".encode(), "sha256").hexdigest()
+
+
+@dataclass(eq=False)
+class _Link:
+    """A connection to another launcher.
+
+    Attributes:
+        connection: to it.
+        nonce: that was sent on it.
+        hello: what the other side has said of itself, once it has proved that it knows the key.
+    """
+
+    connection: Connection[Any, Any]
+    nonce: str
+    hello: HostHello | None = None
+
+
+# --- A job on one host ------------------------------------------------------------------------------------------------
+
+
+class OneHost:
+    """The hosts of a job on this host alone: there is nobody to wait for.
+
+    Attributes:
+        selector: of the launcher's loop; the data of each key is a function to call when it is ready.
+        node, nodes: the number of this host, and of all.
+        address: of the workers' store.
+        run_id: the name of the job.
+        clock_offset_ns: nanoseconds by which this host's clock is ahead of the first host's.
+        place: where the workers of this host are to start; None as long as that is not known.
+        next_is_open: whether another host starts all workers again.
+        all_done: whether the workers of all hosts have finished.
+        reason: why the job cannot go on, because of another host; "" while it can.
+        failure: of another host's workers, if that is why.
+        interruption: the host that has received a signal first, and the signal.
+    """
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.node = FIRST
+        self.nodes = 1
+        self.address = LOOPBACK
+        self.run_id = "lockstep"
+        self.clock_offset_ns = 0
+        self.place: Round | None = None
+        self.next_is_open = False
+        self.all_done = False
+        self.reason = ""
+        self.failure: HostFailure | None = None
+        self.interruption: Interrupted | None = None
+        self._store: Any = None
+        self._rounds = 0
+
+    def join(self, workers: int) -> None:
+        """Ask for the ranks of so many workers of this host, which are to be started, for the first time or again."""
+        self._store = serve_store(self.address)
+        self.place = Round(self._rounds, 0, workers, self._store.port)
+        self._rounds += 1
+
+    def done(self) -> None:
+        """Say that all workers of this host have finished."""
+        self.all_done = True
+
+    def interrupt(self, number: int) -> None:
+        """Say that this launcher has received a signal, before its workers get it and exit."""
+
+    def tick(self) -> list[str]:
+        """Look at the other hosts; returns what is to be said of them."""
+        return []
+
+    def ping(self) -> None:
+        """Show the other launchers that this one runs; another thread may call this."""
+
+    def turn(self, seconds: float) -> None:
+        """Wait for messages, so long at most, and take them."""
+        for key in [key for key, _ in self.selector.select(seconds)]:
+            current = self.selector.get_map().get(key.fd)
+            if current is not None and current.fileobj is key.fileobj:  # it may have been closed by an earlier one
+                key.data()
+
+    def close(self) -> None:
+        """End the loop."""
+        self.selector.close()
+
+
+# --- A job on several hosts -------------------------------------------------------------------------------------------
+
+
+_MOST = 1 << 30  # bytes of a message; reports on many ranks are long
+_RETRY_S = 0.1
+_TURN_S = 0.05
+_FLUSH_S = 2.0
+_VERDICT_S = 5.0  # that others wait longer than the first host does
+
+
+class FixedHosts(OneHost):
+    """The hosts of a job on several: this launcher is connected to that of the first host, or as the first to all.
+
+    Args:
+        address: by which all hosts reach the first.
+        port: at which its launcher listens, as its attribute.
+        node: the number of this host.
+        nodes: how many there are.
+
+    Attributes:
+        is_disconnected: whether the launcher of the first host is gone.
+        outcome: of the job, once the parts of all hosts are over.
+    """
+
+    def __init__(self, address: str, port: int, node: int, nodes: int) -> None:
+        super().__init__()
+        self.address = address
+        self.node = node
+        self.nodes = nodes
+        self.port = port
+        self.run_id = f"{address}-{port}"
+        self.is_disconnected = False
+        self.outcome: Outcome | None = None
+        self._key = environment.job_key()
+        self._limit_s = environment.heartbeat_timeout()
+        self._silence = SilenceWatch(Patience.of(several_hosts=True))
+        self._links: dict[int, _Link] = {}
+        self._names: dict[int, str] = {}
+        self._strangers: Strangers[_Link] = Strangers(self._close)  # who have not shown that they know the key
+        self._listener: socket.socket | None = None
+        self._coordinator: Coordinator | None = None
+        self._ended_at: dict[int, float] = {}
+        self._notes: list[str] = []
+
+    # --- the start ----------------------------------------------------------------------------------------------------
+
+    def meet(self, own: HostDescription, config: JobOptions, listener: socket.socket | None) -> None:
+        """Wait until the launchers of all hosts are connected.
+
+        Args:
+            own: description of this host.
+            config: of the run.
+            listener: where the others connect, if this host is the first.
+
+        Raises:
+            ConfigError: the first host does not answer in time, or another host has the number of this one.
+            LockstepError: not all have come in time, or they cannot run the program together.
+        """
+        if listener is None:
+            self._connect(own, config)
+        else:
+            self._wait_for_hosts(listener, own, config)
+
+    def _wait_for_hosts(self, listener: socket.socket, own: HostDescription, config: JobOptions) -> None:
+        """As the first host, wait until all others are there, and check that they can run the program together."""
+        listener.setblocking(False)
+        self._listener = listener
+        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+        deadline = time.monotonic() + config.start_timeout
+        try:
+            while len(self._links) < self.nodes - 1 and time.monotonic() < deadline:
+                self.turn(_TURN_S)
+                self._strangers.tick()
+            descriptions = [own, *(self._links[node].hello.description for node in sorted(self._links))]  # type: ignore[union-attr]
+            self._check(descriptions, config)
+        except LockstepError as error:
+            verdict = str(error)  # the same on all hosts
+            for link in self._links.values():
+                self._send(link, HostRefused(verdict))
+            raise LockstepError(verdict) from None
+        finally:
+            self._stop_listening()
+        self._names = {node: each.host for node, each in enumerate(descriptions)}
+        for link in self._links.values():
+            assert link.hello is not None
+            proof = _proof(self._key, "answers", link.hello.nonce, link.nonce)
+            self._send(link, HostWelcome(proof, time.time_ns()))
+        self._coordinator = Coordinator(self._names, self._tell, self._serve)
+
+    def _check(self, descriptions: list[HostDescription], config: JobOptions) -> None:
+        missing = [str(node) for node in range(1, self.nodes) if node not in self._links]
+        if missing:
+            nodes = counted(self.nodes, "node")
+            late = ", ".join(missing)
+            raise LockstepError(f"of {nodes}, these did not join within {config.start_timeout:g} s: {late}")
+        check_compatible(descriptions)
+        check_debug_rank(config, sum(each.workers for each in descriptions))
+
+    def _connect(self, own: HostDescription, config: JobOptions) -> None:
+        """As another host, connect to the first one."""
+        end = _dial(self.address, self.port, config.start_timeout)
+        link = self._open(end)
+        link.connection.most = MOST_OF_STRANGERS
+        self._links[FIRST] = link
+        verdict = self._ask(link, own, config.start_timeout + _VERDICT_S)
+        if isinstance(verdict, HostRefused) and verdict.is_number:
+            raise ConfigError("node_rank", "a number that no other host has", self.node)
+        if isinstance(verdict, HostRefused):
+            raise LockstepError(verdict.reason)
+        self.clock_offset_ns = time.time_ns() - verdict.sent_at_ns
+        link.connection.most = _MOST
+
+    def _ask(self, link: _Link, own: HostDescription, seconds: float) -> HostWelcome | HostRefused:
+        """Say who this host is, and return the answer of the first one."""
+        connection = link.connection
+        deadline = time.monotonic() + seconds
+        address = f"{self.address}:{self.port}"
+        answer: Any = None
+        try:
+            challenge = connection.receive(deadline)
+            if isinstance(challenge, Challenge):
+                proof = _proof(self._key, "dials", challenge.nonce, link.nonce)
+                connection.send(HostHello(proof, link.nonce, self.node, own))
+                answer = connection.receive(deadline)
+                if isinstance(answer, HostWelcome):
+                    expected = _proof(self._key, "answers", link.nonce, challenge.nonce)
+                    if not hmac.compare_digest(answer.proof.encode(), expected.encode()):
+                        raise LockstepError(f"{address} has another key")
+        except TimeoutError:
+            raise LockstepError(f"no answer from the first host within {seconds:g} s") from None
+        except (OSError, msgspec.DecodeError):
+            answer = None
+        if not isinstance(answer, HostWelcome | HostRefused):
+            raise LockstepError(f"{address} is no launcher of this job, has another key, or has just ended")
+        connection.socket.setblocking(False)
+        self.selector.register(connection.socket, selectors.EVENT_READ, lambda: self._receive(link))
+        return answer
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        self._strangers.accept(self._listener, self._open_stranger)
+
+    def _open_stranger(self, end: socket.socket) -> _Link:
+        link = self._open(end)
+        link.connection.most = MOST_OF_STRANGERS
+        self.selector.register(end, selectors.EVENT_READ, lambda: self._receive(link))
+        self._send(link, Challenge(link.nonce))
+        return link
+
+    def _open(self, end: socket.socket) -> _Link:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(end, self._limit_s)
+        return _Link(Connection(end, Wire), secrets.token_hex(16))
+
+    def _greet(self, link: _Link, hello: object) -> None:
+        """Take what a stranger has said of itself.
+
+        Raises:
+            OSError: it is none of the job's hosts.
+        """
+        if not isinstance(hello, HostHello):
+            raise OSError("a stranger")
+        expected = _proof(self._key, "dials", link.nonce, hello.nonce)
+        if not hmac.compare_digest(hello.proof.encode(), expected.encode()):
+            raise OSError("a stranger")
+        self._strangers.identified(link)
+        if hello.node in self._links or not FIRST < hello.node < self.nodes:
+            self._send(link, HostRefused("", is_number=True))
+            self._close(link)
+            return
+        link.hello = hello
+        link.connection.most = _MOST
+        self._links[hello.node] = link
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def tick(self) -> list[str]:
+        """Look at the other hosts; returns what is to be said of them."""
+        self._silence.tick()
+        for node, link in list(self._links.items()):
+            pings = link.connection.pings
+            text = f"the launcher of host {self._names.get(node, self.address)} has not answered for"
+            if self._silence.is_due(node, pings):
+                self._say(f"{text} {self._silence.patience.warning_s:g} s")
+            if self._silence.is_over(node, pings):
+                reason = f"{text} {self._silence.patience.limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)"
+                self._say(reason)
+                self._lose(node, reason)
+        self._look_for_hosts_that_have_left()
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _look_for_hosts_that_have_left(self) -> None:
+        """End the job if a host has left it long ago, as one that was interrupted has, while this one goes on."""
+        coordinator = self._coordinator
+        if coordinator is None or FIRST in coordinator.ended:
+            return
+        now = time.monotonic()
+        for node in coordinator.ended:
+            if now - self._ended_at.setdefault(node, now) > self._limit_s:
+                coordinator.end_job(f"the launcher on {self._names[node]} has ended")
+
+    def _say(self, text: str) -> None:
+        if self._coordinator is not None:
+            self._coordinator.say(text)
+        else:
+            self._notes.append(text)
+
+    def ping(self) -> None:
+        """Show the other launchers that this one runs; another thread may call this."""
+        for link in list(self._links.values()):
+            with suppress(OSError):  # which the loop finds out
+                link.connection.ping()
+
+    def _receive(self, link: _Link) -> None:
+        try:
+            if link.connection.has_unsent and link.connection.flush():
+                self._want(link, selectors.EVENT_READ)
+            for message in link.connection.receive_available(AT_ONCE):
+                self._handle(link, message)
+        except (EOFError, ConnectionError, msgspec.DecodeError):
+            self._end(link, "the launcher on {} has ended")
+        except OSError:  # the other kernel did not answer
+            self._end(link, f"no heartbeat from {{}} for {self._limit_s:g} s")
+
+    def _handle(self, link: _Link, message: Any) -> None:
+        if link in self._strangers:
+            self._greet(link, message)
+            return
+        node = self._node_of(link)
+        if isinstance(message, ToCoordinator) and self._coordinator is not None and node is not None:
+            self._coordinator.receive(node, message)
+        elif isinstance(message, FromCoordinator) and node == FIRST:
+            self._take(message)
+
+    def _node_of(self, link: _Link) -> int | None:
+        return next((node for node, known in self._links.items() if known is link), None)
+
+    def _end(self, link: _Link, reason: str) -> None:
+        """A connection has ended."""
+        if link in self._strangers:
+            self._strangers.drop(link)
+            return
+        node = self._node_of(link)
+        if node is not None:
+            self._lose(node, reason.format(self._names.get(node, self.address)))
+        self._close(link)
+
+    def _lose(self, node: int, reason: str) -> None:
+        """The launcher of a host, or the host, is gone."""
+        link = self._links.pop(node)
+        self._close(link)
+        if self._coordinator is not None:
+            self._coordinator.lost(node, reason)
+        elif self.node != FIRST and not self.all_done and self.outcome is None:
+            self.is_disconnected = True
+            is_silent = "LOCKSTEP_LAUNCHER_TIMEOUT" in reason
+            self.reason = self.reason or (reason if is_silent else f"the first host ({self.address}) no longer answers")
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def join(self, workers: int) -> None:
+        """Ask for the ranks of so many workers of this host, which are to be started, for the first time or again."""
+        number = self._rounds if self.place is None or self.next_is_open else self.place.number + 1
+        self.place, self.next_is_open = None, False
+        self._rounds = number
+        self._to_coordinator(Join(number, workers))
+
+    def done(self) -> None:
+        """Say that all workers of this host have finished."""
+        self._to_coordinator(Done())
+
+    def interrupt(self, number: int) -> None:
+        """Say that this launcher has received a signal, before its workers get it and exit."""
+        self._to_coordinator(Interrupted(socket.gethostname(), number))
+
+    def end(self, failure: HostFailure | None, seconds: float) -> HostFailure | None:
+        """Say that this host's part is over; returns the first failure on any host.
+
+        Args:
+            failure: of this host's workers.
+            seconds: how long to wait for the other hosts, if there is a failure.
+        """
+        self._to_coordinator(HostEnd(failure))
+        known = failure or self.failure
+        deadline = time.monotonic() + seconds
+        while known is not None and self.outcome is None and not self.is_disconnected:
+            self.turn(_TURN_S)
+            self.tick()
+            if time.monotonic() > deadline and self._coordinator is not None:
+                self._coordinator.give_up()
+            elif time.monotonic() > deadline:
+                break
+        return known if self.outcome is None else self.outcome.failure
+
+    def _to_coordinator(self, message: ToCoordinator) -> None:
+        if self._coordinator is not None:
+            self._coordinator.receive(FIRST, message)
+        elif FIRST in self._links:
+            self._send(self._links[FIRST], message)
+
+    def _tell(self, node: int, message: FromCoordinator) -> None:
+        if node == FIRST:
+            self._take(message)
+        elif node in self._links:
+            self._send(self._links[node], message)
+
+    def _take(self, message: FromCoordinator) -> None:
+        match message:
+            case Round():
+                self.place = message
+            case NextRound(number):
+                self.next_is_open = number > self._rounds
+                self._rounds = max(self._rounds, number)
+            case AllDone():
+                self.all_done = True
+            case Interrupted():
+                self.interruption = message
+            case JobOver(reason, failure):
+                self.reason = self.reason or reason
+                self.failure = self.failure or failure
+            case Outcome():
+                self.outcome = message
+            case Say(text):
+                self._notes.append(text)
+
+    def _serve(self) -> int:
+        """Open the store of the next round's workers: a new one each time, as the last one still holds the old keys."""
+        self._store = serve_store(self.address, several_hosts=True)
+        return int(self._store.port)
+
+    def _send(self, link: _Link, message: object) -> None:
+        with suppress(OSError):  # which the loop finds out
+            link.connection.send(message)
+            if link.connection.has_unsent:
+                self._want(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _want(self, link: _Link, events: int) -> None:
+        with suppress(KeyError, ValueError):
+            end = link.connection.socket
+            self.selector.modify(end, events, self.selector.get_key(end).data)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let the last messages reach the others, and close all connections."""
+        deadline = time.monotonic() + _FLUSH_S
+        while time.monotonic() < deadline and any(link.connection.has_unsent for link in self._links.values()):
+            self.turn(_TURN_S)
+        for link in self._links.values():
+            self._close(link)
+        self._links.clear()
+        self._stop_listening()
+        super().close()
+
+    def _stop_listening(self) -> None:
+        self._strangers.close()
+        if self._listener is not None:
+            self.selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def _close(self, link: _Link) -> None:
+        with suppress(KeyError, ValueError):
+            self.selector.unregister(link.connection.socket)
+        link.connection.close()
+
+
+def listen_for_hosts(address: str, port: int) -> socket.socket:
+    """Return the socket at which the launcher of the first host listens for the others; port 0: the system chooses one.
+
+    Args:
+        address: by which the others reach this host.
+        port: that is free.
+
+    Raises:
+        ConfigError: the port is in use, or the address is unknown.
+    """
+    _look_up(address, port)
+    try:
+        return listen(address, port, several_hosts=True)
+    except OSError as error:
+        raise ConfigError("master_port", "a port that is free on the first host", port, f"{error.strerror}.") from None
+
+
+def _look_up(address: str, port: int) -> None:
+    try:
+        socket.getaddrinfo(address, port)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        expected = "a name that this host can resolve, or an address"
+        raise ConfigError("master_addr", expected, address, f"{reason}.") from None
+
+
+def _dial(address: str, port: int, seconds: float) -> socket.socket:
+    """Connect to the launcher of the first host, which may be started later.
+
+    Raises:
+        ConfigError: nobody answers in time.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        _look_up(address, port)
+        try:
+            return socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic()))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                hint = f"The last attempt failed with: {error}. Is the launcher of node 0 running, and the port open?"
+                expected = f"a host that answers within {seconds:g} s"
+                raise ConfigError("master_addr", expected, found=f"{address}:{port}", hint=hint) from None
+        time.sleep(_RETRY_S)
+
+
+def interface_with_address(address: str) -> str | None:
+    """Return the name of the network interface with `address`; None if it cannot be determined (IPv4, Linux)."""
+    try:
+        import fcntl
+        import struct
+    except ImportError:
+        return None
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
