@@ -149,7 +149,10 @@ def find_divergence(job: JobStates, uneven: bool = False, keys: Collection[int] 
     """
     for key in job.groups if keys is None else keys:
         first: dict[int, tuple[GroupState, RecordRow]] = {}  # by sequence number; the others are compared with it
-        for part in job.groups.get(key, ()):
+        parts = job.groups.get(key, [])
+        for part in parts:
+            if part is not parts[0] and part.records == parts[0].records:
+                continue  # as all are while all is well
             for record in part.records:
                 state, theirs = first.setdefault(record.sequence, (part, record))
                 ranks = state.ranks[0], part.ranks[0]

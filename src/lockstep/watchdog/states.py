@@ -32,7 +32,7 @@ __all__ = [
     "current_wait",
     "describe_record",
     "exception_line",
-    "from_row",
+    "from_rows",
     "is_recv",
     "make_report",
     "rank_status",
@@ -300,21 +300,22 @@ class HostState(msgspec.Struct, omit_defaults=True):
 
 
 def to_row(status: RankStatus) -> list[Any]:
-    """Return the values of a status, of a traceback its end; see `from_row`."""
+    """Return the values of a status, of a traceback its end; see `from_rows`."""
     short = structs.replace(status, traceback=status.traceback[-_TRACEBACK:])
     return [list(structs.astuple(value)) if isinstance(value, Call) else value for value in structs.astuple(short)]
 
 
-def from_row(row: Sequence[Any]) -> RankStatus:
-    """Return the status that `to_row` was given.
+def from_rows(rows: Iterable[Sequence[Any]]) -> list[RankStatus]:
+    """Return the statuses that `to_row` was given.
 
     Raises:
         ValueError: another host has published something else.
     """
-    values = dict(zip(RankStatus.__struct_fields__, row, strict=False))
-    if isinstance(values.get("call"), list):
-        values["call"] = dict(zip(Call.__struct_fields__, values["call"], strict=False))
-    return messages.convert(values, RankStatus)
+    found: list[dict[str, Any]] = [dict(zip(RankStatus.__struct_fields__, row, strict=False)) for row in rows]
+    for values in found:
+        if isinstance(values.get("call"), list):
+            values["call"] = dict(zip(Call.__struct_fields__, values["call"], strict=False))
+    return messages.convert(found, list[RankStatus])  # at once, as there may be a thousand
 
 
 def collect_state(
@@ -432,7 +433,7 @@ class JobStates:
         self.rows = {rank: RankStatus(rank, *lost[host]) for host in lost for rank in hosts[host]}
         self.groups: dict[int, list[GroupState]] = {}
         for host, published in states.items():
-            for status in map(from_row, published.ranks):
+            for status in from_rows(published.ranks):
                 if host in lost and status.state not in ("ended", "raised", "died"):
                     status = structs.replace(status, state=lost[host][0], note=lost[host][1])
                 self.rows[status.rank] = status

@@ -18,7 +18,7 @@ from lockstep.watchdog.states import (
     channel_key,
     collect_state,
     collect_waits,
-    from_row,
+    from_rows,
     to_row,
 )
 
@@ -30,8 +30,7 @@ STATUS = RankStatus(3, "raised", "ValueError: no", "b", 12, 7, CALL, 0.5, (), "x
 def test_a_status_is_read_as_it_was_published_but_for_a_long_traceback(status: RankStatus) -> None:
     text = messages.encode(HostState(ranks=[to_row(status)]))
     assert "waiting_s" not in text, "names of fields would be half of what is sent"
-    (row,) = messages.decode(text, HostState).ranks
-    found = from_row(row)
+    (found,) = from_rows(messages.decode(text, HostState).ranks)
     assert found.traceback == status.traceback[-2000:]
     assert to_row(found) == to_row(status)
     assert found.call == status.call
@@ -40,7 +39,7 @@ def test_a_status_is_read_as_it_was_published_but_for_a_long_traceback(status: R
 @pytest.mark.parametrize("row", [[], [0], ["0", "runs"], [0, "runs", "", "", 1, None, ["barrier()", 3]]])
 def test_a_damaged_row_is_refused(row: list[object]) -> None:
     with pytest.raises(ValueError, match=r"Expected|missing"):
-        from_row(row)
+        from_rows([row])
 
 
 @pytest.fixture
