@@ -172,6 +172,27 @@ def test_a_program_finds_what_python_would_give_it_and_its_rank(tmp_path: Path) 
     assert ended.stderr.count("lockstep run: 2 workers, ") == 1
 
 
+def test_a_master_address_that_the_launcher_was_given_is_not_that_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a Slurm allocation, or in a shell that was used for torchrun."""
+    for name, value in (("MASTER_ADDR", "203.0.113.7"), ("MASTER_PORT", "1"), ("TORCHELASTIC_RESTART_COUNT", "7")):
+        monkeypatch.setenv(name, value)
+    program = write(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total)
+        print(os.environ["MASTER_ADDR"], os.environ["TORCHELASTIC_RESTART_COUNT"], total.item())
+        """,
+    )
+    ended = run_as_process("-np", 2, program)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["[0] 127.0.0.1 0 1.0", "[1] 127.0.0.1 0 1.0"]
+
+
 def test_a_module_runs_and_one_worker_has_the_streams_to_itself(tmp_path: Path) -> None:
     write(tmp_path, "print('module', sys.argv[1:], __name__, end='')", "some_module.py")
     ended = run("-np", 1, "--quiet", "-m", "some_module", "--flag", cwd=tmp_path)

@@ -326,7 +326,7 @@ class _Attempts:
         job, count = self._job, self._job.options.workers
         job.start_attempt(place.number, place.first_rank)
         of_attempt = environment.attempt_variables(place.number, job.options.restarts, job.hosts.run_id)
-        shared = {**self._variables, **of_attempt, **job.watchdog.variables()}
+        of_attempt |= job.watchdog.variables()
         context: Any = multiprocessing.get_context(job.options.start_method)
         # a fork server that is still loading PyTorch is waited for
         activity = Activity(f"lockstep: starting {count} worker{'s'[: count != 1]}", job.shows_progress)
@@ -336,7 +336,8 @@ class _Attempts:
                 rank = place.first_rank + local_rank
                 world = World(rank, place.world_size, local_rank, count, node, nodes, "lockstep")
                 of_worker = environment.world_variables(world, job.hosts.address, place.port)
-                process = context.Process(target=_run_worker, args=(self._entry, local_rank, {**of_worker, **shared}))
+                variables = {**self._variables, **of_worker, **of_attempt}  # the launcher may have some of these
+                process = context.Process(target=_run_worker, args=(self._entry, local_rank, variables))
                 process.start()
                 job.workers.add(local_rank, process)
 
