@@ -22,7 +22,7 @@ from ..activity import Activity
 from ..errors import ConfigError, DataError, LockstepError
 from ..system import atomic_files
 from .fetching import describe_exception
-from .mds import INDEX
+from .formats.mds import INDEX
 from .shard_readers import READERS, ShardReader
 from .stream_order import Integers, OrderSettings, StreamOrder
 

@@ -22,7 +22,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lockstep.data import shard_readers
+from lockstep.data.formats import json_lines, tar_files
 from lockstep.data.stream import Stream
 from lockstep.errors import ConfigError, DataError
 
@@ -248,7 +248,7 @@ def test_a_file_is_counted_once_and_again_when_it_has_changed(tmp_path: Path, mo
     stream = Stream(path)
     text = kept.read_text()
     with monkeypatch.context() as patched:
-        patched.setattr(shard_readers.JsonLines, "blocks", None)
+        patched.setattr(json_lines.JsonLines, "blocks", None)
         assert list(Stream(path)) == list(stream)
     path.write_text('"other"\n')
     assert list(Stream(path)) == ["other"]
@@ -265,7 +265,7 @@ def test_the_index_of_a_folder_that_cannot_be_written_is_in_the_home(
     (tmp_path / "data" / ".a.tar.lockstep-index.json").mkdir()  # root may write into any folder, but not over this
     assert len(Stream(path)) == 3
     assert len([*(home / ".cache" / "lockstep" / "index").iterdir()]) == 1
-    monkeypatch.setattr(shard_readers.Tar, "blocks", None)
+    monkeypatch.setattr(tar_files.Tar, "blocks", None)
     assert len(Stream(path)) == 3
 
 
@@ -277,7 +277,7 @@ def test_many_files_of_a_folder_have_one_index(tmp_path: Path, home: Path, monke
     assert list(stream) == list(range(40))
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == [kept]
     with monkeypatch.context() as patched:
-        patched.setattr(shard_readers.JsonLines, "blocks", None)
+        patched.setattr(json_lines.JsonLines, "blocks", None)
         again = Stream(pattern)
         assert list(again) == list(range(40))
         assert again.order_settings() == stream.order_settings()

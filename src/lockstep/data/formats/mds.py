@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import arguments
-from ..errors import ConfigError
-from .shard_readers import Blocks
+from ... import arguments
+from ...errors import ConfigError
+from ..shard_readers import Blocks
 
 __all__ = ["INDEX", "Mds"]
 
