@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import gzip
 import io
+import os
 import pickle
 import random
 import struct
@@ -120,15 +122,27 @@ def test_the_hostile_pickles_do_run_elsewhere(tmp_path: Path, name: str) -> None
     ("data", "expected"),
     [
         (b"\x80\x02Nr\xff\xff\xff\x7f.", "a memo of 2147483647 entries"),
+        (b"Np2147483647\n.", "a memo of 2147483647 entries"),
         (b"\x80\x02}N" + b"\x85" * 1_000_000 + b"Ns.", "opcode TUPLE1"),
+        (b"\x80\x02}N" + b"2\x86" * 60 + b"Ns.", "opcode TUPLE2"),  # whose hash is that of 2**60 values
         (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x.", "got"),
         (b"\x80\x02T\xff\xff\xff\x7fx.", "got"),
     ],
-    ids=["memo", "nesting", "long bytes", "long text"],
+    ids=["memo", "memo of text", "nesting", "many times the same", "long bytes", "long text"],
 )
 def test_a_pickle_that_would_use_up_memory_or_stack(data: bytes, expected: str) -> None:
     with pytest.raises(DataError, match=expected):
         cifar.parse_batch("x", data)
+
+
+def test_objects_of_the_extension_registry_are_refused_though_they_are_known() -> None:
+    copyreg.add_extension("os", "getcwd", 0x77)
+    try:
+        assert pickle.loads(b"\x80\x02\x82\x77.") is os.getcwd  # from now on without a look for its name
+        with pytest.raises(DataError, match="the opcode EXT1, which is not allowed here"):
+            cifar.parse_batch("x", b"\x80\x02\x82\x77)R.")
+    finally:
+        copyreg.remove_extension("os", "getcwd", 0x77)
 
 
 def test_no_pickle_leaves_anything_behind() -> None:
