@@ -14,7 +14,7 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint.folder import CheckpointStore, read
 from lockstep.communicator import init
-from lockstep.data.fetching import to_device
+from lockstep.data.device_copies import to_device
 from lockstep.errors import ConfigError
 from lockstep.training.callbacks import Checkpoints, Profile
 from lockstep.training.callbacks.base import Callback

@@ -310,7 +310,6 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     trainer.optimizer.register_step_post_hook(lambda *_: chaos.pass_by("updated"))
     chaos.around(CheckpointStore, "save", "save")
     chaos.around(Fetcher, "fetch", "load")
-    chaos.around(Fetcher, "fetch_parts", "load")
     chaos.around(ElasticCommunicator, "leave_group", "leave group")
     chaos.around(client_module.MembershipClient, "regroup", "arrive")
     chaos.around(ElasticCommunicator, "_make_group", "form")
@@ -380,6 +379,8 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
     if hasattr(trainer.comm, "client"):
         arm(chaos, trainer, net)
     history = trainer.fit(data, EPOCHS, validate=data)
+    if trainer.comm.is_joining:
+        return  # it has come too late, and has the model as it began
     timed = "seconds", "samples_per_second"
     rows: list[dict[str, Any]] = [{name: row[name] for name in row if name not in timed} for row in history]
     for row in rows:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ..registry import Registry, import_object
 
 if TYPE_CHECKING:
+    from .batch_samplers import LengthBatchSampler, TokenBatchSampler
     from .iterable import Substreams
-    from .loader import Batch, LengthBatchSampler, Loader, TokenBatchSampler
+    from .loader import Batch, Loader
     from .packing import PackedSequences
     from .sets import ImageSet, cifar10, digits, fashion_mnist, mnist, synthetic
     from .shard_readers import ShardReader
@@ -51,14 +52,14 @@ DATA = Registry(
 _LAZY = {
     "Batch": "lockstep.data.loader:Batch",
     "ImageSet": "lockstep.data.sets:ImageSet",
-    "LengthBatchSampler": "lockstep.data.loader:LengthBatchSampler",
+    "LengthBatchSampler": "lockstep.data.batch_samplers:LengthBatchSampler",
     "Loader": "lockstep.data.loader:Loader",
     "PackedSequences": "lockstep.data.packing:PackedSequences",
     "ShardReader": "lockstep.data.shard_readers:ShardReader",
     "Stream": "lockstep.data.stream:Stream",
     "Substreams": "lockstep.data.iterable:Substreams",
     "TextBlocks": "lockstep.data.text_files:TextBlocks",
-    "TokenBatchSampler": "lockstep.data.loader:TokenBatchSampler",
+    "TokenBatchSampler": "lockstep.data.batch_samplers:TokenBatchSampler",
     **{target.partition(":")[2]: target for target in DATA.targets.values()},
 }
 

@@ -1,15 +1,14 @@
-"""Iterable data sets: which of their samples form a global batch, and how each worker reads its part."""
+"""Iterable data sets, and how their parts are read in the process that loads."""
 
 from __future__ import annotations
 
 import copy
 import sys
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,35 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from .. import arguments, environment
-from ..activity import Activity
-from ..errors import ConfigError, DataError, LockstepError, MismatchError
-from ..flight_recorder import named, note_batch
-from ..parallel.shards import bounds, local_range, mix
-from .digest import Digest, differences, digest_of
-from .fetching import (
-    Fetcher,
-    PartPosition,
-    ReadRequest,
-    SamplesRead,
-    describe_exception,
-    seed_draws,
-    superseded_error,
-)
-from .same_data import places, say_difference
+from ..errors import ConfigError, DataError, LockstepError
+from ..parallel.shards import mix
+from .digest import Digest, digest_of
+from .fetching import Samples, describe_exception
+from .sample_draws import seed_draws
 
-if TYPE_CHECKING:
-    from ..communicator import Communicator
-
-__all__ = [
-    "BatchSettings",
-    "EpochOfStream",
-    "PartOfBatch",
-    "StreamPosition",
-    "Substreams",
-    "is_iterable",
-    "no_samples",
-    "substreams_of",
-]
+__all__ = ["PartPosition", "ReadRequest", "SamplesRead", "Substreams", "is_iterable", "substreams_of"]
 
 
 class Substreams(IterableDataset[Any]):
@@ -115,7 +92,70 @@ def substreams_of(dataset: Any) -> Substreams | None:
     return Substreams(dataset, 1) if is_iterable(dataset) else None
 
 
-# --- Reading, in the process that loads -----------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class PartPosition:
+    """Where to begin to read a part of an iterable data set.
+
+    Attributes:
+        part: its number.
+        samples: number of samples of it that lie before.
+        state: the data set's own `state_dict` at or before that position; None without one.
+        state_at: number of samples before that state.
+    """
+
+    part: int
+    samples: int
+    state: Any = None
+    state_at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesRead:
+    """What a `ReadRequest` has found of one part.
+
+    Attributes:
+        part: its number.
+        count: number of samples read; fewer than asked for at its end.
+        samples: those to be returned; one of them, for its shapes, if none is.
+        state: the data set's own `state_dict` after them; None without one.
+        first: a digest of the part's first sample; None if that was not read.
+        digests: those of the samples that are compared, by number; empty but for the first that are read.
+    """
+
+    part: int
+    count: int
+    samples: list[Any]
+    state: Any = None
+    first: int | None = None
+    digests: dict[int, Digest] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Asks for the next samples of parts of an iterable data set.
+
+    Attributes:
+        run: tells this reading of an epoch from others; with a new one all parts are opened again.
+        epoch: the epoch.
+        key: key of its random draws.
+        parts: for each part, where to begin if it is not open, and the number of samples to read.
+        keep: returns for the number of samples read the range of those to return; None to return all.
+        compared: which of the samples that are read first are compared among the workers, by number.
+    """
+
+    run: int
+    epoch: int
+    key: int
+    parts: list[tuple[PartPosition, int]]
+    keep: Callable[[int], tuple[int, int]] | None = None
+    compared: frozenset[int] = frozenset()
+
+    gives_samples: ClassVar[bool] = True
+
+    def load(self, samples: Samples) -> list[SamplesRead]:
+        """See `Request`."""
+        read: list[SamplesRead] = samples.reader().read(self)
+        return read
 
 
 class _Reader:
@@ -294,388 +334,3 @@ def _digest(sample: Any) -> int:
         return value if isinstance(value, (str, bytes, int, float, bool, type(None))) else type(value).__name__
 
     return zlib.crc32(repr(text(sample)).encode(errors="replace"))
-
-
-# --- Global batches, in the process that trains ----------------------------------------------------------------------
-
-_AHEAD = 4  # batches on which the workers agree at once
-_COMPARISON = "comparison of the samples"
-_COMPARED = 32  # samples of the first batch, or of a part, that are compared
-
-
-class StreamPosition(NamedTuple):
-    """A position between two global batches of an epoch, independent of the number of workers.
-
-    Attributes:
-        step: number of batches before it.
-        ended: whether no batch follows.
-        tail: number of batches before the first part ended; None before that.
-        first: a digest of the epoch's first sample; None if it is not known.
-        state_step: number of batches before `states`.
-        states: the data set's own `state_dict` for each part; None without any.
-    """
-
-    step: int = 0
-    ended: bool = False
-    tail: int | None = None
-    first: int | None = None
-    state_step: int = 0
-    states: list[Any] | None = None
-
-    def of_part(self, part: int, share: int) -> PartPosition:
-        """Return where to read a part on that gives `share` samples to each batch."""
-        batches = self.step if self.tail is None else self.tail
-        if self.states is None or self.states[part] is None:
-            return PartPosition(part, batches * share)
-        return PartPosition(part, batches * share, self.states[part], self.state_step * share)
-
-
-class PartOfBatch(NamedTuple):
-    """This worker's part of a global batch of an iterable data set.
-
-    Attributes:
-        samples: its samples; or one for its shapes, if it has none and knows any.
-        low: number of the first of them in the global batch.
-        high: number behind the last of them.
-        global_size: samples in the global batch.
-        position: the position behind the batch.
-    """
-
-    samples: list[Any]
-    low: int
-    high: int
-    global_size: int
-    position: StreamPosition
-
-
-class BatchSettings(NamedTuple):
-    """How the samples of an iterable data set are put into global batches, and these divided.
-
-    Attributes:
-        size: samples in a global batch.
-        comm: communicator over the workers.
-        virtual_workers: number of shards of a global batch, None without.
-        drop_last: whether a smaller last batch is left out.
-        needs_whole: whether less than one whole batch is an error.
-        role: what the data set is for, for messages; "" if that is not known.
-    """
-
-    size: int
-    comm: Communicator
-    virtual_workers: int | None
-    drop_last: bool
-    needs_whole: bool
-    role: str = ""
-
-
-def no_samples(name: str, role: str) -> DataError:
-    """Return the error for an iterable data set without samples."""
-    return DataError(f"{name}: no samples{f' in {role}' if role else ''}")
-
-
-class EpochOfStream:
-    """This worker's parts of the global batches of an epoch of an iterable data set.
-
-    With one part, every worker reads all samples and uses its own; workers compare samples of the first batch, and the
-    number of them. With several parts, a worker reads those that its samples come from; workers that read the same part
-    compare what they read first. The workers agree on the number of batches to come of which each part has its share.
-    When a part has ended, whoever reads a part sends what is left.
-
-    Args:
-        settings: of the global batches.
-        source: the data set.
-        fetcher: reads the parts.
-        epoch: the epoch.
-        key: key of its random draws.
-        start: where to begin.
-    """
-
-    _runs = 0
-
-    def __init__(
-        self,
-        settings: BatchSettings,
-        source: Substreams,
-        fetcher: Fetcher,
-        epoch: int,
-        key: int,
-        start: StreamPosition,
-    ) -> None:
-        EpochOfStream._runs += 1
-        self._size, self._comm, virtual_workers, self._drop_last, self._needs_whole, self._role = settings
-        self._source, self._epoch, self._start = source, epoch, start
-        self._range = partial(local_range, workers=self._comm.size, virtual_workers=virtual_workers)
-        self._cuts = [bounds(self._size, source.parts, part) for part in range(source.parts)]
-        self._mine = self._parts_of(self._comm.rank)
-        earlier = {part for rank in range(self._comm.rank) for part in self._parts_of(rank)}
-        self._sent = [part for part in self._mine if part not in earlier]  # by this worker, at the end
-        self._buffers: dict[int, deque[SamplesRead]] = {part: deque() for part in self._mine}
-        self._open = set(self._mine)  # the parts that have not ended
-        self._states: dict[int, Any] = {}  # of the parts, behind the last batch
-        self._ended, self._first = False, start.first
-        self._any: list[Any] = []  # a sample, once there was one
-        self._digests: dict[int, dict[int, Digest]] = {}  # of the samples that were read first, by part
-        self._processes = fetcher.parts
-        self._reads = fetcher.fetch_parts(self._requests(EpochOfStream._runs, epoch, key))
-
-    def _parts_of(self, rank: int) -> list[int]:
-        """Return the parts from which the samples of a worker come."""
-        low, high = self._range(self._size, rank=rank)
-        return [part for part, (start, stop) in enumerate(self._cuts) if max(low, start) < min(high, stop)]
-
-    def __iter__(self) -> Iterator[PartOfBatch]:
-        held: PartOfBatch | None = None
-        for batch in () if self._start.ended else self._batches():
-            if held is not None:
-                yield held
-            held = batch
-        self._ended = True
-        if held is not None:
-            yield held._replace(position=held.position._replace(ended=True))
-
-    def _batches(self) -> Iterator[PartOfBatch]:
-        batches = self._of_one_part() if self._source.parts == 1 else self._of_several_parts()
-        for batch in batches:
-            if self._is_short(batch):
-                return
-            self._any = batch.samples[:1] or self._any
-            yield batch if batch.samples else batch._replace(samples=self._any)
-
-    def _is_short(self, batch: PartOfBatch) -> bool:
-        """Return whether a batch is a last one that is left out.
-
-        Raises:
-            DataError: there is no whole batch.
-        """
-        if batch.global_size == self._size:
-            return False
-        if batch.position.step == 1 and (self._drop_last or self._needs_whole):
-            what = f"{self._source.name}: {batch.global_size} samples, less than one global batch of {self._size}"
-            raise DataError(what)
-        return self._drop_last
-
-    # --- reading ------------------------------------------------------------------------------------------------------
-
-    def _requests(self, run: int, epoch: int, key: int) -> Iterator[ReadRequest]:
-        """Yield requests without end, for each process in turn the next share of each of its parts."""
-        keep = partial(self._range, rank=self._comm.rank) if self._source.parts == 1 else None
-        requests = []
-        for process in range(self._processes):
-            parts = self._mine[slice(*bounds(len(self._mine), self._processes, process))]
-            shares = [(part, self._share(part)) for part in parts]
-            starts = [(self._start.of_part(part, share), share) for part, share in shares]
-            requests.append(ReadRequest(run, epoch, key, starts, keep, self._compared_samples()))
-        while not self._ended:
-            yield from requests
-
-    def _compared_samples(self) -> frozenset[int]:
-        """Return which of the samples that are read first of a part are compared."""
-        if self._comm.group is None or self._comm.size == 1:
-            return frozenset()
-        most = max(self._share(part) for part in range(self._source.parts))
-        return frozenset(places(most, _COMPARED))
-
-    def _share(self, part: int) -> int:
-        start, stop = self._cuts[part]
-        return stop - start
-
-    def _read(self) -> list[SamplesRead]:
-        """Return what the loader processes have read for another batch."""
-        found = []
-        for _ in range(self._processes):
-            with Activity(f"lockstep: reading {self._source.name}{self._again()}"):
-                read = next(self._reads, None)
-            if read is None:
-                raise superseded_error(self._epoch)
-            found += read
-        for each in found:
-            if each.first is not None and not each.part:
-                self._note_first(each.first)
-            if each.digests:
-                self._digests[each.part] = each.digests
-        return found
-
-    def _again(self) -> str:
-        batches = self._start.step if self._any == [] else 0
-        return f" up to batch {batches}, where the run is resumed" if batches else ""
-
-    def _note_first(self, first: int) -> None:
-        if self._first is None:
-            self._first = first
-        elif self._first != first:
-            what = (
-                f"{self._source.name}: its first sample is another one than before the run was resumed. It must yield "
-                "the same samples whenever an epoch of it is read: give what is shuffled a seed"
-            )
-            raise DataError(what)
-
-    def _gather(self, value: Any, what: str) -> list[Any]:
-        if self._comm.group is None:
-            return [value]
-        note_batch(-1)  # not that of torch's DataLoader in which samples are read
-        with named(what):
-            return self._comm.allgather_object(value)
-
-    # --- one part -----------------------------------------------------------------------------------------------------
-
-    def _of_one_part(self) -> Iterator[PartOfBatch]:
-        step, count = self._start.step, self._size
-        while count == self._size:
-            (read,) = self._read()
-            if step == self._start.step:
-                self._compare_first(read)
-            count = read.count
-            if count:
-                step += 1
-                states = None if read.state is None else [read.state]
-                position = StreamPosition(step, first=self._first, state_step=step, states=states)
-                low, high = self._range(count, rank=self._comm.rank)
-                yield PartOfBatch(read.samples, low, high, count, position)
-        if not step:
-            raise no_samples(self._source.name, self._role)
-        self._compare((step, count), "the number of its samples")
-
-    def _compare(self, value: Any, what: str) -> None:
-        """Check that all workers have read the same.
-
-        Raises:
-            MismatchError: on every worker, if they have not.
-        """
-        for rank, other in enumerate(self._gather(value, _COMPARISON)):
-            if other != value:
-                raise self._differs(what, self._comm.rank, rank)
-
-    def _differs(self, what: str, one: int, other: int) -> MismatchError:
-        return MismatchError(
-            f"{self._source.name}: {what} differs on ranks {one} and {other}. Each worker reads the whole data set, "
-            "and uses its part of each global batch: it must not be divided by rank, and what is shuffled needs a seed "
-            "that is the same on all workers."
-        )
-
-    def _compare_first(self, read: SamplesRead) -> None:
-        """Check that all workers have read the same first batch.
-
-        Raises:
-            MismatchError: on every worker, if they have not.
-        """
-        if self._comm.group is None:
-            return
-        gathered = self._gather((read.count, self._digests), _COMPARISON)
-        self._compare_digests([digests for _, digests in gathered])
-        for rank, (count, _) in enumerate(gathered):
-            if count != gathered[0][0]:
-                raise self._differs("the number of its samples", 0, rank)
-
-    def _compare_digests(self, by_rank: list[dict[int, dict[int, Digest]]]) -> None:
-        """Check that what several workers have read of the same part is the same.
-
-        Raises:
-            MismatchError: on every worker, if it is not.
-        """
-        seen: dict[int, int] = {}  # by part, the first rank that has read it
-        for rank, digests in enumerate(by_rank):
-            for part, samples in digests.items():
-                first = seen.setdefault(part, rank)
-                self._compare_samples(part, by_rank[first][part], samples, first, rank)
-
-    def _compare_samples(
-        self, part: int, samples: dict[int, Digest], others: dict[int, Digest], one: int, other: int
-    ) -> None:
-        of = f" of part {part}" if self._source.parts > 1 else ""
-        for number in sorted(samples.keys() & others.keys()):
-            for difference in differences(samples[number], others[number]):
-                if difference.is_refused:
-                    what = f"its sample {number}{of}" if number or of else "its first sample"
-                    raise self._differs(what, one, other)
-                if not difference.only_rounded and self._comm.rank == 0:
-                    say_difference(self._source.name, number, one, other, difference)
-
-    # --- several parts ------------------------------------------------------------------------------------------------
-
-    def _of_several_parts(self) -> Iterator[PartOfBatch]:
-        position = self._start
-        if position.tail is None:
-            while (agreed := self._agree(position))[0]:
-                batches, position = agreed
-                for _ in range(batches):
-                    position = position._replace(step=position.step + 1)
-                    yield self._next_of_shares(position)
-            position = agreed[1]._replace(tail=position.step)
-        yield from self._tail(position)
-
-    def _agree(self, position: StreamPosition) -> tuple[int, StreamPosition]:
-        """Return the number of batches, at most `_AHEAD`, of which every part has its share, and the position now."""
-        self._read_ahead(_AHEAD)
-        ready = min((self._whole_shares(part) for part in self._mine), default=_AHEAD)
-        shared = {part: each for part, each in self._digests.items() if self._is_shared(part)}
-        gathered = self._gather((ready, self._states, self._first, shared), "agreement on the next samples")
-        self._compare_digests([digests for *_, digests in gathered])
-        self._digests = {}
-        by_part: dict[int, Any] = {}
-        for _, states, first, _ in gathered:
-            by_part |= states
-            self._first = self._first if first is None else first
-        position = position._replace(first=self._first)
-        if any(state is not None for state in by_part.values()):
-            states = [by_part.get(part) for part in range(self._source.parts)]
-            position = position._replace(state_step=position.step, states=states)
-        return min(ready for ready, *_ in gathered), position
-
-    def _is_shared(self, part: int) -> bool:
-        """Return whether several workers read a part."""
-        return sum(part in self._parts_of(rank) for rank in range(self._comm.size)) > 1
-
-    def _read_ahead(self, batches: int) -> None:
-        """Read until each part has its share of so many batches, or has ended."""
-        while any(len(self._buffers[part]) < batches for part in self._open):
-            for each in self._read():
-                if each.count:
-                    self._buffers[each.part].append(each)
-                if each.count < self._share(each.part):
-                    self._open.discard(each.part)
-
-    def _whole_shares(self, part: int) -> int:
-        return min(_AHEAD, sum(each.count == self._share(part) for each in self._buffers[part]))
-
-    def _next_of_shares(self, position: StreamPosition) -> PartOfBatch:
-        """Return the batch before `position`, of the share of each part."""
-        low, high = self._range(self._size, rank=self._comm.rank)
-        samples: list[Any] = []
-        for part in self._mine:
-            read, start = self._buffers[part].popleft(), self._cuts[part][0]
-            self._states[part] = read.state
-            samples += read.samples[max(0, low - start) : max(0, high - start)]
-        return PartOfBatch(samples, low, high, self._size, position)
-
-    def _tail(self, position: StreamPosition) -> Iterator[PartOfBatch]:
-        """Yield the batches after the first part has ended, from samples that the workers send each other."""
-        assert position.tail is not None
-        samples: list[Any] = []
-        skipped, more = (position.step - position.tail) * self._size, True
-        while more or samples:
-            if more:
-                arrived = self._exchange()
-                more = bool(arrived)
-                dropped = min(skipped, len(arrived))
-                samples, skipped = samples + arrived[dropped:], skipped - dropped
-            while len(samples) >= self._size or (samples and not more):
-                batch, samples = samples[: self._size], samples[self._size :]
-                low, high = self._range(len(batch), rank=self._comm.rank)
-                position = position._replace(step=position.step + 1)
-                yield PartOfBatch(batch[low:high] or batch[:1], low, high, len(batch), position)
-        if skipped:
-            what = f"fewer than the {position.step} batches that had been read before the run was resumed"
-            raise DataError(f"{self._source.name}: {what}. It must yield the same samples whenever it is read")
-        if not position.step:
-            raise no_samples(self._source.name, self._role)
-
-    def _exchange(self) -> list[Any]:
-        """Return the next share of each part, from the worker that reads it, in the order of the parts."""
-        self._read_ahead(1)
-        own = [(part, self._buffers[part].popleft().samples) for part in self._sent if self._buffers[part]]
-        for part in set(self._mine) - set(self._sent):
-            if self._buffers[part]:
-                self._buffers[part].popleft()  # another worker reads and sends it
-        gathered = self._gather(own, "exchange of the last samples of an epoch")
-        shares = sorted((share for each in gathered for share in each), key=lambda share: share[0])
-        return [sample for _, found in shares for sample in found]

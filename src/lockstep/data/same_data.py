@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-import random
-import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
 
 from ..activity import Activity
 from ..errors import MismatchError
 from ..flight_recorder import named
 from ..parallel.shards import mix
-from .digest import Difference, Digest, differences, digest_of
+from .digest import Difference, Digest, differences
+from .sample_digests import DigestRequest, SampleDigests
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
 
-__all__ = [
-    "DigestRequest",
-    "SameData",
-    "SampleDigests",
-    "places",
-    "preserve_own_generators",
-    "read_digests",
-    "say_difference",
-]
+__all__ = ["SameData", "places", "say_difference"]
 
 _log = logging.getLogger(__name__)
 
@@ -47,123 +34,6 @@ _AGAIN, _AGAIN_BUDGET_S = 8, 2.0  # readings of a sample that differs among rank
 _FEW = 4  # of fewer samples than this, it is said that they were all
 _SHOWN_AS_DIFFERENT = 4  # samples that are read again
 _PLACE = 5  # part of the key of the places
-
-
-# --- Reading, in the process that loads -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class DigestRequest:
-    """Asks for the digests of samples.
-
-    Attributes:
-        key: key of the epoch's random draws.
-        indices: the samples.
-        times: number of times that each of them is read.
-        budget_s: seconds after which no further one is read.
-        collates: whether to find out as well what the collate function makes of the division of a batch.
-    """
-
-    key: int
-    indices: tuple[int, ...]
-    times: tuple[int, ...]
-    budget_s: float
-    collates: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SampleDigests:
-    """What a `DigestRequest` has found.
-
-    Attributes:
-        samples: the digests of each sample, one for each time that it was read; none of one that raised an exception.
-        seconds: how long it took.
-        typical_s: the median time of reading a sample; infinite if none was read.
-        collated: how batches depend on their division, see `lockstep.data.collate_check`; "" if they do not.
-    """
-
-    samples: dict[int, list[Digest]]
-    seconds: float
-    typical_s: float = 0.0
-    collated: str = ""
-
-
-def read_digests(request: DigestRequest, read: Callable[[int], Any]) -> SampleDigests:
-    """Read samples with `read`; an exception is left to the training, which may not need the sample."""
-    began = time.monotonic()
-    found: dict[int, list[Digest]] = {}
-    each_s: list[float] = []
-    for index, times in zip(request.indices, request.times, strict=True):
-        digests: list[Digest] = []
-        for number in range(times):
-            if (found or number) and time.monotonic() - began > request.budget_s:
-                break
-            start = time.monotonic()
-            try:
-                digests.append(digest_of(read(index)))
-            except Exception:  # of the data set
-                digests = []
-                break
-            finally:
-                each_s.append(time.monotonic() - start)
-        found[index] = digests
-        if time.monotonic() - began > request.budget_s:
-            break
-    return SampleDigests(found, time.monotonic() - began, statistics.median(each_s) if each_s else math.inf)
-
-
-@contextmanager
-def preserve_own_generators(dataset: Any) -> Iterator[None]:
-    """Restore the random generators that a data set has as attributes, or its parts have, after a `with` block."""
-    restore = [each() for each in _savers(dataset)]
-    try:
-        yield
-    finally:
-        for call in restore:
-            call()
-
-
-_MAX_OBJECTS, _MAX_ITEMS = 2000, 64
-
-
-def _savers(dataset: Any) -> Iterator[Callable[[], Callable[[], None]]]:
-    """Yield for each random generator within a data set a function that saves its state and returns one to restore."""
-    seen: set[int] = set()
-    pending = [dataset]
-    while pending and len(seen) < _MAX_OBJECTS:
-        value = pending.pop()
-        if id(value) in seen or isinstance(value, (str, bytes, int, float, torch.Tensor, np.ndarray, type)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, (torch.Generator, np.random.RandomState)):
-            yield _saver(value.get_state, value.set_state)
-        elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            yield _saver(lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state))  # type: ignore[misc]
-        elif type(value) is random.Random:
-            yield _saver(value.getstate, value.setstate)
-        elif isinstance(value, Mapping):
-            pending += [item for _, item in zip(range(_MAX_ITEMS), _values(value), strict=False)]
-        elif isinstance(value, (list, tuple)):
-            pending += value[:_MAX_ITEMS]
-        else:
-            pending += list(getattr(value, "__dict__", {}).values())
-
-
-def _values(mapping: Mapping[Any, Any]) -> Iterator[Any]:
-    # only of a plain dict: another mapping may read a file for each value
-    return iter(mapping.values() if isinstance(mapping, dict) else ())
-
-
-def _saver(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[], Callable[[], None]]:
-    def save() -> Callable[[], None]:
-        state = get()
-        return lambda: put(state)
-
-    return save
-
-
-# --- Comparison among the ranks ---------------------------------------------------------------------------------------
 
 
 def places(length: int, count: int, number: int = 0) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from .. import arguments
 from ..communicator import Communicator, init
-from ..data.loader import Batch, Loader, dataloader_batch_size, dataloader_settings
+from ..data.loader import Batch, Loader
+from ..data.torch_dataloaders import dataloader_batch_size, dataloader_settings
 from ..errors import ConfigError, DataError, counted
 from ..flight_recorder import in_method, named
 from ..parallel.nested import map_tensors, narrow, tensors_of

@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ..communicator import Communicator
-from ..data.loader import Loader, dataloader_settings
+from ..data.loader import Loader
+from ..data.torch_dataloaders import dataloader_settings
 from ..errors import ConfigError
 
 __all__ = ["GivenLoaders"]
@@ -70,7 +71,7 @@ class GivenLoaders:
                 if error.argument != "dataset":
                     raise
                 raise ConfigError(argument, error.expected, error.got, error.hint, found=error.found) from None
-        loader.role = _ROLES.get(argument, loader.role)
+        loader.plan.role = _ROLES.get(argument, loader.plan.role)
         return loader
 
     def _of(self, dataset: Any, argument: str) -> Loader:

@@ -17,7 +17,8 @@ from typing_extensions import Never, Self
 
 from .. import arguments
 from ..communicator import init
-from ..data.loader import Batch, Loader, dataloader_batch_size, dataloader_settings
+from ..data.loader import Batch, Loader
+from ..data.torch_dataloaders import dataloader_batch_size, dataloader_settings
 from ..errors import ConfigError, unexpected_argument
 from ..flight_recorder import note_samples, recorded_collectives
 from ..other_names import in_training

@@ -15,14 +15,8 @@ import pytest
 import torch
 
 from lockstep.data.digest import differences, digest_of
-from lockstep.data.same_data import (
-    DigestRequest,
-    SameData,
-    SampleDigests,
-    places,
-    preserve_own_generators,
-    read_digests,
-)
+from lockstep.data.same_data import SameData, places
+from lockstep.data.sample_digests import DigestRequest, SampleDigests, preserve_own_generators
 
 Point = namedtuple("Point", "x y")
 
@@ -204,9 +198,9 @@ def test_reading_ends_when_the_time_is_up_and_passes_over_exceptions() -> None:
             raise OSError("no such file")
         return index
 
-    found = read_digests(DigestRequest(0, (0, 1, 2), (2, 2, 1), 60.0), read)
+    found = DigestRequest(0, (0, 1, 2), (2, 2, 1), 60.0).read_with(read)
     assert {index: len(digests) for index, digests in found.samples.items()} == {0: 2, 1: 0, 2: 1}
-    found = read_digests(DigestRequest(0, (0, 2), (2, 1), -1.0), read)
+    found = DigestRequest(0, (0, 2), (2, 1), -1.0).read_with(read)
     assert isinstance(found, SampleDigests)
     assert {index: len(digests) for index, digests in found.samples.items()} == {0: 1}
 

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lockstep.communicator import Communicator
 from lockstep.data import fetching
-from lockstep.data.loader import Batch, LengthBatchSampler, Loader, TokenBatchSampler
+from lockstep.data.batch_samplers import LengthBatchSampler, TokenBatchSampler
+from lockstep.data.loader import Batch, Loader
 from lockstep.errors import CheckpointError, ConfigError, DataError, MismatchError
 from lockstep.topology import World
 

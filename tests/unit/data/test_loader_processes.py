@@ -22,7 +22,8 @@ from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from lockstep.communicator import Communicator
 from lockstep.data import fetching
-from lockstep.data.fetching import Fetcher, pinned, to_device
+from lockstep.data.device_copies import pinned, to_device
+from lockstep.data.fetching import Fetcher, Samples
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError, DataError
 from lockstep.topology import World
@@ -127,7 +128,7 @@ def test_ctrl_c_is_left_to_the_parent() -> None:
 
 def test_what_processes_are_started_with_can_be_sent_to_them() -> None:
     init = partial(fetching._prepare_process, new_group=True)
-    for part in (init, fetching._Batches(TensorDataset(torch.arange(3)), None)):
+    for part in (init, Samples(TensorDataset(torch.arange(3)), None)):
         pickle.dumps(part)
 
 
@@ -206,7 +207,7 @@ def test_a_class_or_function_of_the_main_module_is_sent_by_value(of_main: str, m
     found = outside_of_modules(DEFINITIONS)
     numbers = torch.arange(6)
     dataset = found["Numbers"](numbers) if of_main == "Numbers" else TensorDataset(numbers)
-    batches = fetching._Batches(dataset, found["pairs"] if of_main == "pairs" else None)
+    batches = Samples(dataset, found["pairs"] if of_main == "pairs" else None)
     with pytest.raises((pickle.PicklingError, AttributeError)):
         ForkingPickler.dumps(batches.dataset if of_main == "Numbers" else batches.collate)
     sent = ForkingPickler.loads(ForkingPickler.dumps(batches))
@@ -218,9 +219,9 @@ def test_a_class_or_function_of_the_main_module_is_sent_by_value(of_main: str, m
 
 
 def test_what_can_be_found_by_name_is_sent_by_name() -> None:
-    sent = ForkingPickler.loads(ForkingPickler.dumps(fetching._Batches(Who(), None)))
+    sent = ForkingPickler.loads(ForkingPickler.dumps(Samples(Who(), None)))
     assert type(sent.dataset) is Who
-    assert b"cloudpickle" not in bytes(ForkingPickler.dumps(fetching._Batches(Who(), None)))
+    assert b"cloudpickle" not in bytes(ForkingPickler.dumps(Samples(Who(), None)))
 
 
 @pytest.mark.parametrize(("processes", "prefetch"), [(1, 1), (2, 2), (2, 5), (3, 4), (4, 8)])

@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.communicator import Communicator
-from lockstep.data.loader import Batch, Loader, dataloader_settings
+from lockstep.data.loader import Batch, Loader
 from lockstep.data.stream import Stream
+from lockstep.data.torch_dataloaders import dataloader_settings
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.topology import World
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.communicator import init, requests
 from lockstep.communicator.requests import Request, wait_all
-from lockstep.data.fetching import to_device
+from lockstep.data.device_copies import to_device
 from lockstep.errors import ConfigError, DivergedError, InterruptedRunError
 from lockstep.training.callbacks import Callback, Checkpoints
 from lockstep.training.callbacks.base import Row

@@ -21,9 +21,9 @@ def without_key_of_dropout() -> None:
 
 
 def without_key_of_augmentation() -> None:
-    import lockstep.data.fetching as fetch
+    from lockstep.data import fetching
 
-    fetch.seed_draws = lambda *_: None
+    fetching.seed_draws = lambda *_: None
 
 
 def left_fold() -> None:
@@ -73,13 +73,13 @@ def buffers_as_the_last_shard_left_them() -> None:
 
 def disturbed(change: Any, **arguments: Any) -> tuple[str, list[float]]:
     """`run` in a process in which one thing has been taken out; it is put back afterwards."""
-    import lockstep.data.fetching as fetch
+    import lockstep.data.fetching as fetching
     import lockstep.parallel.buffers as buffers
     import lockstep.parallel.reducer as exchange
     import lockstep.parallel.tree_sum as tree
     import lockstep.training.virtual_worker_passes as passes
 
-    layout = [passes, passes.ShardPasses, fetch, tree.TreeSum, exchange.SubtreeLayout, buffers.Buffers]
+    layout = [passes, passes.ShardPasses, fetching, tree.TreeSum, exchange.SubtreeLayout, buffers.Buffers]
     before = [dict(vars(place)) for place in layout]
     try:
         change()

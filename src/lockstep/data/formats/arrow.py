@@ -82,6 +82,11 @@ class Arrow:
 
 
 def check_columns(columns: Sequence[str] | None, names: Sequence[str]) -> None:
+    """Check that a table has the columns that are asked for, if some are.
+
+    Raises:
+        ValueError: naming one that it has not.
+    """
     missing = [column for column in columns or () if column not in names]
     if missing:
         raise ValueError(f"it has no column {missing[0]!r}, only {', '.join(names)}")
