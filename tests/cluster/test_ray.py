@@ -320,7 +320,7 @@ def train_in_group() -> Callable[..., tuple[str, int]]:
 
 
 def test_init_takes_the_group_of_ray_train(cluster: Any, tmp_path: Path) -> None:
-    from ray.train import JobOptions, ScalingConfig
+    from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     train = train_in_group()
@@ -331,7 +331,7 @@ def test_init_takes_the_group_of_ray_train(cluster: Any, tmp_path: Path) -> None
         found, size = train()
         (tmp_path / f"found-{ray.train.get_context().get_world_rank()}").write_text(f"{found} {size}")
 
-    scaling, run = ScalingConfig(num_workers=2), JobOptions(storage_path=str(tmp_path / "ray"))
+    scaling, run = ScalingConfig(num_workers=2), RunConfig(storage_path=str(tmp_path / "ray"))
     TorchTrainer(body, scaling_config=scaling, run_config=run).fit()
     found = [path.read_text() for path in tmp_path.glob("found-*")]
     assert len(found) == 2
