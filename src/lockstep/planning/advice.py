@@ -192,7 +192,7 @@ def assumptions(job: Job) -> list[str]:
         lines.append(f"Each host has {hosts} and a link of {fabric.link} to a switch that never blocks{inside}.")
         lines.append(f"An all-reduce between hosts is a {fabric.algorithm}; nothing else uses the network.")
     if fabric.checks_calls:
-        lines.append("Before each collective hosts compare what they call: the watchdog's pre-flight check.")
+        lines.append("Beside each collective hosts compare what they call: the watchdog's pre-flight check.")
     if max(job.profiles) == 1:
         lines.append(f"Computing is {job.slowdown:.0%} slower while collectives run: only one worker was measured.")
     slower = measured_slowdown(job)

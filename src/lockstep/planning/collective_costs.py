@@ -130,7 +130,7 @@ class MeasuredCollective:
 
 
 DIGEST_BYTES = 360.0
-"""What the watchdog's pre-flight check all-reduces before each collective between hosts."""
+"""What the watchdog's pre-flight check all-reduces beside each collective between hosts."""
 
 MEMORY_LINK = Link(4e9, 15e-6)
 """Stands for the shared memory of a host that has not been measured; of an all-reduce among two workers of a laptop."""
@@ -149,8 +149,8 @@ class Fabric:
         measured: measured collectives between hosts, used instead of the formulas.
         in_flight: collectives that a worker runs at the same time.
         hierarchical: whether one worker of each host speaks for it, so that a host's sums cross the link once.
-        checks_calls: whether the hosts compare what they call before each collective, as the watchdog's pre-flight
-            check does. Over Gloo alone the two pass at the same time, and it costs nothing.
+        checks_calls: whether the hosts compare what they call at the same time as each collective, as the watchdog's
+            pre-flight check does. Beside an all-reduce it costs nothing; collectives of fewer rounds wait for it.
     """
 
     link: Link | None
@@ -191,7 +191,7 @@ class Fabric:
         return self.link is None and not self.measured
 
     def cost(self, collective: str, size: float, workers: int) -> Cost:
-        """Return the cost of "all_reduce", "all_to_all" or "all_gather" among all `workers`, with the check before it.
+        """Return the cost of "all_reduce", "all_to_all" or "all_gather" among all `workers`, with the check beside it.
 
         Args:
             collective: its name.
@@ -204,7 +204,7 @@ class Fabric:
         if not self.checks_calls or self.is_one_host or workers <= self.per_host:
             return found
         check_s = self._alone("all_reduce", DIGEST_BYTES, workers).seconds
-        return Cost(check_s + found.latency_s, found.send_s, found.receive_s)
+        return Cost(found.latency_s + max(0.0, check_s - found.seconds), found.send_s, found.receive_s)
 
     def _alone(self, collective: str, size: float, workers: int) -> Cost:
         if self.is_one_host:

@@ -46,13 +46,14 @@ def test_hierarchical_crosses_the_link_once_for_each_host() -> None:
     assert flat.cost("all_reduce", 1e6, 8).send_s == pytest.approx(4 * 4 / 7 * ALGORITHMS["ring"](1e6, 8, LINK).send_s)
 
 
-def test_the_check_before_a_collective_is_a_small_all_reduce_between_hosts() -> None:
+def test_the_check_beside_a_collective_is_a_small_all_reduce_between_hosts() -> None:
     plain, checked = Fabric(LINK, per_host=2), Fabric(LINK, per_host=2, checks_calls=True)
     check_s = plain.cost("all_reduce", DIGEST_BYTES, 4).seconds
     assert check_s > 0
     for name in ("all_reduce", "all_to_all", "all_gather"):
-        added = checked.cost(name, 1e6, 4).seconds - plain.cost(name, 1e6, 4).seconds
-        assert added == pytest.approx(check_s)
+        assert checked.cost(name, 1e6, 4) == plain.cost(name, 1e6, 4), "it is over before the collective"
+    assert plain.cost("all_to_all", 8.0, 4).seconds < check_s
+    assert checked.cost("all_to_all", 8.0, 4).seconds == pytest.approx(check_s)
     assert checked.cost("all_reduce", 1e6, 2) == plain.cost("all_reduce", 1e6, 2)  # on one host
 
 
