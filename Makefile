@@ -8,6 +8,7 @@ PYTEST_FLAGS ?=
 CHAOS_FLAGS  ?= 1000
 LOOP_CHAOS_FLAGS ?= 200
 HOST_CHAOS_FLAGS ?= 200
+SCHEDULE_FLAGS ?= 20000
 # processes that run tests: one more than there are cores, because most tests wait for processes of their own
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PIP_FLAGS    ?=
@@ -44,8 +45,8 @@ help: ## show this list
 	@echo "make layers   check which module imports which (docs/architecture.md)"
 	@echo "make public-names  write docs/api/names.md anew, after a change of public names that is meant"
 	@echo "make docs     build the documentation as a site, in site/index.html"
-	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 400 with loops of their own, 200 of hosts"
-	@echo "              (CHAOS_FLAGS=..., LOOP_CHAOS_FLAGS=..., HOST_CHAOS_FLAGS=...)"
+	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 400 with loops of their own, 200 of hosts,"
+	@echo "              20000 simulated ones (CHAOS_FLAGS=..., LOOP_CHAOS_FLAGS=..., HOST_CHAOS_FLAGS=..., SCHEDULE_FLAGS=...)"
 	@echo "make release-check  build the distributions, install each into a new environment and try it there; nothing is uploaded"
 	@echo "              (RELEASE_FLAGS=... for options, PIP_FLAGS=... for those of pip)"
 	@echo "make clean    remove caches and build output; make distclean removes .venv as well"
@@ -94,6 +95,7 @@ chaos: $(TESTS)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/own_loop_chaos.py $(LOOP_CHAOS_FLAGS)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/own_loop_chaos.py $(LOOP_CHAOS_FLAGS) --prepare
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/launcher_chaos.py $(HOST_CHAOS_FLAGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/job_simulation.py $(SCHEDULE_FLAGS)
 
 # -q twice leaves out pytest's count, so that the last one seen in CI is that of all tests
 layers: $(TESTS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -29,6 +31,7 @@ from .membership import (
     Enter,
     Events,
     Get,
+    Lease,
     Leave,
     Publish,
     Ready,
@@ -74,6 +77,7 @@ class MembershipClient:
         self._changed = threading.Condition()
         self._due = self._next = 0  # the newest generation to enter at once, and the newest that is open
         self._wished, self._signal = -1, 0
+        self._leased_until = math.inf  # in a job on one host there are no leases
         self._view: View | None = None
         self._bye: Bye | None = None
         self._is_lost = False
@@ -111,6 +115,8 @@ class MembershipClient:
             case View():
                 self._view = message
                 self._next = max(self._next, message.generation)
+            case Lease():
+                self._leased_until = message.until
             case Answer():
                 self._answers[message.request] = message
             case Publish():
@@ -146,6 +152,13 @@ class MembershipClient:
         """Raise MembershipChangedError if this worker's generation is over."""
         if self.is_over:
             raise MembershipChangedError(self.generation)
+
+    def wait_for_lease(self) -> None:
+        """Wait until this worker may complete a step, or its generation is over."""
+        if time.monotonic() < self._leased_until:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: time.monotonic() < self._leased_until or self.is_over)
 
     # --- what this worker tells ---------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from ..job.messages import Hello
 from ..messages import Integer, List, Tagged
 
 __all__ = [
+    "LEASE_S",
     "NO_STATE",
     "Add",
     "Answer",
@@ -47,6 +48,7 @@ __all__ = [
     "Get",
     "HostMemory",
     "HostReport",
+    "Lease",
     "Leave",
     "Publish",
     "Ready",
@@ -223,6 +225,19 @@ class View(Tagged, frozen=True):
     fit: Integer = -1
 
 
+LEASE_S = 4.0
+"""Seconds for which a worker may complete steps before its launcher has to tell it again."""
+
+
+class Lease(Tagged, frozen=True):
+    """In a job on several hosts: complete no step after this time, of the monotonic clock of the worker's host.
+
+    A launcher that is stopped, or that follows such a one, could not tell its workers that others have gone on.
+    """
+
+    until: float
+
+
 class Answer(Tagged, frozen=True):
     """The answer to a request about keys: values, a sum, or whether they exist."""
 
@@ -248,7 +263,7 @@ KeyRequest = Set | Get | Add | Check | CompareSet
 Up = Hello | Ready | Enter | Arrived | Broken | Boundary | Leave | Done | Events | Publish | KeyRequest
 """From a worker to the coordinator."""
 
-Down = Change | Wish | Turn | View | Answer | Publish | Stop | Bye
+Down = Change | Wish | Turn | View | Lease | Answer | Publish | Stop | Bye
 """From the coordinator to a worker."""
 
 
@@ -328,10 +343,14 @@ class HostMemory:
         return list(self._unanswered.items())
 
     @property
+    def members(self) -> list[int]:
+        """The workers that are in a group."""
+        return [record.number for record in self._workers.values() if record.is_member and not record.is_over]
+
+    @property
     def members_in_training(self) -> list[int]:
         """The workers that are in a group and in a training."""
-        records = self._workers.values()
-        return [record.number for record in records if record.is_member and not record.is_over and record.fit >= 0]
+        return [number for number in self.members if self._workers[number].fit >= 0]
 
     def report(self) -> HostReport:
         """Return what a new coordinator has to know."""
@@ -430,6 +449,7 @@ class Coordinator:
         failure: why the workers cannot go on from what they have in memory; "" as long as they can.
         complete: whether all members have completed the training that they were in.
         most: the largest number of workers that the training can have.
+        is_fenced: whether the first group must wait, as a host that was lost may have formed it with others.
         to_keep: what all hosts have to keep, each with the number of the worker that has sent it.
     """
 
@@ -442,6 +462,7 @@ class Coordinator:
     failure: str = ""
     complete: bool = False
     most: int = 1 << 30
+    is_fenced: bool = False
     to_keep: deque[tuple[int, Publish | Events]] = field(default_factory=deque)
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _messages: deque[tuple[int, Down]] = field(default_factory=deque)
@@ -464,6 +485,11 @@ class Coordinator:
         """The workers that are in the group, or regroup, in order of seniority."""
         found = [worker for worker in self._workers.values() if worker.status is _Status.MEMBER]
         return [worker.number for worker in sorted(found, key=lambda worker: worker.seniority)]
+
+    @property
+    def members_in_training(self) -> list[int]:
+        """The members that are in a training, and not outside of one."""
+        return [number for number in self.members if self._workers[number].fit >= 0]
 
     @property
     def leaving(self) -> list[int]:
@@ -686,6 +712,12 @@ class Coordinator:
             self.expected = workers
             self._give_view()
 
+    def set_fenced(self, is_fenced: bool) -> None:
+        """The first group must wait, or need not any more."""
+        before, self.is_fenced = self.is_fenced, is_fenced
+        if before and not is_fenced and self.formed < 0:
+            self._give_view()
+
     def _plan(self) -> None:
         """Open the next generation after a step on which all members agree."""
         if self._wished or self.formed != self.generation or not self._in_training() or self.complete:
@@ -715,7 +747,7 @@ class Coordinator:
         members = [self._workers[number] for number in self.members]
         ready = [worker for worker in self._workers.values() if worker.status is _Status.READY]
         if self.formed < 0:
-            if len(ready) < self.expected:
+            if len(ready) < self.expected or self.is_fenced:
                 return
         elif self.generation == self.formed or any(member.arrived != self.generation for member in members):
             return

@@ -2,7 +2,8 @@
 
 A new host *knocks* at any host that it knows. Both sides prove that they know the job's key. The host with the greater
 number dials; when a connection ends, the other side looks whether the launcher still listens, so that an end that is
-certain can be told from a host that does not answer.
+certain can be told from a host that does not answer. All that a launcher has sent before its end is known only if its
+connection was read to the end: when a connection is reset, the kernel throws away what it had not sent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -27,7 +29,6 @@ from ..job.connection import AT_ONCE, MOST_OF_STRANGERS, Connection
 from ..messages import Integer, List, Tagged
 from ..system.heartbeat import keep_alive
 from ..system.strangers import LIMIT_S, Strangers
-from .succession import Link
 
 __all__ = [
     "ASKS",
@@ -36,6 +37,7 @@ __all__ = [
     "WAITS_TO_JOIN",
     "HostEntry",
     "Knock",
+    "Link",
     "Mesh",
     "NobodyLeadsError",
     "Refused",
@@ -50,6 +52,15 @@ NEW = -1
 
 ASKS = -2
 """The number with which a host only asks what the job is."""
+
+
+class Link(Enum):
+    """What a host knows of another one."""
+
+    CONNECTED = "connected"
+    SILENT = "silent"  # it does not answer, or has ended after it did not: it may have gone on without this host
+    ENDED = "ended"  # its launcher has ended, and all that it has sent was read
+    LOST = "lost"  # its launcher has ended, and may have sent more
 
 
 class HostEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -122,11 +133,18 @@ _MOST_OF_ANSWER = 1 << 24  # to a new host, before it is known that this is a la
 
 @dataclass(eq=False)
 class _Peer:
-    """A connection. Attributes: host, its number, -1 until it is known; heard, when something came last."""
+    """A connection.
+
+    Attributes:
+        host: its number, -1 until it is known.
+        heard: when something came last.
+        is_broken: whether the connection has failed, so that its end does not say that all has come.
+    """
 
     connection: Connection[Any, Any]
     host: int = -1
     heard: float = field(default_factory=time.monotonic)
+    is_broken: bool = False
 
 
 def _seconds_unanswered(peer: _Peer) -> float:
@@ -215,7 +233,7 @@ class Mesh:
         self._wake, self._waker = socket.socketpair()
         self._refused: set[int] = set()
         self._listens: dict[int, int] = {}  # how often a host has been found to listen that should dial itself
-        self._probing: set[int] = set()  # hosts whose connection has ended, of which it is open why
+        self._probing: dict[int, Link] = {}  # hosts whose connection has ended: what they are if they do not listen
         self._next_ping = self._pings_since = 0.0
         listener.setblocking(False)
         self._wake.setblocking(False)
@@ -229,6 +247,11 @@ class Mesh:
         peer = self._peers.get(host)
         if peer is not None:
             self._send(peer, message)
+
+    def silent_s(self, host: int) -> float:
+        """Return for how many seconds nothing has come from a host; infinite if it is not connected."""
+        peer = self._peers.get(host)
+        return math.inf if peer is None else time.monotonic() - peer.heard
 
     def have_ended(self, hosts: Iterable[int]) -> bool:
         """Return whether the launchers of hosts that do not answer do not listen any more; finds out by and by."""
@@ -271,7 +294,9 @@ class Mesh:
                 self._pings_since = now  # this process was busy
             self._next_ping = now + _PING_S
             for peer in list(self._peers.values()):
-                if now - self._pings_since > self._limit_s and _seconds_unanswered(peer) > self._limit_s:
+                if peer.is_broken:
+                    self._drop(peer)  # if its end has not been read by now
+                elif now - self._pings_since > self._limit_s and _seconds_unanswered(peer) > self._limit_s:
                     self._lose(peer)
                 elif not self._is_silent(peer, now - max(peer.heard, self._pings_since)):
                     self._send(peer, Ping())
@@ -301,16 +326,13 @@ class Mesh:
         peer.heard = -math.inf
         self._drop(peer)
 
-    def lose_all(self) -> None:
-        """End all connections, as the others have done that while this process did not run."""
-        for peer in list(self._peers.values()):
-            self._lose(peer)
-
     def ping(self) -> None:
         """Let the other launchers know that this one runs; another thread may call this."""
         for peer in list(self._peers.values()):
-            with suppress(OSError):  # which the loop finds out
+            try:
                 peer.connection.send(Ping())
+            except OSError:
+                peer.is_broken = True
 
     def close(self) -> None:
         """Listen no more, and close all connections."""
@@ -363,8 +385,8 @@ class Mesh:
         if end is None and refused:
             self._refused.add(host)
         if probes and host in self._probing:
-            self._probing.discard(host)
-            self.on_link(host, Link.ENDED if refused else Link.SILENT)
+            link = self._probing.pop(host)
+            self.on_link(host, link if refused else Link.SILENT)
             if not refused and host < self.own.number:
                 self._dialling[host] = 0.0
         elif end is None and host in self._dialling:
@@ -402,7 +424,7 @@ class Mesh:
         try:
             peer.connection.send(message)
         except OSError:
-            self._drop(peer)
+            peer.is_broken = True  # what has come before is still read
             return
         if peer.connection.has_unsent:
             self._want(peer, selectors.EVENT_READ | selectors.EVENT_WRITE)
@@ -415,14 +437,16 @@ class Mesh:
     def _receive(self, peer: _Peer) -> None:
         peer.heard = time.monotonic()
         try:
-            if peer.connection.has_unsent and peer.connection.flush():
-                self._want(peer, selectors.EVENT_READ)
             for message in peer.connection.receive_available(AT_ONCE):
                 self._handle(peer, message)
+            if peer.connection.has_unsent and peer.connection.flush():
+                self._want(peer, selectors.EVENT_READ)
         except TimeoutError:
-            peer.heard = 0.0  # the other kernel did not answer: nothing is certain
+            self._lose(peer)  # the other kernel did not answer: nothing is certain
+        except EOFError:
             self._drop(peer)
-        except (EOFError, OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError):
+            peer.is_broken = True
             self._drop(peer)
 
     def _handle(self, peer: _Peer, message: object) -> None:
@@ -476,7 +500,7 @@ class Mesh:
         if before is not None:
             self._close(before)
         if before is not None or host in self._probing:
-            self._probing.discard(host)
+            self._probing.pop(host, None)
             self.on_link(host, Link.SILENT)
         peer.host, self._peers[host] = host, peer
         peer.connection.most = _MOST
@@ -495,12 +519,12 @@ class Mesh:
                 self._dialling[peer.host] = time.monotonic() + _REDIAL_S
         elif self._peers.get(peer.host) is peer:
             del self._peers[peer.host]
-            if time.monotonic() - peer.heard < _RECENT_S:
-                self._probing.add(peer.host)
+            if time.monotonic() - peer.heard < _RECENT_S and peer.host in self.hosts:
+                self._probing[peer.host] = Link.LOST if peer.is_broken else Link.ENDED
                 self._dial(peer.host, probes=True)
             else:
                 self.on_link(peer.host, Link.SILENT)
-                if peer.host < self.own.number:
+                if peer.host < self.own.number and peer.host in self.hosts:
                     self._dialling[peer.host] = 0.0
 
     def _close(self, peer: _Peer) -> None:

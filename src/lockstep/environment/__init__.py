@@ -38,6 +38,7 @@ __all__ = [
     "is_launched",
     "job_key",
     "launcher_timeout",
+    "pause_timeout",
     "position_variables",
     "records_dir",
     "restart_count",
@@ -127,6 +128,15 @@ def heartbeat_timeout() -> float:
 def launcher_timeout() -> float | None:
     """Return LOCKSTEP_LAUNCHER_TIMEOUT: the seconds after which a launcher that does not answer is out; or None."""
     name = "LOCKSTEP_LAUNCHER_TIMEOUT"
+    return _seconds(name, 1.0) if os.environ.get(name, "").strip() else None
+
+
+def pause_timeout() -> float | None:
+    """Return LOCKSTEP_PAUSE_TIMEOUT: the seconds for which an elastic job waits for workers and hosts; or None.
+
+    Infinity is a number of seconds as well.
+    """
+    name = "LOCKSTEP_PAUSE_TIMEOUT"
     return _seconds(name, 1.0) if os.environ.get(name, "").strip() else None
 
 

@@ -1,19 +1,15 @@
-"""One host of an elastic job: its launcher runs workers, and takes part in the decision which launcher leads."""
+"""One host of an elastic job: its launcher runs workers, and takes part in the election of the launcher that leads."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import selectors
-import shutil
 import signal
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +17,14 @@ import msgspec
 
 from .. import environment, messages
 from ..elastic.control import ControlSocket
-from ..elastic.membership import Change, Events, HostMemory, HostReport, Publish, Up
-from ..elastic.mesh import ASKS, NOBODY_LEADS, WAITS_TO_JOIN, HostEntry, Knock, Mesh, Refused, Welcome, Wire
-from ..elastic.succession import Accept, HostMessage, HostView, Key, Link, Succession
-from ..errors import InterruptedRunError, LockstepError, TransportError, WorkerError
+from ..elastic.membership import LEASE_S, Change, Events, HostMemory, HostReport, Lease, Publish, Up, View
+from ..elastic.mesh import ASKS, NOBODY_LEADS, WAITS_TO_JOIN, HostEntry, Knock, Link, Mesh, Refused, Welcome, Wire
+from ..errors import InterruptedRunError, LockstepError, WorkerError
 from ..interruption import collect_signals
 from ..system.job_folders import temporary_job_folder
+from .claims import SharedFolder
 from .elastic_job import (
+    AgentState,
     Ask,
     CutOff,
     ElasticJob,
@@ -50,6 +47,7 @@ from .elastic_job import (
     ToWorker,
 )
 from .elastic_workers import HostSetup, HostWorkers
+from .election import Election, ElectionMessage, HostView
 from .host_protocol import HostDescription, check_compatible, describe_host
 from .pulse import Pulse
 from .worker_status import WorkerResults, raise_failure
@@ -64,13 +62,19 @@ class About(msgspec.Struct, frozen=True):
     node: int = -1
 
 
-WireMessage = Wire | HostMessage | HostMessages
+WireMessage = Wire | ElectionMessage | HostMessages
 """All messages between the launchers of two hosts."""
 
 _POLL_S = 0.1
 _TICK_S = 1.0
+_PAUSE_TICKS = 2  # after which a signal to this host does not wait for the others any more
+_LEASE_EVERY_S = 0.5
 _FLUSH_S = 2.0
+_GAP_S = 2.0  # less than a lease, which a launcher that has not run must not renew before it knows who leads
+_HEARD_S = 1.0  # within which a launcher must have heard of the one that leads to renew a lease
+_HUNG_S = 3.0  # after which a launcher that is connected may be one that does not run
 _MOST_TOLD = 20
+_NUMBERS_A_VIEW = 1000  # of hosts that are let in: who leads later may not have heard of all of them
 ALONE_S = 10.0
 """How long a host that the others may have gone on without looks for a launcher of the job."""
 
@@ -136,16 +140,21 @@ class ElasticHost:
         self._asked = 0
         self._own: deque[tuple[int, Any]] = deque()  # messages to this host
         self._inbox = _Inbox()
-        self._succession = Succession(entry.number, None, -1, report=self._report)
-        self._agreed: HostView | None = None
+        self._election = Election(entry.number, None)
+        self._view: HostView | None = None  # on which this host acts
+        self._let_in_by = -1
+        self._outside_ticks = 0  # since this host was let in
         self._broken: set[int] = set()  # hosts whose connection has ended since the last view
-        self._are_stopped = self._wants_to_leave = False
-        self._next_tick = self._next_poll = 0.0
+        self._states: dict[int, AgentState] = {}  # of the other hosts
+        self._resumes = False  # whether the coordinator waits for those of the newest view
+        self._are_held = self._wants_to_leave = False
+        self._next_tick = self._next_poll = self._next_lease = 0.0
         self._over: Over | None = None
         self._checkpoint = ""
-        self._shared = _SharedFolder()
+        self._shared = SharedFolder()
         self._cut_off = _CutOffHosts()
         self._said = ""
+        self._paused_ticks = 0
         self._alone_since = math.inf
         self.signals: list[int] = []
         self.job_signals: list[int] = []
@@ -154,13 +163,11 @@ class ElasticHost:
         self._told: deque[str] = deque(maxlen=_MOST_TOLD)
         self._passed_on = [0, 0]
         self._to_add: set[int] = set()  # hosts that join
-        self._founding: set[int] = set()  # hosts with which the job begins
         self._spec = ""
         self._description: HostDescription | None = None
         self._pulse = Pulse(self._beat, lambda: setup.multiplexer.is_blocked)
         if mesh is not None:
-            mesh.on_message, mesh.on_link, mesh.on_silence = self._from_host, self._link_changed, self._say_silent
-            mesh.warning_s, mesh.launcher_limit_s = setup.patience.warning_s, setup.patience.limit_s
+            mesh.on_message, mesh.on_link, mesh.on_silence = self._from_host, self._from_link, self._say_silent
 
     @classmethod
     @contextmanager
@@ -203,24 +210,21 @@ class ElasticHost:
             spec: what other hosts have to run, for those that join later.
         """
         self._add_entries(hosts)
-        view = HostView(0, 0, self._me, (self._me,))
-        self._succession = Succession(self._me, view, self._me, report=self._report)
+        self._election = Election(self._me, HostView(0, self._me, (self._me,)))
         self._state = JobState(workers)
-        self._founding = set(self._hosts)
         self._spec = spec
         if self._mesh is not None:
             self._mesh.on_knock = self._let_in
-        for host in hosts:
-            if host.number != self._me:
-                self._send(host.number, Hosts(tuple(self._hosts.values())))
-                self._to_add.add(host.number)
-                self._link_changed(host.number, Link.CONNECTED)
-        self._tick_succession()
+        others = self._hosts.keys() - {self._me}
+        for host in others:
+            self._send(host, Hosts(tuple(self._hosts.values())))
+            self._election.set_link(host, Link.CONNECTED)
+        self._election.add(*others)
+        self._tick_election()
 
     def join(self, connection: Any, welcome: Welcome) -> None:
         """Take part in a job that has let this host in, by a connection to the host that leads it."""
-        self._spec = welcome.about
-        self._succession = Succession(self._me, None, -1, report=self._report)
+        self._spec, self._let_in_by = welcome.about, welcome.leader
         self._add_entries(welcome.hosts)
         self.mesh.on_knock = self._let_in
         self.mesh.adopt(connection, welcome.leader)
@@ -232,11 +236,11 @@ class ElasticHost:
 
     def _let_in(self, knock: Knock) -> Welcome | Refused:
         """Answer a host that wants to join, or only asks what the job is."""
-        leader = self._hosts.get(self._succession.leader)
+        leader = self._hosts.get(self._election.leader)
         if self._alone_since < math.inf:
             return Refused(WAITS_TO_JOIN)  # and will not lead: it would wait for who waits for it
         if not self._leads:
-            is_known = leader is not None and leader.number != self._me and self._succession.has_leader
+            is_known = leader is not None and leader.number != self._me and self._election.is_settled
             return Refused(NOBODY_LEADS, leader if is_known else None)
         if knock.host.number == ASKS:
             return Welcome("", ASKS, about=self._spec)
@@ -248,7 +252,9 @@ class ElasticHost:
             return Refused("the job is ending")
         if self._cut_off.is_refused(knock.host.address):
             return Refused("another host of the job does not reach this one; try again later")
-        entry = msgspec.structs.replace(knock.host, number=max(self._hosts) + 1)
+        assert self._view is not None
+        number = max(max(self._hosts) + 1, self._view.number * _NUMBERS_A_VIEW)
+        entry = msgspec.structs.replace(knock.host, number=number)
         self._add_entries([entry])
         self._to_add.add(entry.number)
         for host in self._hosts_in_view():
@@ -278,18 +284,26 @@ class ElasticHost:
         """
         while self._over is None:
             self.wait()
-            self._note_ended_workers()
-            self._take_signals()
-            self._take_requests()
-            self._tick()
-            self._pump()
-            self._tell_new_reader()
+            self.turn()
         self._flush()
         self._workers.end()
         if self._job is not None:
             self._raise_failure(self._job)
         elif self._over.message:
             self._raise_over(self._over)
+
+    def turn(self) -> None:
+        """Do what is due, and what follows from all that has come.
+
+        Raises:
+            OutsideError: the others have gone on without this host.
+        """
+        self._note_ended_workers()
+        self._take_signals()
+        self._take_requests()
+        self._tick()
+        self._pump()
+        self._tell_new_reader()
 
     def wait(self) -> None:
         """Wait for messages, for a moment at most, and take them."""
@@ -307,16 +321,21 @@ class ElasticHost:
     def _note_turn(self) -> None:
         """Note that this launcher runs; if it did not for so long that the others may be without it, believe nothing.
 
-        It would otherwise lead, and start workers, until it has read that the others have ended their connections.
+        It would otherwise lead, start workers, and let them train, until it has read that the others have ended their
+        connections.
         """
         self._pulse.turn()
-        if self._pulse.take_lapse_s() >= self._setup.patience.limit_s / 2 and self._mesh is not None:
-            self._mesh.lose_all()
+        if self._pulse.take_lapse_s() >= _GAP_S and len(self._hosts_in_view()) > 1:
+            were_held = self._are_held
+            self._hold_members()
+            self._election.confirm()
+            if self._election.leader != self._me:
+                self._are_held = were_held  # no other view follows, and they may be members again soon
 
     def _beat(self) -> None:
-        """Let workers know that this launcher runs, and others while it waits for who reads its output; in a thread."""
+        """Let workers and other hosts know that this launcher runs, while its loop waits for something; in a thread."""
         self._workers.ping()
-        if self._mesh is not None and self._setup.multiplexer.is_blocked:
+        if self._mesh is not None:
             self._mesh.ping()
 
     def _say_silent(self, host: int, seconds: float) -> None:
@@ -341,7 +360,7 @@ class ElasticHost:
     def _pump(self) -> None:
         """Handle what there is to handle, until nothing is left."""
         for _ in range(1000):
-            self._tick_succession()
+            self._tick_election()
             if self._job is not None and self._leads:
                 self._handle_queued()
                 self._job.supervise()
@@ -355,7 +374,7 @@ class ElasticHost:
 
     @property
     def _leads(self) -> bool:
-        return self._succession.is_acting and self._succession.agreed == self._agreed
+        return self._election.leads and self._election.view is self._view and not self._resumes
 
     def _tick(self) -> None:
         if time.monotonic() < self._next_poll and not (self._state.is_ending or self._state.stops):
@@ -371,12 +390,18 @@ class ElasticHost:
             self._say_what_it_waits_for()
             self._end_if_all_others_have()
             self._tell_whom_it_does_not_reach()
-            self._succession.tick()
+            self._election.tick()
+            self._outside_ticks = 0 if self._view is not None or not self.other_hosts else self._outside_ticks + 1
+            if self._outside_ticks * _TICK_S >= ALONE_S:
+                self._let_in_in_vain()
+        if self._mesh is not None and time.monotonic() >= self._next_lease:
+            self._next_lease = time.monotonic() + _LEASE_EVERY_S
+            self._renew_leases(self._memory.members)
         if self._workers.is_empty and self._me in self._state.leaving and self._over is None:
             self._log(f"lockstep: {self._name} has left the job")
             self._over = Over()
             self._job = None
-        if self._succession.is_outside and self._over is None:
+        if self._election.is_outside and self._over is None:
             self._workers.end()
             raise OutsideError(f"the others went on without {self._name}, which joins them again")
 
@@ -390,10 +415,13 @@ class ElasticHost:
             for number in numbers[self._passed_on[kind] :]:
                 alone = len(self._hosts_in_view()) < 2
                 stops = kind == 1 or alone or number == signal.SIGINT or self._state.stops
+                is_settled = self._election.is_settled
+                if not is_settled and self._view is not None and self._paused_ticks < _PAUSE_TICKS:
+                    return  # the hosts may be about to agree
                 self._passed_on[kind] += 1
-                if not self._succession.has_leader:
+                if not is_settled:
                     paused = "while the training was paused; nothing was saved"
-                    when = paused if self._agreed is not None else "before this host had joined the job"
+                    when = paused if self._view is not None else "before this host had joined the job"
                     self._over = Over(f"stopped by {signal.Signals(number).name} {when}", number)
                     self._job = None
                     return
@@ -402,7 +430,7 @@ class ElasticHost:
 
     def _take_requests(self) -> None:
         """Ask for what the launcher that was typed in asks of this host, once somebody leads who can answer."""
-        while self.requests and self._succession.has_leader:
+        while self.requests and self._election.is_settled:
             what, number = self.requests.popleft()
             if what == "leave" and len(self._hosts_in_view()) < 2:
                 continue  # the others have gone in the meantime: the job stays here
@@ -410,26 +438,37 @@ class ElasticHost:
             self._ask(what, number, "", lambda text, accepted: None)
 
     def _hosts_in_view(self) -> tuple[int, ...]:
-        return self._succession.agreed.hosts if self._succession.agreed is not None else ()
+        return self._election.view.hosts if self._election.view is not None else ()
 
     def _say_what_it_waits_for(self) -> None:
-        """Say once that this side of a cut network does not go on."""
-        names = ", ".join(self._hosts[host].name for host in self._succession.unanswered if host in self._hosts)
-        is_paused = not self._succession.has_leader and names
-        text = f"lockstep: the training is paused on {self._name}, because {names} may go on" if is_paused else ""
+        """Say once that this side of a cut network does not go on; end when it has waited for too long."""
+        election, limit_s = self._election, self._setup.limits.pause_s
+        is_paused = self._view is not None and not election.is_settled
+        names = ", ".join(self._hosts[host].name for host in election.unanswered if host in self._hosts)
+        text = f"the training is paused on {self._name}, because {names} may go on" if is_paused and names else ""
         if text and text != self._said:
-            self._log(text)
+            self._log(f"lockstep: {text}")
         self._said = text
+        self._paused_ticks = self._paused_ticks + 1 if is_paused else 0  # in which this launcher has run
+        if self._paused_ticks * _TICK_S >= limit_s and self._over is None:
+            others = names or "the other hosts"
+            self._over = Over(
+                f"the training was paused on {self._name} for {limit_s:g} s, because {others} may go on"
+                " (--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT)"
+            )
+            self._job = None
 
     def _tell_whom_it_does_not_reach(self) -> None:
-        if self._succession.has_leader and self._succession.unanswered:
-            self._to_leader(CutOff(tuple(self._succession.unanswered)))
+        if self._election.is_settled and self._election.unanswered:
+            self._to_leader(CutOff(tuple(self._election.unanswered)))
 
     def _end_if_all_others_have(self) -> None:
         """End what this host waits for in vain: nobody is left who could tell it how the others have gone on."""
-        succession, now = self._succession, time.monotonic()
-        waits = not succession.has_leader and (succession.unanswered or succession.is_superseded)
-        if not waits or not self.mesh.have_ended(succession.unanswered):
+        election, now = self._election, time.monotonic()
+        waits = not election.is_settled and (election.unanswered or election.lost)
+        connected = [host for host in self._hosts_in_view() if host != self._me and election.is_connected(host)]
+        may_hang = any(self.mesh.silent_s(host) > _HUNG_S for host in connected)  # which holds up the election
+        if not waits or may_hang or not self.mesh.have_ended(election.unanswered):
             self._alone_since = math.inf
             return
         self._alone_since = min(self._alone_since, now)
@@ -438,77 +477,120 @@ class ElasticHost:
 
     # --- who leads ----------------------------------------------------------------------------------------------------
 
-    def _tick_succession(self) -> None:
-        """Send what the succession has to tell, and follow what it has decided."""
-        succession = self._succession
-        if self._mesh is None and self._agreed is not None:
+    def _tick_election(self) -> None:
+        """Send what the election has to tell, and follow what it has decided."""
+        election = self._election
+        if self._mesh is None and self._view is not None:
             return
-        while (claim := succession.take_claim()) is not None:
-            self._shared.claim(*claim)
-        while self._shared.claimed:
-            succession.claimed(*self._shared.claimed.popleft())
-        for host, message in succession.take_messages():  # before what a new view has for consequences
+        claim = election.take_claim()
+        if claim is not None and election.view is not None:
+            self._shared.claim(election.view.claims, claim)
+        while self._shared.decided:
+            election.claimed(self._shared.decided.popleft())
+        for host, message in election.take_messages():  # before what a new view has for consequences
             self.mesh.send(host, message)
-        if succession.agreed is not self._agreed and succession.agreed is not None:
-            self._follow_view(succession.agreed)
-        if self._broken - set(self._state.leaving) and not succession.has_leader:
-            self._stop_members()
+        if election.view is not None and election.view is not self._view:
+            self._follow_view(election.view)
+        if self._broken - set(self._state.leaving) and not election.is_settled:
+            self._hold_members()
+        self._resume_if_due()
 
-    def _stop_members(self) -> None:
-        """Let the members on this host leave their group at once: nobody leads, or it is open which hosts go on."""
-        if self._are_stopped:
+    def _hold_members(self) -> None:
+        """Let the members on this host leave their group at once: it is open which hosts go on.
+
+        Who leads lets all members do so: those that follow it do not notice that it may not go on.
+        """
+        if self._are_held:
             return
-        self._are_stopped = True
-        generation = self._memory.generation + 1
-        for number in self._memory.members_in_training:
+        if self._job is not None:
+            self._are_held = self._job.hold()
+        own, generation = self._memory.members_in_training, self._memory.generation + 1
+        for number in own:
             self._deliver(number, Change(generation))
+        self._are_held = self._are_held or bool(own)
+
+    def _renew_leases(self, members: Iterable[int]) -> None:
+        """Let members complete steps for some more seconds, if this host has just heard of the one that leads.
+
+        A launcher that does not run holds nobody, and no more does one that follows it.
+        """
+        leader = self._election.leader
+        hears = leader == self._me or self.mesh.silent_s(leader) < _HEARD_S
+        if self._election.is_settled and hears:
+            lease = Lease(time.monotonic() + LEASE_S)
+            for number in members:
+                self._workers.send(number, lease)
 
     def _follow_view(self, view: HostView) -> None:
-        """A view of the hosts is agreed on: lead the job, or follow who does."""
-        before, self._agreed = self._agreed, view
-        were_stopped, self._are_stopped = self._are_stopped, False
+        """A view of the hosts is decided: lead the job, or follow who does."""
+        before, self._view = self._view, view
+        were_held, self._are_held = self._are_held, False
+        if self._mesh is not None:  # before the job has begun the launchers wait for each other
+            patience = self._setup.patience
+            self._mesh.warning_s, self._mesh.launcher_limit_s = patience.warning_s, patience.limit_s
         if view.leader != self._me:
             self._broken.clear()
-            self._job = None
+            self._job, self._resumes = None, False
             self._inbox.clear()
+            self._tell_state()
             self._repeat_requests()
             return
-        earlier = before.hosts if before is not None else ()
-        new = [host for host in view.hosts if host not in earlier]
-        lost = [host for host in earlier if host not in view.hosts]
-        if self._founding:
-            if self._founding <= set(view.hosts):
-                self._begin(view)
+        if before is None:
+            self._job = self._new_job(view)  # which begins with these hosts
             return
+        new = [host for host in view.hosts if host not in before.hosts]
+        lost = [host for host in before.hosts if host not in view.hosts]
         takes_over = self._job is None
         job = self._job = self._job or self._new_job(view)
         if takes_over:
             gone = [
                 f"{self._hosts[host].name} {'has left' if host in self._state.leaving else 'was lost'}; "
                 for host in lost
+                if host in self._hosts
             ]
             job.tell(f"{''.join(gone)}{self._name} coordinates the job now")
         left = [host for host in lost if host in self._state.leaving and not job.workers_on(host)]
         for host in lost:
             job.host_lost(host)
-        is_new_term = before is not None and view.term != before.term
-        if takes_over or were_stopped or self._broken.union(lost).difference(left) or is_new_term:
-            self._resume_job(job)
-        for host in new if not takes_over else ():
+        if (takes_over or lost) and not self._election.knows_all:
+            job.fence()
+        self._resumes = self._resumes or takes_over or were_held or bool(self._broken.union(lost).difference(left))
+        for host in new:
             self._tell_new_host(host)
-            job.host_added(self._hosts[host])
+        for host in new if not takes_over else ():
+            self._add_to_job(job, host)
         self._broken.clear()
         self._look()
+
+    def _tell_state(self) -> None:
+        """Send who leads all that this host knows of its workers."""
+        assert self._view is not None
+        self._send(self._view.leader, AgentState(self._view.number, self._hosts[self._me], self._memory.report()))
+
+    def _resume_if_due(self) -> None:
+        """Let the coordinator go on with what the hosts know of their workers, as soon as all have told it.
+
+        They do so at each new view; who does not is lost soon.
+        """
+        job, view = self._job, self._view
+        if job is None or view is None or not self._resumes or not self._election.leads:
+            return
+        states = [self._states[host] for host in view.hosts if host in self._states]
+        states = [state for state in states if state.view == view.number]
+        if self._election.view is view and len(states) == len(view.hosts) - 1:
+            self._resumes = False
+            for state in states:
+                self._add_to_job(job, state.host.number)
+            self._resume_job(job, [state.report for state in states])
+
+    def _add_to_job(self, job: ElasticJob, host: int) -> None:
+        """Let the job have a host, unless this one has never heard where it is, which its state tells."""
+        if host in self._hosts and host not in job.hosts:
+            job.host_added(self._hosts[host])
 
     def _new_job(self, view: HostView) -> ElasticJob:
         hosts = {host: self._hosts[host] for host in view.hosts if host in self._hosts}
         return ElasticJob(self._setup.limits, self._state, hosts, self._send, self._log)
-
-    def _begin(self, view: HostView) -> None:
-        """All hosts with which the job begins are there."""
-        self._founding.clear()
-        self._broken.clear()
-        self._job = self._new_job(view)
 
     def _tell_new_host(self, host: int) -> None:
         """Send a host that has joined what the others keep."""
@@ -526,9 +608,8 @@ class ElasticHost:
         if self._wants_to_leave:
             self._ask("leave", 0, "", lambda text, accepted: None)
 
-    def _resume_job(self, job: ElasticJob) -> None:
-        """Let the coordinator go on with what the hosts of the view have reported."""
-        reports = [_decode_report(text) for host, text in self._succession.reports.items() if host != self._me]
+    def _resume_job(self, job: ElasticJob, reports: Sequence[HostReport]) -> None:
+        """Let the coordinator go on with what the other hosts of the view have reported."""
         while self._own and isinstance(self._own[0][1], FromWorker | Ended):
             self._inbox.add(*self._own.popleft())
         self._inbox.mark(self._me)
@@ -538,14 +619,25 @@ class ElasticHost:
         self._repeat_requests()
 
     def _link_changed(self, host: int, link: Link) -> None:
+        election = self._election
         if link is not Link.CONNECTED and host in self._hosts_in_view():
             self._broken.add(host)
-        self._succession.set_link(host, link)
+        if link is not Link.CONNECTED and host == self._let_in_by and election.view is None:
+            self._let_in_in_vain()
+        election.set_link(host, link)
         if link is Link.CONNECTED and host in self._to_add:
             self._to_add.discard(host)
-            self._succession.add(host)
-        if link is Link.ENDED and self._mesh is not None:
+            election.add(host)
+        if link is Link.CONNECTED and self._view is not None and host == self._view.leader:
+            self._tell_state()
+        if link in (Link.ENDED, Link.LOST) and self._mesh is not None:
             self._mesh.forget(host)
+
+    def _let_in_in_vain(self) -> None:
+        """The host that has let this one in was lost, or leads no more, before the others knew of this one."""
+        if self.other_hosts:
+            raise OutsideError(f"the host that let {self._name} in leads no more; {self._name} joins the others again")
+        raise LockstepError(f"the host that let {self._name} in was lost before the job had begun")
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
@@ -555,29 +647,34 @@ class ElasticHost:
         elif self._mesh is not None:
             self._mesh.send(host, message)
 
-    def _report(self) -> bytes:
-        return msgspec.msgpack.encode(self._memory.report())
-
     def _to_leader(self, message: HostMessages) -> None:
-        self._send(self._succession.leader, message)
+        self._send(self._election.leader, message)
 
     def _from_worker(self, number: int, message: Up) -> None:
         self._memory.note_up(number, message)
         self._to_leader(FromWorker(number, message))
 
-    def _from_host(self, host: int, message: HostMessage | HostMessages) -> None:
+    def _from_host(self, host: int, message: ElectionMessage | HostMessages) -> None:
         self._own.append((host, message))
 
+    def _from_link(self, host: int, link: Link) -> None:
+        self._own.append((host, link))  # after what has come before on that connection
+
     def _handle(self, host: int, message: Any) -> None:
-        if isinstance(message, HostMessage):
-            if isinstance(message, Accept):  # with a report
-                self._inbox.mark(host)
-            self._succession.receive(host, message)
+        if isinstance(message, Link):
+            self._link_changed(host, message)
+        elif isinstance(message, ElectionMessage):
+            self._election.receive(host, message)
+        elif isinstance(message, AgentState):
+            self._states[host] = message
+            if host not in self._hosts:  # another host has let it in, and was lost
+                self._add_entries([message.host])
+            self._inbox.mark(host)
         elif isinstance(message, ForLeader):
             if isinstance(message, Ended) and host != self._me:
                 message = message.without_pickle()
             self._inbox.add(host, message)
-        elif host == self._succession.leader or isinstance(message, Over | Hosts):
+        elif host == self._election.leader or isinstance(message, Over | Hosts):
             self._obey(message)
 
     def _handle_queued(self) -> None:
@@ -610,7 +707,7 @@ class ElasticHost:
             one, other = (self._hosts[number] for number in pair)
             job.tell(f"{one.name} and {other.name} do not reach each other; the job goes on without {other.name}")
             self._cut_off.refuse(other.address)
-            self._succession.exclude(other.number)
+            self._election.exclude(other.number)
 
     def _answer(self, job: ElasticJob, host: int, request: Ask) -> None:
         try:
@@ -649,6 +746,8 @@ class ElasticHost:
     def _deliver(self, number: int, message: Any) -> None:
         self._memory.note_down(number, message)
         if number >= 0:
+            if isinstance(message, View) and self._mesh is not None:
+                self._renew_leases([number])
             self._workers.send(number, message)
 
     def _keep(self, worker_number: int, message: Publish | Events) -> None:
@@ -667,21 +766,21 @@ class ElasticHost:
         job = self._job
         if job is None or not job.state.folder or self._mesh is None:
             return
-        agreed = self._succession.agreed
-        self._shared.make(Path(job.state.folder), agreed.claims if agreed is not None else "")
+        view = self._election.view
+        self._shared.make(Path(job.state.folder), view.claims if view is not None else "")
         for host in job.hosts:
             self._send(host, Look(self._shared.path))
 
     def _note_looked(self, host: int, path: str, found: bool) -> None:
-        job, agreed = self._job, self._succession.agreed
+        job, view = self._job, self._election.view
         if path != self._shared.path or job is None:
             return
         if found:
             self._shared.seen_by.add(host)
-        elif agreed is not None and agreed.claims:
-            self._succession.set_claims("")
+        elif view is not None and view.claims:
+            self._election.set_claims("")
         if self._shared.seen_by >= job.hosts.keys() and len(job.hosts) > 1:
-            self._succession.set_claims(path)
+            self._election.set_claims(path)
 
     # --- requests of users --------------------------------------------------------------------------------------------
 
@@ -716,15 +815,13 @@ class ElasticHost:
             number = error.signal_number if isinstance(error, InterruptedRunError) else 0
             number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
             over = Over(str(error) or type(error).__name__, number)
-        agreed = self._succession.agreed
+        view = self._election.view
         # a host that is cut off has to find that the others have gone on
-        self._shared.leave(agreed.claims if agreed is not None else "", removes=self._succession.knows_all)
+        self._shared.leave(view.claims if view is not None else "", removes=self._election.knows_all)
         for host in job.hosts:
             self._send(host, over)
 
     def _raise_failure(self, job: ElasticJob) -> None:
-        if job.restart_failure:
-            raise LockstepError(job.restart_failure)
         reports = sorted(job.reports.values(), key=lambda report: report.time)
         workers = len(job.coordinator.view) or job.state.target
         results = WorkerResults(
@@ -737,6 +834,8 @@ class ElasticHost:
             watchdog_report=self._workers.watchdog_report,
         )
         try:
+            if job.failure:
+                raise LockstepError(job.failure)
             raise_failure(results)
         except LockstepError as error:
             error.checkpoint = error.checkpoint or job.state.checkpoint or job.state.resume or None
@@ -837,72 +936,3 @@ class _CutOffHosts:
     def is_refused(self, address: str) -> bool:
         """Return whether that time is not over."""
         return time.monotonic() < self._refused.get(address, (0.0, 0.0))[0]
-
-
-# --- Claims on shared storage -----------------------------------------------------------------------------------------
-
-
-class _SharedFolder:
-    """A folder in that of the run, where the succession is claimed if all hosts see it.
-
-    Attributes:
-        path: the folder; "" as long as there is none.
-        seen_by: the hosts that see it.
-        claimed: results of claims: a view, and the proposal that succeeds it.
-    """
-
-    def __init__(self) -> None:
-        self.path = ""
-        self.seen_by: set[int] = set()
-        self.claimed: deque[tuple[HostView, Key]] = deque()
-
-    def make(self, run: Path, existing: str) -> None:
-        """Make the folder, or use the `existing` one, and ask anew who sees it."""
-        self.seen_by.clear()
-        self.path = self.path or existing or str(run / ".hosts" / f"job-{os.getpid()}-{time.time_ns():x}")
-        with suppress(OSError):
-            Path(self.path).mkdir(parents=True, exist_ok=True)
-
-    def claim(self, view: HostView, proposal: Key) -> None:
-        """Claim the succession of a view, in a thread: a server may not answer."""
-
-        def claim() -> None:
-            with suppress(OSError, ValueError):
-                self.claimed.append((view, claim_succession(Path(view.claims), view, proposal)))
-
-        threading.Thread(target=claim, name="lockstep claim", daemon=True).start()
-
-    def leave(self, other: str, removes: bool) -> None:
-        """At the end of the job, remove the folder and the `other` one that was used before."""
-        for folder in {self.path, other} - {""}:
-            if removes:
-                shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # there is that of another job
-                Path(folder).parent.rmdir()
-
-
-def claim_succession(folder: Path, view: HostView, proposal: Key) -> Key:
-    """Claim on shared storage that `proposal` succeeds `view`; returns the proposal that does.
-
-    Raises:
-        OSError: the storage does not answer.
-        ValueError: what is there is damaged.
-    """
-    path = folder / f"after-{'-'.join(map(str, view.key))}.json"
-    draft = folder / f"{path.name}.{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
-    draft.write_text(json.dumps(list(proposal)))
-    try:
-        os.link(draft, path)  # atomic, on NFS as well
-    except FileExistsError:
-        pass
-    finally:
-        draft.unlink()
-    term, number, leader = messages.decode(path.read_text(), tuple[int, int, int])
-    return term, number, leader
-
-
-def _decode_report(data: bytes) -> HostReport:
-    try:
-        return msgspec.msgpack.decode(data, type=HostReport)
-    except msgspec.DecodeError as error:
-        raise TransportError(f"another host has sent a damaged report: {error}") from None

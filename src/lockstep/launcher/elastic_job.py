@@ -13,7 +13,19 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from ..elastic.membership import NO_STATE, Commit, Coordinator, Down, Enter, Events, HostReport, Publish, Up, View
+from ..elastic.membership import (
+    NO_STATE,
+    Change,
+    Commit,
+    Coordinator,
+    Down,
+    Enter,
+    Events,
+    HostReport,
+    Publish,
+    Up,
+    View,
+)
 from ..elastic.mesh import HostEntry
 from ..errors import LockstepError, counted
 from ..job.messages import Failure
@@ -21,6 +33,7 @@ from ..messages import Integer, List, Tagged
 from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
 
 __all__ = [
+    "AgentState",
     "Ask",
     "CutOff",
     "ElasticJob",
@@ -49,14 +62,21 @@ _MOST_FAILED_STARTS = 3  # workers, one after the other, that have ended before 
 _SAME_ERROR_S = 1.0  # in which all workers raise the same error, if the input is bad
 _MOST_RESTARTS = 3  # of all workers, one after the other, without any progress
 _WAITING_S = 2.0  # after which it is said that the members wait for others
+FENCE_S = 8.0
+"""Seconds after which no worker of a host that was lost completes a step: a lease, twice (see `membership.LEASE_S`)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many workers an elastic job may have: below `minimum` the training waits, and never more than `maximum`."""
+    """How many workers an elastic job may have: below `minimum` the training waits, and never more than `maximum`.
+
+    Attributes:
+        pause_s: seconds for which it waits for workers, or for hosts that do not answer, before it ends.
+    """
 
     minimum: int
     maximum: int
+    pause_s: float = math.inf
 
 
 # --- Messages between the launcher that leads and those of all hosts --------------------------------------------------
@@ -171,6 +191,20 @@ class Replied(Tagged, frozen=True):
     accepted: bool
 
 
+class AgentState(Tagged, frozen=True):
+    """All that a host knows of its workers, for who leads; sent again at each new view of the hosts, and connection.
+
+    Attributes:
+        view: the number of the newest view that the sender knows.
+        host: the sender.
+        report: on its workers.
+    """
+
+    view: Integer
+    host: HostEntry
+    report: HostReport
+
+
 class FromWorker(Tagged, frozen=True):
     """A worker of this host has sent a message."""
 
@@ -236,7 +270,7 @@ class Ask(Tagged, frozen=True):
 ForLeader = FromWorker | Ended | Kept | Saved | Looked | CutOff | Ask
 """What the launchers of all hosts send to the one that leads."""
 
-HostMessages = ForLeader | JobState | Start | Kill | ToWorker | Keep | Hosts | Tell | Look | Over | Replied
+HostMessages = ForLeader | AgentState | JobState | Start | Kill | ToWorker | Keep | Hosts | Tell | Look | Over | Replied
 """All messages between them."""
 
 
@@ -259,7 +293,7 @@ class ElasticJob:
         is_over: whether the last worker has ended, and no more are to be started.
         reports, codes: of the workers that ended because of an error, by rank.
         places: the names of their hosts, if there are several.
-        restart_failure: why the job does not start all workers again; "" as long as it does.
+        failure: why the job does not go on, though no worker has failed; "" as long as it does.
     """
 
     limits: Limits
@@ -272,7 +306,7 @@ class ElasticJob:
     reports: dict[int, Failure] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
-    restart_failure: str = ""
+    failure: str = ""
     _living: dict[int, int] = field(default_factory=dict)  # workers, with their hosts
     _dismissed: set[int] = field(default_factory=set)
     _killed: set[int] = field(default_factory=set)
@@ -281,6 +315,8 @@ class ElasticJob:
     _view: tuple[int, ...] = ()
     _restart_reason: str = ""
     _waits_since: float = math.inf
+    _is_waiting_said: bool = False
+    _fenced_until: float = -math.inf
     _published: set[tuple[int, int]] = field(default_factory=set)  # values, by worker and request
     _keeping: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     _plan: list[int] = field(default_factory=list)  # hosts for the first workers
@@ -310,6 +346,9 @@ class ElasticJob:
         has_finished = any(number >= self.state.first for report in reports for number in report.finished)
         self._living = {record.number: report.host for report in reports for record in report.workers}
         self._keeping.clear()
+        self._killed.clear()  # what was sent before may be lost: it is sent again
+        leaving = {record.number for report in reports for record in report.workers if record.leaving}
+        self._kill(self._living.keys() & self._dismissed - leaving, gently=True)
         self._view = self.coordinator.view
         for number in self.state.stops[:1]:
             self.coordinator.stop(number)
@@ -335,6 +374,22 @@ class ElasticJob:
             hosts.discard(number)
             self._answer_if_kept(key)
         self._change_state(leaving=tuple(each for each in self.state.leaving if each != number))
+
+    def fence(self) -> None:
+        """A host was lost that may still run: for some time nobody begins without the state that it may have.
+
+        Who has the state goes on at once, as the other side lacks the contributions of these members.
+        """
+        self._fenced_until = time.monotonic() + FENCE_S
+        self.coordinator.is_fenced = True
+
+    def hold(self) -> bool:
+        """Let all members leave their group at once, as other hosts may go on; returns whether there are any."""
+        members = self.coordinator.members_in_training
+        change = Change(self.coordinator.generation + 1)
+        for number in members:
+            self.send(self._living.get(number, -1), ToWorker(number, change))
+        return bool(members)
 
     def workers_on(self, host: int) -> int:
         """Return the number of workers on a host."""
@@ -425,12 +480,15 @@ class ElasticJob:
         coordinator, state = self.coordinator, self.state
         self._announce_view()
         self._announce_waiting()
+        self._end_wait()
         self._keep()
+        is_fenced = time.monotonic() < self._fenced_until
+        coordinator.set_fenced(is_fenced)
         if coordinator.failure and not (state.is_ending or state.stops or self._restart_reason):
             self._restart_reason = coordinator.failure
             self._kill(self._living)
         if self._restart_reason:
-            if not self._living:
+            if not self._living and not is_fenced:
                 self._start_again()
             return
         if state.is_ending or state.stops:
@@ -587,7 +645,7 @@ class ElasticJob:
         fruitless = 0 if progress > state.progress else state.fruitless + 1
         if fruitless > _MOST_RESTARTS:
             times = f"the workers were started again {_MOST_RESTARTS} times without any progress"
-            self.restart_failure = f"{times}, and then {reason}"
+            self.failure = f"{times}, and then {reason}"
             self._change_state(is_ending=True)
             self.is_over = True
             return
@@ -704,13 +762,12 @@ class ElasticJob:
     def _announce_waiting(self) -> None:
         """Say once that the members wait because they are too few."""
         if not self.coordinator.waiting:
-            self._waits_since = math.inf
+            self._waits_since, self._is_waiting_said = math.inf, False
             return
         now = time.monotonic()
-        if self._waits_since == math.inf:
-            self._waits_since = now
-        if _WAITING_S <= now - self._waits_since < math.inf:
-            self._waits_since = -math.inf
+        self._waits_since = min(self._waits_since, now)
+        if now - self._waits_since >= _WAITING_S and not self._is_waiting_said:
+            self._is_waiting_said = True
             leaving = self.coordinator.leaving
             leave = [
                 f"rank {self.rank_of(each)}{self._on_host(self._living.get(each, -1))} is to leave" for each in leaving
@@ -719,6 +776,17 @@ class ElasticJob:
             count = len(self.coordinator.members) - len(leaving)
             missing = f"{self.limits.minimum - count} more{f' ({why})' if why else ''}"
             self.tell(f"{describe_workers(count, 'waits', 'wait')} for {missing}")
+
+    def _end_wait(self) -> None:
+        """Save and end when the members have waited for others for too long."""
+        least, limit_s = self.limits.minimum, self.limits.pause_s
+        if time.monotonic() - self._waits_since < limit_s or self.state.stops:
+            return
+        option = "--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT"
+        self.failure = f"fewer than {counted(least, 'worker')} for {limit_s:g} s ({option})"
+        self.tell(f"{self.failure}; the job saves and ends")
+        self._change_state(stops=(signal.SIGTERM,))
+        self.coordinator.stop(signal.SIGTERM)
 
     # --- what all hosts keep ------------------------------------------------------------------------------------------
 

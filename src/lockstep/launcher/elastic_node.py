@@ -376,7 +376,7 @@ def join_job(
     listener = listener or Listener(_own_address(addresses[0][0]))
     while addresses:
         about = messages.encode(About(describe_host(slots), node))
-        connection, welcome = _knock_until(addresses, listener, slots, about, seconds)
+        connection, welcome = _knock_until(addresses, listener, slots, about, seconds, setup.limits.pause_s)
         with _opened(setup, listener.entry(welcome.number, slots), listener) as host:
             watch(host)
             host.join(connection, welcome)
@@ -397,16 +397,22 @@ def _own_address(job: str) -> str:
 
 
 def _knock_until(
-    addresses: list[tuple[str, int]], listener: Listener, slots: int, about: str, seconds: float
+    addresses: list[tuple[str, int]],
+    listener: Listener,
+    slots: int,
+    about: str,
+    seconds: float,
+    pause_s: float = math.inf,
 ) -> tuple[Connection[Any, Any], Welcome]:
     """Knock at one address after another until one lets this host in.
 
     Meanwhile this host says to those who knock here that it takes no part: of hosts that were all cut off, and wait to
     join again, none would ever let another in. Who has taken part before (`seconds` is infinite) gives up when nobody
-    has been left for `ALONE_S` who takes part.
+    has been left for `ALONE_S` who takes part, or after `pause_s`.
     """
     own, key, kind = listener.entry(NEW, slots), environment.job_key(), WireMessage
-    deadline, nobody_since = time.monotonic() + seconds, math.inf
+    began, nobody_since = time.monotonic(), math.inf
+    deadline = began + seconds
     with selectors.DefaultSelector() as selector:
         mesh = Mesh(own, key, listener.socket.dup(), selector, kind, _LIMIT_S, listener.numbers)
         mesh.on_knock = lambda knock: Refused(WAITS_TO_JOIN)
@@ -428,6 +434,9 @@ def _knock_until(
                 if deadline == math.inf and now - nobody_since >= ALONE_S:
                     listener.socket.close()  # who still waits would take this host for one that may answer
                     raise LockstepError(describe_ended(own.name))
+                if deadline == math.inf and now - began >= pause_s:
+                    option = "--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT"
+                    raise LockstepError(f"no host of the job has let {own.name} in again for {pause_s:g} s ({option})")
                 if now > deadline:
                     expected = f"a launcher of the job that answers within {seconds:g} s"
                     raise ConfigError("master_addr", expected, found=problem)

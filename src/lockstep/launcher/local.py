@@ -34,7 +34,7 @@ from .fork_server import starting_processes, threads_per_worker
 from .links import OneHost
 from .log_multiplexer import FileOutput, LogMultiplexer, OutputTarget, RankLogFiles, inherit_output, pipe_output
 from .options import JobOptions
-from .pulse import Patience, Pulse
+from .pulse import ELASTIC_LIMIT_S, Patience, Pulse
 from .script import Script
 from .supervisor import WatchdogFiles, WorkerSupervisor, program_name
 from .terminal import lend_terminal
@@ -502,8 +502,9 @@ def elastic_setup(script: Script, config: JobOptions, workers: int, multiplexer:
     options = WorkerOptions(workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch)
     assert config.elastic is not None
     several = config.nnodes > 1 or config.as_host or config.master_addr is not None
-    variables, patience = {} if several else loopback_variables(), Patience.of(several)
-    return HostSetup(script, options, Limits(*config.elastic), multiplexer, variables, patience)
+    variables, patience = {} if several else loopback_variables(), Patience.of(several, ELASTIC_LIMIT_S)
+    pause_s = environment.pause_timeout() or config.stall_timeout or environment.stall_timeout()
+    return HostSetup(script, options, Limits(*config.elastic, pause_s), multiplexer, variables, patience)
 
 
 def _watchdog_options(config: JobOptions) -> WatchdogOptions:

@@ -226,7 +226,7 @@ class JobOptions:
         None, "--launcher-timeout", group=HOSTS, metavar="S", parse=_POSITIVE_SECONDS, to_hosts=True,
         variable="LOCKSTEP_LAUNCHER_TIMEOUT",
         help="seconds after which a launcher is lost that hangs, or is stopped, though its host answers (default: "
-        "LOCKSTEP_LAUNCHER_TIMEOUT, or 120; on one host none)",
+        "LOCKSTEP_LAUNCHER_TIMEOUT, or 120, with --elastic 10; on one host none)",
     )
     network: VirtualNetwork | None = option(  # noqa: RUF009 - as the others
         None, "--network", group=HOSTS, metavar="N", parse=_network,

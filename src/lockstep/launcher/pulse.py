@@ -14,11 +14,14 @@ from typing_extensions import Self
 from .. import environment
 from ..watchdog.diagnosis import ObservationClock
 
-__all__ = ["Patience", "Pulse", "SilenceWatch", "write_to_launcher"]
+__all__ = ["ELASTIC_LIMIT_S", "Patience", "Pulse", "SilenceWatch", "write_to_launcher"]
 
 _BEAT_S = 0.5
 _TURN_S = 5.0  # in which the loop must have turned: it may wait for a disk, or for many processes to end
 _DEFAULT_LIMIT_S = 120.0
+
+ELASTIC_LIMIT_S = 10.0
+"""Seconds after which an elastic job goes on without a host whose launcher does not answer; it may join again."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,14 @@ class Patience:
     limit_s: float
 
     @staticmethod
-    def of(several_hosts: bool) -> Patience:
-        """Return what LOCKSTEP_LAUNCHER_TIMEOUT and LOCKSTEP_HEARTBEAT_TIMEOUT say."""
-        limit_s = environment.launcher_timeout() or (_DEFAULT_LIMIT_S if several_hosts else math.inf)
+    def of(several_hosts: bool, default_s: float = _DEFAULT_LIMIT_S) -> Patience:
+        """Return what LOCKSTEP_LAUNCHER_TIMEOUT and LOCKSTEP_HEARTBEAT_TIMEOUT say.
+
+        Args:
+            several_hosts: whether the job is on several.
+            default_s: the limit there.
+        """
+        limit_s = environment.launcher_timeout() or (default_s if several_hosts else math.inf)
         return Patience(min(environment.heartbeat_timeout(), limit_s / 2), limit_s)
 
 

@@ -419,10 +419,12 @@ class ElasticRecovery(Recovery):
             self._leave_if_signalled()
             state.begin()
             state.note_seen(self._note_seen)
+            self._client.wait_for_lease()
             self._client.check()  # a worker that is alone waits in no collective
             if not meets:
                 self._meet()
             result = operation(*args)
+            self._client.wait_for_lease()
         except BaseException as error:
             self._is_within = False
             state.undo()

@@ -1,14 +1,12 @@
-"""One host of an elastic job: what it keeps while nobody leads, how it claims to go on, and how it ends."""
+"""One host of an elastic job: what it keeps while nobody leads, how it joins again, and how it ends."""
 
 from __future__ import annotations
 
 import math
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 from unittest.mock import Mock
@@ -17,15 +15,12 @@ import pytest
 
 from lockstep.elastic.membership import Leave
 from lockstep.elastic.mesh import NOBODY_LEADS, WAITS_TO_JOIN, HostEntry, NobodyLeadsError, WaitsToJoinError
-from lockstep.elastic.succession import HostView
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launcher import elastic_node
-from lockstep.launcher.elastic_host import ElasticHost, OutsideError, _Inbox, _SharedFolder, claim_succession
+from lockstep.launcher.elastic_host import ElasticHost, OutsideError, _Inbox
 from lockstep.launcher.elastic_job import Ask, Ended, FromWorker, HostMessages, Saved
 from lockstep.launcher.elastic_node import Listener
 from lockstep.launcher.elastic_workers import HostSetup
-
-VIEW = HostView(1, 2, 0, (0, 1, 2), "folder")
 
 
 def ended(number: int) -> Ended:
@@ -139,6 +134,18 @@ def test_a_host_that_waits_joins_as_soon_as_somebody_leads(monkeypatch: pytest.M
     assert not answers
 
 
+def test_a_host_that_waits_for_hosts_that_do_not_answer_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting(monkeypatch)
+
+    def knock(*_: object) -> object:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(elastic_node, "knock", knock)
+    listener = Listener("127.0.0.1", name="a")
+    with listener.socket, pytest.raises(LockstepError, match=r"no host of the job has let a in again for 0\.2 s"):
+        elastic_node._knock_until([("127.0.0.1", 1)], listener, 1, "", math.inf, 0.2)
+
+
 def test_who_joins_for_the_first_time_is_told_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting(monkeypatch)
     listener = Listener("127.0.0.1")
@@ -156,41 +163,3 @@ def test_a_host_does_not_join_itself_again(monkeypatch: pytest.MonkeyPatch) -> N
     with listener.socket:
         host = cast(ElasticHost, FakeHost(OutsideError("went on"), (own, other)))
         assert listener.take_part(host, setup) == [("10.0.0.2", 4711)]
-
-
-def test_the_first_claim_wins_and_all_get_to_know_it(tmp_path: Path) -> None:
-    proposals = [(2, 3, leader) for leader in range(8)]
-    winners = []
-
-    def claim(proposal: tuple[int, int, int]) -> None:
-        winners.append(claim_succession(tmp_path, VIEW, proposal))
-
-    threads = [threading.Thread(target=claim, args=(proposal,)) for proposal in proposals]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(winners) == 8 and len(set(winners)) == 1 and winners[0] in proposals
-    assert [path.name for path in tmp_path.iterdir()] == ["after-1-2-0.json"]  # and no drafts
-    other = HostView(1, 3, 0, (0, 1), "folder")
-    assert claim_succession(tmp_path, other, (9, 9, 9)) == (9, 9, 9)
-
-
-@pytest.mark.parametrize("text", ["", "[1, 2", "[1, 2]", '["a", 2, 3]', "{}"])
-def test_a_damaged_claim_is_none(text: str, tmp_path: Path) -> None:
-    (tmp_path / "after-1-2-0.json").write_text(text)
-    with pytest.raises(ValueError):
-        claim_succession(tmp_path, VIEW, (2, 3, 1))
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_the_folder_of_claims_is_removed_if_nobody_has_to_find_it(tmp_path: Path) -> None:
-    shared, again = _SharedFolder(), _SharedFolder()
-    shared.make(tmp_path, "")
-    assert Path(shared.path).parent == tmp_path / ".hosts"
-    again.make(tmp_path, shared.path)  # of the launcher that leads next
-    assert again.path == shared.path
-    again.leave("", removes=False)
-    assert Path(shared.path).is_dir()
-    shared.leave("", removes=True)
-    assert not (tmp_path / ".hosts").exists()

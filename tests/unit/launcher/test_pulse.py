@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.launcher import log_multiplexer, pulse
 from lockstep.launcher.log_multiplexer import LogMultiplexer
-from lockstep.launcher.pulse import Patience, Pulse, SilenceWatch, write_to_launcher
+from lockstep.launcher.pulse import ELASTIC_LIMIT_S, Patience, Pulse, SilenceWatch, write_to_launcher
 from support.clock import Clock
 
 
@@ -57,8 +57,13 @@ def test_a_launcher_alone_is_waited_for_without_end_unless_a_limit_is_set(monkey
         monkeypatch.delenv(name, raising=False)
     assert Patience.of(several_hosts=False) == Patience(30.0, math.inf)
     assert Patience.of(several_hosts=True) == Patience(30.0, 120.0)
+    assert Patience.of(True, ELASTIC_LIMIT_S) == Patience(5.0, 10.0)  # who is dropped in vain joins again
+    assert Patience.of(False, ELASTIC_LIMIT_S) == Patience(30.0, math.inf)
     monkeypatch.setenv("LOCKSTEP_LAUNCHER_TIMEOUT", "40")
     assert Patience.of(several_hosts=False) == Patience.of(several_hosts=True) == Patience(20.0, 40.0)
+    assert Patience.of(True, ELASTIC_LIMIT_S) == Patience(20.0, 40.0)
+    monkeypatch.setenv("LOCKSTEP_LAUNCHER_TIMEOUT", "inf")
+    assert Patience.of(True, ELASTIC_LIMIT_S).limit_s == math.inf
 
 
 def test_it_beats_while_the_loop_turns_or_waits_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:

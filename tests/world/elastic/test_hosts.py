@@ -299,8 +299,8 @@ def test_one_of_two_hosts_goes_on_by_a_claim_on_shared_storage(hosts: Hosts, sta
 
 
 def claims(folder: Path) -> list[Path]:
-    """The claims to go on without the other hosts."""
-    return list((folder / "run" / ".hosts").glob("job-*/after-*.json"))
+    """The views that one host has claimed, without the other ones."""
+    return list((folder / "run" / ".hosts").glob("job-*/view-*.json"))
 
 
 def test_two_hosts_without_shared_storage_wait_for_each_other(hosts: Hosts, start: Start, tmp_path: Path) -> None:

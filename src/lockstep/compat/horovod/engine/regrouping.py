@@ -107,6 +107,7 @@ class ElasticTraining(ElasticRecovery):
         Raises:
             HorovodInternalError: this rank has to leave its group at once.
         """
+        self._client.wait_for_lease()
         if self._client.is_over:  # a rank that is alone waits in no operation
             raise HorovodInternalError("the ranks of the job have changed")
         self._leave_if_signalled()
