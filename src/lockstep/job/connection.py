@@ -13,14 +13,15 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-__all__ = ["AT_ONCE", "MOST_OF_STRANGERS", "Connection", "connect_to_launcher"]
+__all__ = ["AT_ONCE", "MOST", "MOST_OF_STRANGERS", "Connection", "connect_to_launcher"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 _LENGTH = struct.Struct("!I")
 _PING = _LENGTH.pack(0)
-_MOST = 1 << 30  # bytes of a message; the largest are values that rank 0 has sent to all
+MOST = 1 << 30
+"""The most bytes of a message; the largest are values that rank 0 has sent to all."""
 
 MOST_OF_STRANGERS = 1 << 16
 """The most bytes of a message with which the other side identifies itself."""
@@ -42,7 +43,7 @@ class Connection(Generic[In, Out]):
     """
 
     def __init__(self, end: socket.socket, incoming: object) -> None:
-        self.socket, self.most, self.pings = end, _MOST, 0
+        self.socket, self.most, self.pings = end, MOST, 0
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()

@@ -20,7 +20,7 @@ import msgspec
 
 from .. import environment
 from ..errors import ConfigError, LockstepError, counted
-from ..job.connection import AT_ONCE, MOST_OF_STRANGERS, Connection
+from ..job.connection import AT_ONCE, MOST, MOST_OF_STRANGERS, Connection
 from ..messages import Integer, Tagged
 from ..stores import LOOPBACK, listen, serve_store
 from ..system.heartbeat import keep_alive
@@ -184,7 +184,6 @@ class OneHost:
 # --- A job on several hosts -------------------------------------------------------------------------------------------
 
 
-_MOST = 1 << 30  # bytes of a message; reports on many ranks are long
 _RETRY_S = 0.1
 _TURN_S = 0.05
 _FLUSH_S = 2.0
@@ -291,7 +290,7 @@ class FixedHosts(OneHost):
         if isinstance(verdict, HostRefused):
             raise LockstepError(verdict.reason)
         self.clock_offset_ns = time.time_ns() - verdict.sent_at_ns
-        link.connection.most = _MOST
+        link.connection.most = MOST
 
     def _ask(self, link: _Link, own: HostDescription, seconds: float) -> HostWelcome | HostRefused:
         """Say who this host is, and return the answer of the first one."""
@@ -352,7 +351,7 @@ class FixedHosts(OneHost):
             self._close(link)
             return
         link.hello = hello
-        link.connection.most = _MOST
+        link.connection.most = MOST
         self._links[hello.node] = link
 
     # --- the loop -----------------------------------------------------------------------------------------------------

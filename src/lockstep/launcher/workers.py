@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from ..job.connection import AT_ONCE, MOST_OF_STRANGERS, Connection
+from ..job.connection import AT_ONCE, MOST, MOST_OF_STRANGERS, Connection
 from ..job.messages import Failure, Finished, FromWorker, Hello, Note, Peers, Release
 from ..system.strangers import Strangers
 from .fork_server import note_how_to_know
@@ -221,11 +221,11 @@ class Workers:
     def _open(self, end: socket.socket) -> Connection[Any, Any]:
         end.setblocking(False)
         connection: Connection[Any, Any] = Connection(end, self._incoming)
-        connection.most, most = MOST_OF_STRANGERS, connection.most
-        self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(connection, most))
+        connection.most = MOST_OF_STRANGERS
+        self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(connection))
         return connection
 
-    def _receive(self, connection: Connection[Any, Any], most: int) -> None:
+    def _receive(self, connection: Connection[Any, Any]) -> None:
         messages: list[Any] = []
         is_open = True
         try:
@@ -235,7 +235,7 @@ class Workers:
                 if connection in self._strangers and not isinstance(message, Hello):
                     raise OSError("a stranger")
                 self._strangers.identified(connection)
-                connection.most = most
+                connection.most = MOST
                 messages.append(message)
             if connection in self._strangers and connection.pings:
                 raise OSError("a stranger")
@@ -309,6 +309,8 @@ class Workers:
         process = worker.process
         assert process is not None
         self._selector.unregister(process.sentinel)
+        if worker.connection is None and not worker.has_ended:
+            self._meet_waiting()
         if worker.connection is not None:
             self._receive_rest(number, worker.connection)
             self._end_connection(worker.connection)
@@ -318,6 +320,16 @@ class Workers:
         process.close()
         self.ended.append(number)
         self._release()
+
+    def _meet_waiting(self) -> None:
+        """Take what has come on new connections: a worker may have connected, finished and ended in one turn."""
+        while True:
+            self._accept()
+            waiting = list(self._strangers)
+            for connection in waiting:
+                self._receive(connection)
+            if len(self._strangers) == len(waiting):  # none of them has said anything
+                return
 
     def _receive_rest(self, number: int, connection: Connection[Any, Any]) -> None:
         """Receive what a worker has sent before its end, such as the values that it has published."""

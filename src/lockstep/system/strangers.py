@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -59,6 +59,9 @@ class Strangers(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._held))
 
     def accept(self, listener: socket.socket, made: Callable[[socket.socket], T]) -> None:
         """Accept some of the connections that wait at a non-blocking `listener`.

@@ -246,6 +246,24 @@ def test_the_end_of_a_process_comes_after_what_it_has_sent(launcher: Launcher) -
     assert launcher.workers.ended == [0] and not launcher.workers.living
 
 
+def test_a_worker_may_connect_finish_and_end_before_the_launcher_looks(launcher: Launcher) -> None:
+    """The launcher starts others meanwhile."""
+    for number in range(40):  # more than are accepted at once
+        launcher.start(number, "true")
+    for number in range(40):
+        worker = connect_to_launcher(launcher.workers.path, ToWorker)
+        worker.send(Hello(number))
+        worker.send(Finished())
+        worker.close()
+    silent = launcher.stack.enter_context(socket.socket(socket.AF_UNIX))
+    silent.connect(launcher.workers.path)
+    os.waitid(os.P_PID, launcher.workers[39].pid, os.WEXITED | os.WNOWAIT)
+    launcher.workers._note_end(39)
+    assert launcher.workers[39].is_finished and launcher.workers[39].code == 0
+    launcher.turn_until(lambda: not launcher.workers.living)
+    assert not launcher.workers.dead
+
+
 def test_workers_that_are_stopped_are_not_waited_for_when_the_job_is_over(launcher: Launcher) -> None:
     stopped, other = (launcher.start(number, "cat") for number in range(2))
     os.kill(stopped.pid, signal.SIGSTOP)

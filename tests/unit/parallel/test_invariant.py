@@ -271,7 +271,6 @@ def test_arguments_that_contradict_shards() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"virtual_workers": 0}, "virtual_workers: expected a whole number of at least 1, got 0"),
         ({"virtual_workers": 2, "workers": "3"}, "virtual_workers: expected at least one for each of 3 workers, got 2"),
         (
             {"virtual_workers": 2, "gradient_accumulation_steps": 2},
@@ -282,7 +281,6 @@ def test_arguments_that_contradict_shards() -> None:
             "compile: expected false with virtual workers and sync_batchnorm",
         ),
         ({"threads": 2}, "threads: expected none without virtual workers"),
-        ({"virtual_workers": 2, "threads": 0}, "threads: expected a whole number"),
     ],
 )
 def test_options_that_contradict_shards(options: dict[str, Any], message: str) -> None:

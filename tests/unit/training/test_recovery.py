@@ -67,6 +67,7 @@ class Group:
         self.rank, self.size, self.device, self.trainings = 0, 1, torch.device("cpu"), 0
         self.is_joining, self.keeps_values = False, True
         self.client = SimpleNamespace(
+            wait_for_lease=lambda: None,
             wants_to_regroup=False,
             leaving=False,
             stop_signal=0,
