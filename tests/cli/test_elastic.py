@@ -315,10 +315,14 @@ def test_a_signal_to_the_launcher_ends_a_loop_of_ones_own(loop: str, tmp_path: P
 def test_a_worker_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_STALL_WARNING", "2")  # in other jobs it is an error after one second
     program = write(tmp_path, 1000)
+    # between two steps: one that is stopped within a collective has reached it
+    stops = f"if comm.rank == 1 and result.step == 3: os.kill(os.getpid(), {int(signal.SIGSTOP)})"
+    program.write_text(program.read_text().replace("time.sleep(0.02)", stops))
     with start(tmp_path, "1:2", "-np", 2, program) as job:
         seen = job.read_until(r"step 3 of 2")
-        stopped = int(re.findall(r"pid (\d+)", seen)[-1])
-        os.kill(stopped, signal.SIGSTOP)
+        while not (pids := re.findall(r"\[1\] pid (\d+)", seen)):
+            seen += job.read_until(r"pid \d+")
+        stopped = int(pids[0])
         assert job.stderr is not None
         warned = next(line for line in job.stderr if "straggler" in line)
         os.kill(stopped, signal.SIGCONT)
