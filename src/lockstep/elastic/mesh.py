@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from ..errors import LockstepError
-from ..job.connection import AT_ONCE, MOST_OF_STRANGERS, Connection
+from ..job.connection import AT_ONCE, Connection, watch_unsent
 from ..messages import Integer, List, Tagged
 from ..system.heartbeat import keep_alive
 from ..system.strangers import LIMIT_S, Strangers
@@ -113,11 +113,7 @@ class Refused(Tagged, frozen=True):
     ask: HostEntry | None = None
 
 
-class Ping(Tagged, frozen=True):
-    """Sent from time to time, so that the other side knows that this launcher runs."""
-
-
-Wire = Knock | Welcome | Refused | Ping
+Wire = Knock | Welcome | Refused
 """The messages of the mesh itself."""
 
 _PING_S = 0.5
@@ -127,7 +123,6 @@ _DIAL_S = 3.0
 _CLOSING_S = 1.0  # a process that ends closes its connections first, and a moment later the socket where it listens
 _REDIAL_S = 1.0
 _ASKED_AFTER = 4  # looks: a host that takes part has dialled by then
-_MOST = 1 << 30  # bytes of a message
 _MOST_OF_ANSWER = 1 << 24  # to a new host, before it is known that this is a launcher of the job
 
 
@@ -299,7 +294,7 @@ class Mesh:
                 elif now - self._pings_since > self._limit_s and _seconds_unanswered(peer) > self._limit_s:
                     self._lose(peer)
                 elif not self._is_silent(peer, now - max(peer.heard, self._pings_since)):
-                    self._send(peer, Ping())
+                    self._ping(peer)
         self._strangers.tick()
         for peer in [peer for peer, since in self._answering.items() if now - since > LIMIT_S]:
             self._drop(peer)
@@ -329,10 +324,13 @@ class Mesh:
     def ping(self) -> None:
         """Let the other launchers know that this one runs; another thread may call this."""
         for peer in list(self._peers.values()):
-            try:
-                peer.connection.send(Ping())
-            except OSError:
-                peer.is_broken = True
+            self._ping(peer)
+
+    def _ping(self, peer: _Peer) -> None:
+        try:
+            peer.connection.ping()
+        except OSError:
+            peer.is_broken = True  # what has come before is still read
 
     def close(self) -> None:
         """Listen no more, and close all connections."""
@@ -378,7 +376,7 @@ class Mesh:
             end.close()
         elif end is not None:
             peer = _Peer(self._connection(end), host)
-            peer.connection.most = MOST_OF_STRANGERS
+            peer.connection.is_strange = True
             self._answering[peer] = time.monotonic()
             self._listen(peer)
             self._send(peer, Knock(self._dials, self.own, to=host))
@@ -413,7 +411,7 @@ class Mesh:
 
     def _open(self, end: socket.socket) -> _Peer:
         peer = _Peer(self._connection(end))
-        peer.connection.most = MOST_OF_STRANGERS
+        peer.connection.is_strange = True
         self._listen(peer)
         return peer
 
@@ -426,21 +424,15 @@ class Mesh:
         except OSError:
             peer.is_broken = True  # what has come before is still read
             return
-        if peer.connection.has_unsent:
-            self._want(peer, selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def _want(self, peer: _Peer, events: int) -> None:
-        with suppress(KeyError, ValueError):
-            end = peer.connection.socket
-            self._selector.modify(end, events, self._selector.get_key(end).data)
+        watch_unsent(self._selector, peer.connection)
 
     def _receive(self, peer: _Peer) -> None:
         peer.heard = time.monotonic()
         try:
             for message in peer.connection.receive_available(AT_ONCE):
                 self._handle(peer, message)
-            if peer.connection.has_unsent and peer.connection.flush():
-                self._want(peer, selectors.EVENT_READ)
+            peer.connection.flush()
+            watch_unsent(self._selector, peer.connection)
         except TimeoutError:
             self._lose(peer)  # the other kernel did not answer: nothing is certain
         except EOFError:
@@ -503,7 +495,7 @@ class Mesh:
             self._probing.pop(host, None)
             self.on_link(host, Link.SILENT)
         peer.host, self._peers[host] = host, peer
-        peer.connection.most = _MOST
+        peer.connection.is_strange = False
         self._dialling.pop(host, None)
         self._listens.pop(host, None)
         self.on_link(host, Link.CONNECTED)

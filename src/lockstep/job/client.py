@@ -98,10 +98,6 @@ class JobClient:
         """Wait until the others have failed or ended as well, at most so long."""
         self._released.wait(seconds)
 
-    def close_in_child(self) -> None:
-        """Close the connection in a process that this one has forked: its end is that of this worker."""
-        self._connection.close()
-
     def _run(self) -> None:
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
@@ -156,9 +152,9 @@ def _note(note: Note) -> None:
 
 
 def _leave_to_parent() -> None:
-    """Give up the connection in a process that a worker has forked."""
+    """Give up the connection in a process that a worker has forked: its end is to be that of the worker."""
     while _clients:
-        _clients.pop().close_in_child()
+        _clients.pop()._connection.close()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
+import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-__all__ = ["AT_ONCE", "MOST", "MOST_OF_STRANGERS", "Connection", "connect_to_launcher"]
+__all__ = ["AT_ONCE", "Connection", "connect_to_launcher", "take_turn", "watch_unsent"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 _LENGTH = struct.Struct("!I")
 _PING = _LENGTH.pack(0)
-MOST = 1 << 30
-"""The most bytes of a message; the largest are values that rank 0 has sent to all."""
-
-MOST_OF_STRANGERS = 1 << 16
-"""The most bytes of a message with which the other side identifies itself."""
+_MOST = 1 << 30  # bytes of a message; the largest are values that rank 0 has sent to all
+_MOST_OF_STRANGERS = 1 << 16  # bytes of a message with which the other side identifies itself
 
 AT_ONCE = 1 << 20
 """The bytes that are read of one connection before the others have their turn."""
@@ -40,10 +38,12 @@ class Connection(Generic[In, Out]):
     Attributes:
         most: the largest message that is received, in bytes.
         pings: how many have come.
+        is_strange: whether the other side has not shown who it is: of it no pings are taken, and no long messages.
     """
 
     def __init__(self, end: socket.socket, incoming: object) -> None:
-        self.socket, self.most, self.pings = end, MOST, 0
+        self.socket, self.most, self.pings = end, _MOST, 0
+        self.is_strange = False
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
@@ -143,13 +143,16 @@ class Connection(Generic[In, Out]):
 
     def _next(self) -> In | None:
         while self._received.startswith(_PING):
+            if self.is_strange:
+                raise msgspec.DecodeError("expected a message that says who the other side is, got a ping")
             del self._received[: _LENGTH.size]
             self.pings += 1
         if len(self._received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
-        if length > self.most:
-            raise msgspec.DecodeError(f"expected a message of at most {self.most} bytes, got one of {length}")
+        most = _MOST_OF_STRANGERS if self.is_strange else self.most
+        if length > most:
+            raise msgspec.DecodeError(f"expected a message of at most {most} bytes, got one of {length}")
         if len(self._received) < _LENGTH.size + length:
             return None
         data = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
@@ -177,3 +180,28 @@ def connect_to_launcher(path: str, incoming: object) -> Connection[Any, Any]:
     end = socket.socket(socket.AF_UNIX)
     end.connect(path)
     return Connection(end, incoming)
+
+
+def take_turn(selector: selectors.BaseSelector, seconds: float, on_wake: Callable[[], None] = lambda: None) -> None:
+    """Wait until something is ready, so long at most, and call the functions of all that is.
+
+    Args:
+        selector: the data of each key is a function to call when it is ready.
+        seconds: the longest wait.
+        on_wake: called after the wait, before these functions.
+    """
+    keys = [key for key, _ in selector.select(seconds)]
+    on_wake()
+    for key in keys:
+        current = selector.get_map().get(key.fd)
+        if current is not None and current.fileobj is key.fileobj:  # it may have been closed by an earlier one
+            key.data()
+
+
+def watch_unsent(selector: selectors.BaseSelector, connection: Connection[Any, Any]) -> None:
+    """Let the selector tell when a connection takes more, as long as something is kept that could not be sent yet."""
+    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
+    with suppress(KeyError, ValueError):
+        key = selector.get_key(connection.socket)
+        if key.events != events:
+            selector.modify(connection.socket, events, key.data)

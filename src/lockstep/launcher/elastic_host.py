@@ -21,6 +21,7 @@ from ..elastic.membership import LEASE_S, Change, Events, HostMemory, HostReport
 from ..elastic.mesh import ASKS, NOBODY_LEADS, WAITS_TO_JOIN, HostEntry, Knock, Link, Mesh, Refused, Welcome, Wire
 from ..errors import InterruptedRunError, LockstepError, WorkerError
 from ..interruption import collect_signals
+from ..job.connection import take_turn
 from ..system.job_folders import temporary_job_folder
 from .claims import SharedFolder
 from .elastic_job import (
@@ -307,12 +308,7 @@ class ElasticHost:
 
     def wait(self) -> None:
         """Wait for messages, for a moment at most, and take them."""
-        keys = [key for key, _ in self._selector.select(_POLL_S)]
-        self._note_turn()
-        for key in keys:
-            current = self._selector.get_map().get(key.fd)
-            if current is not None and current.fileobj is key.fileobj:  # it may have been closed by an earlier one
-                key.data()
+        take_turn(self._selector, _POLL_S, self._note_turn)
         self._control.tick()
         self._workers.tick()
         if self._mesh is not None:

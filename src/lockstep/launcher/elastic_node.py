@@ -40,7 +40,7 @@ from ..elastic.mesh import (
     knock,
 )
 from ..errors import ConfigError, LockstepError, counted
-from ..job.connection import Connection
+from ..job.connection import Connection, take_turn
 from ..stores import listen
 from ..system.heartbeat import address_towards
 from .elastic_host import ALONE_S, About, ElasticHost, OutsideError, WireMessage, describe_ended
@@ -457,10 +457,7 @@ def _answering(mesh: Mesh, selector: selectors.BaseSelector, call: Callable[[], 
 
     threading.Thread(target=run, name="lockstep knock", daemon=True).start()  # a signal does not wait for it
     while not future.done():
-        for key, _ in selector.select(_ANSWER_S):
-            current = selector.get_map().get(key.fd)
-            if current is not None and current.fileobj is key.fileobj:  # it may have been closed by an earlier one
-                key.data()
+        take_turn(selector, _ANSWER_S)
         mesh.tick()
     return future.result()
 

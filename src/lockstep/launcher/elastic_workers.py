@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import selectors
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from ..job.messages import FromWorker
 from ..system.processes import TERM_GRACE_S, end_orphans
 from . import worker
 from .elastic_job import Ended, JobState, Limits, Start
-from .fork_server import starting_processes
 from .log_multiplexer import LogMultiplexer, OutputLine, PipedOutput, open_pipes
 from .pulse import Patience
 from .script import Script
@@ -120,11 +119,8 @@ class HostWorkers:
         output = PipedOutput(self._folder)
         threads, patience = setup.options.threads, setup.patience
         worker_setup = worker.WorkerSetup(self._folder, threads, output, self._run_id, name, patience)
-        context: Any = multiprocessing.get_context(setup.options.start_method)
-        process = context.Process(target=_run_worker, args=(setup.script.run, worker_setup, number, variables))
-        with starting_processes():
-            process.start()
-        self._workers.add(number, process)
+        entry = partial(worker.main, setup.script.run, worker_setup)
+        self._workers.start(number, entry, variables, setup.options.start_method)
 
     def send(self, number: int, message: Any) -> None:
         """Send a message to a worker."""
@@ -223,9 +219,3 @@ class HostWorkers:
 
     def _rank(self, number: int) -> int:
         return self._view.index(number) if number in self._view else number
-
-
-def _run_worker(task: Callable[[], object], setup: worker.WorkerSetup, number: int, variables: dict[str, str]) -> None:
-    """Run `task` in a process of its own; the environment is set first."""
-    environment.set_variables(variables)
-    worker.main(task, setup, number)

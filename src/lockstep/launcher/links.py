@@ -20,7 +20,7 @@ import msgspec
 
 from .. import environment
 from ..errors import ConfigError, LockstepError, counted
-from ..job.connection import AT_ONCE, MOST, MOST_OF_STRANGERS, Connection
+from ..job.connection import AT_ONCE, Connection, take_turn, watch_unsent
 from ..messages import Integer, Tagged
 from ..stores import LOOPBACK, listen, serve_store
 from ..system.heartbeat import keep_alive
@@ -171,10 +171,7 @@ class OneHost:
 
     def turn(self, seconds: float) -> None:
         """Wait for messages, so long at most, and take them."""
-        for key in [key for key, _ in self.selector.select(seconds)]:
-            current = self.selector.get_map().get(key.fd)
-            if current is not None and current.fileobj is key.fileobj:  # it may have been closed by an earlier one
-                key.data()
+        take_turn(self.selector, seconds)
 
     def close(self) -> None:
         """End the loop."""
@@ -195,7 +192,7 @@ class FixedHosts(OneHost):
 
     Args:
         address: by which all hosts reach the first.
-        port: at which its launcher listens, as its attribute.
+        port: at which its launcher listens.
         node: the number of this host.
         nodes: how many there are.
 
@@ -282,7 +279,6 @@ class FixedHosts(OneHost):
         """As another host, connect to the first one."""
         end = _dial(self.address, self.port, config.start_timeout)
         link = self._open(end)
-        link.connection.most = MOST_OF_STRANGERS
         self._links[FIRST] = link
         verdict = self._ask(link, own, config.start_timeout + _VERDICT_S)
         if isinstance(verdict, HostRefused) and verdict.is_number:
@@ -290,7 +286,7 @@ class FixedHosts(OneHost):
         if isinstance(verdict, HostRefused):
             raise LockstepError(verdict.reason)
         self.clock_offset_ns = time.time_ns() - verdict.sent_at_ns
-        link.connection.most = MOST
+        link.connection.is_strange = False
 
     def _ask(self, link: _Link, own: HostDescription, seconds: float) -> HostWelcome | HostRefused:
         """Say who this host is, and return the answer of the first one."""
@@ -324,7 +320,6 @@ class FixedHosts(OneHost):
 
     def _open_stranger(self, end: socket.socket) -> _Link:
         link = self._open(end)
-        link.connection.most = MOST_OF_STRANGERS
         self.selector.register(end, selectors.EVENT_READ, lambda: self._receive(link))
         self._send(link, Challenge(link.nonce))
         return link
@@ -332,7 +327,9 @@ class FixedHosts(OneHost):
     def _open(self, end: socket.socket) -> _Link:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(end, self._limit_s)
-        return _Link(Connection(end, Wire), secrets.token_hex(16))
+        link = _Link(Connection(end, Wire), secrets.token_hex(16))
+        link.connection.is_strange = True
+        return link
 
     def _greet(self, link: _Link, hello: object) -> None:
         """Take what a stranger has said of itself.
@@ -351,7 +348,7 @@ class FixedHosts(OneHost):
             self._close(link)
             return
         link.hello = hello
-        link.connection.most = MOST
+        link.connection.is_strange = False
         self._links[hello.node] = link
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -396,10 +393,10 @@ class FixedHosts(OneHost):
 
     def _receive(self, link: _Link) -> None:
         try:
-            if link.connection.has_unsent and link.connection.flush():
-                self._want(link, selectors.EVENT_READ)
             for message in link.connection.receive_available(AT_ONCE):
                 self._handle(link, message)
+            link.connection.flush()  # after what has come: one that is gone takes nothing more
+            watch_unsent(self.selector, link.connection)
         except (EOFError, ConnectionError, msgspec.DecodeError):
             self._end(link, "the launcher on {} has ended")
         except OSError:  # the other kernel did not answer
@@ -424,8 +421,10 @@ class FixedHosts(OneHost):
             self._strangers.drop(link)
             return
         node = self._node_of(link)
-        if node is not None:
-            self._lose(node, reason.format(self._names.get(node, self.address)))
+        if node is not None and self._coordinator is None:
+            self._lose(node, f"the first host ({self.address}) no longer answers")
+        elif node is not None:
+            self._lose(node, reason.format(self._names[node]))
         self._close(link)
 
     def _lose(self, node: int, reason: str) -> None:
@@ -436,8 +435,7 @@ class FixedHosts(OneHost):
             self._coordinator.lost(node, reason)
         elif self.node != FIRST and not self.all_done and self.outcome is None:
             self.is_disconnected = True
-            is_silent = "LOCKSTEP_LAUNCHER_TIMEOUT" in reason
-            self.reason = self.reason or (reason if is_silent else f"the first host ({self.address}) no longer answers")
+            self.reason = self.reason or reason
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
@@ -514,13 +512,7 @@ class FixedHosts(OneHost):
     def _send(self, link: _Link, message: object) -> None:
         with suppress(OSError):  # which the loop finds out
             link.connection.send(message)
-            if link.connection.has_unsent:
-                self._want(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def _want(self, link: _Link, events: int) -> None:
-        with suppress(KeyError, ValueError):
-            end = link.connection.socket
-            self.selector.modify(end, events, self.selector.get_key(end).data)
+            watch_unsent(self.selector, link.connection)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ does both for a user's program as `lockstep run` configures it.
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import sys
 import time
@@ -15,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from .. import environment
 from ..activity import Activity
@@ -30,7 +28,7 @@ from . import worker
 from .coordinator import Round
 from .elastic_job import Limits
 from .elastic_workers import HostSetup
-from .fork_server import starting_processes, threads_per_worker
+from .fork_server import threads_per_worker
 from .links import OneHost
 from .log_multiplexer import FileOutput, LogMultiplexer, OutputTarget, RankLogFiles, inherit_output, pipe_output
 from .options import JobOptions
@@ -79,11 +77,11 @@ class HostJob:
         folder: a private directory for this run only. The caller removes it; if the caller is killed, its workers do.
         options: the number of workers and their settings.
         hosts: of the job.
-        output: where the workers write.
+        output_target: where the workers write.
         log: prints a message of the launcher.
         program: what the workers run; by default this process's own program.
         shows_progress: whether to show that workers are being started, if that takes long.
-        first_rank: the rank of this host's first worker, known after the rendezvous.
+        first_rank: the rank of this host's first worker, known when the hosts have met.
         is_over: whether another host ended the job.
         reason: why it did; "" if this host's workers had failed before.
         has_told_signal: whether the other hosts know of a signal that this one received.
@@ -327,19 +325,15 @@ class _Attempts:
         job.start_attempt(place.number, place.first_rank)
         of_attempt = environment.attempt_variables(place.number, job.options.restarts, job.hosts.run_id)
         of_attempt |= job.watchdog.variables()
-        context: Any = multiprocessing.get_context(job.options.start_method)
         # a fork server that is still loading PyTorch is waited for
-        activity = Activity(f"lockstep: starting {count} worker{'s'[: count != 1]}", job.shows_progress)
-        with activity, starting_processes():
+        with Activity(f"lockstep: starting {count} worker{'s'[: count != 1]}", job.shows_progress):
             for local_rank in range(count):
                 node, nodes = job.hosts.node, job.hosts.nodes
                 rank = place.first_rank + local_rank
                 world = World(rank, place.world_size, local_rank, count, node, nodes, "lockstep")
                 of_worker = environment.world_variables(world, job.hosts.address, place.port)
                 variables = {**self._variables, **of_worker, **of_attempt}  # the launcher may have some of these
-                process = context.Process(target=_run_worker, args=(self._entry, local_rank, variables))
-                process.start()
-                job.workers.add(local_rank, process)
+                job.workers.start(local_rank, self._entry, variables, job.options.start_method)
 
     def _supervise(self, restarts_left: int) -> bool:
         """Watch the workers until they have ended, or one has failed; returns whether to start all again."""
@@ -372,8 +366,8 @@ class _Attempts:
             job.turn(FAILED_POLL_SECONDS)
             self._poll(is_over=True)
 
-    def _poll(self, is_over: bool = False) -> bool:
-        """Do what is due while workers run; returns whether any is alive.
+    def _poll(self, is_over: bool = False) -> None:
+        """Do what is due while workers run.
 
         Args:
             is_over: whether the workers must end.
@@ -395,13 +389,8 @@ class _Attempts:
             job.has_told_signal = True
             job.hosts.interrupt(job.signals[0])
         job.watchdog.relay_messages()
-        return job.supervisor is not None and job.supervisor.check(is_over=is_over or job.is_over)
-
-
-def _run_worker(entry: Callable[[int], object], local_rank: int, variables: dict[str, str]) -> None:
-    """Run `entry` in a process of its own; the environment is set first, as the fork server's is older."""
-    environment.set_variables(variables)
-    entry(local_rank)
+        if job.supervisor is not None:
+            job.supervisor.check(is_over=is_over or job.is_over)
 
 
 # --- Running a user's program and relaying its output -----------------------------------------------------------------

@@ -11,6 +11,7 @@ import multiprocessing
 import pickle
 import re
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,16 +94,19 @@ def _not_picklable(name: str, value: object, error: Exception) -> ConfigError:
     return ConfigError(name, "an object that can be pickled", value, hint)
 
 
-def run_stored_call(call: Path, value: Path) -> None:
+def run_stored_call(call: Path, value: Path, find_rank: Callable[[], int] | None = None) -> None:
     """Execute the pickled call in a file as a worker; rank 0 writes its pickled value into another, if it has one.
 
     Args:
         call: of `pickle_call`.
-        value: which does not exist yet.
+        value: of which nothing exists before it is whole.
+        find_rank: as for `run_call`.
     """
-    result = run_call(call.read_bytes())
+    result = run_call(call.read_bytes(), find_rank)
     if result is not None:
-        value.write_bytes(result)
+        draft = value.with_name(f"{value.name}-{time.time_ns()}")
+        draft.write_bytes(result)
+        draft.replace(value)
 
 
 def run_call(call: bytes, find_rank: Callable[[], int] | None = None) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import selectors
 import signal
@@ -16,12 +17,17 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from ..job.connection import AT_ONCE, MOST, MOST_OF_STRANGERS, Connection
+from .. import environment
+from ..job.connection import AT_ONCE, Connection, watch_unsent
 from ..job.messages import Failure, Finished, FromWorker, Hello, Note, Peers, Release
 from ..system.strangers import Strangers
-from .fork_server import note_how_to_know
+from .fork_server import note_how_to_know, starting_processes
 
 __all__ = ["WorkerProcess", "Workers", "worker_socket"]
+
+
+Entry = Callable[[int], object]
+"""What a worker runs, with its number."""
 
 
 def worker_socket(folder: Path) -> str:
@@ -54,6 +60,11 @@ class WorkerProcess:
     has_ended: bool = False
     code: int | None = None
     is_ended_here: bool = False
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process has not ended; of one that was not started here its connection tells."""
+        return self.code is None if self.process is not None else self.connection is not None
 
     @property
     def is_dead(self) -> bool:
@@ -118,11 +129,7 @@ class Workers:
     @property
     def living(self) -> dict[int, WorkerProcess]:
         """The workers whose processes have not ended."""
-        return {
-            number: worker
-            for number, worker in self._workers.items()
-            if (worker.code is None if worker.process is not None else worker.connection is not None)
-        }
+        return {number: worker for number, worker in self._workers.items() if worker.lives}
 
     @property
     def dead(self) -> list[int]:
@@ -136,6 +143,21 @@ class Workers:
         return sorted(reported, key=lambda failure: failure.time)
 
     # --- start and end ------------------------------------------------------------------------------------------------
+
+    def start(self, number: int, entry: Entry, variables: Mapping[str, str], start_method: str) -> None:
+        """Start a worker.
+
+        Args:
+            number: of the worker.
+            entry: what it runs, with its number; picklable by name.
+            variables: of its environment.
+            start_method: "forkserver" or "spawn".
+        """
+        context: Any = multiprocessing.get_context(start_method)
+        process = context.Process(target=_run_worker, args=(entry, number, dict(variables)))
+        with starting_processes():
+            process.start()
+        self.add(number, process)
 
     def add(self, number: int, process: BaseProcess | None) -> None:
         """Add a worker that was started; None for a process that somebody else has started."""
@@ -160,7 +182,7 @@ class Workers:
         """Send a signal to those of the workers that live."""
         for number in numbers:
             worker = self._workers[number]
-            if number in self.living and worker.pid:
+            if worker.lives and worker.pid:
                 with suppress(ProcessLookupError):
                     os.kill(worker.pid, signal_number)
 
@@ -171,7 +193,7 @@ class Workers:
         """
         for number in numbers:
             worker = self._workers[number]
-            if number not in self.living or not worker.pid:
+            if not worker.lives or not worker.pid:
                 continue
             worker.is_ended_here = True
             if worker.connection is not None:  # before it connects, a worker makes a process group of its own
@@ -208,12 +230,7 @@ class Workers:
     def _send(self, connection: Connection[Any, Any], message: object) -> None:
         with suppress(OSError):  # the worker is gone, which its process tells
             connection.send(message)
-            if connection.has_unsent:
-                self._listen(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def _listen(self, connection: Connection[Any, Any], events: int) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.modify(connection.socket, events, self._selector.get_key(connection.socket).data)
+            watch_unsent(self._selector, connection)
 
     def _accept(self) -> None:
         self._strangers.accept(self._listener, self._open)
@@ -221,7 +238,7 @@ class Workers:
     def _open(self, end: socket.socket) -> Connection[Any, Any]:
         end.setblocking(False)
         connection: Connection[Any, Any] = Connection(end, self._incoming)
-        connection.most = MOST_OF_STRANGERS
+        connection.is_strange = True
         self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(connection))
         return connection
 
@@ -229,16 +246,14 @@ class Workers:
         messages: list[Any] = []
         is_open = True
         try:
-            if connection.has_unsent and connection.flush():
-                self._listen(connection, selectors.EVENT_READ)
             for message in connection.receive_available(AT_ONCE):
                 if connection in self._strangers and not isinstance(message, Hello):
                     raise OSError("a stranger")
                 self._strangers.identified(connection)
-                connection.most = MOST
+                connection.is_strange = False
                 messages.append(message)
-            if connection in self._strangers and connection.pings:
-                raise OSError("a stranger")
+            connection.flush()  # after what has come: one that is gone takes nothing more
+            watch_unsent(self._selector, connection)
         except (EOFError, OSError, msgspec.DecodeError):
             is_open = False
         if not (all(self._handle(connection, message) for message in messages) and is_open):
@@ -368,6 +383,12 @@ class Workers:
         self._listener.close()
         with suppress(OSError):
             os.unlink(self.path)  # noqa: PTH108
+
+
+def _run_worker(entry: Entry, number: int, variables: dict[str, str]) -> None:
+    """Run `entry` in a process of its own; the environment is set first, as the fork server's is older."""
+    environment.set_variables(variables)
+    entry(number)
 
 
 def _pid_of(end: socket.socket) -> int:

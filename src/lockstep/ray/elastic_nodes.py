@@ -46,17 +46,13 @@ class Call(Script):
     def run(self) -> None:
         """Run it in this process."""
         from ..communicator.initialization import current
-        from ..launcher.worker_status import run_call
+        from ..launcher.worker_status import run_stored_call
 
         def find_rank() -> int:
             comm = current()  # which knows the rank of a worker after others were lost
             return environment.find_world().rank if comm is None else comm.rank
 
-        value = run_call((self.folder / "call").read_bytes(), find_rank)
-        if value is not None:
-            draft = self.folder / f"value-{time.time_ns()}"
-            draft.write_bytes(value)
-            draft.replace(self.folder / "value")
+        run_stored_call(self.folder / "call", self.folder / "value", find_rank)
 
 
 @dataclass(frozen=True)

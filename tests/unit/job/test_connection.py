@@ -115,3 +115,14 @@ def test_the_end_is_known_before_it_is_received_unless_something_is_left(
     assert not coordinator.is_at_end
     assert next(coordinator.receive_available()) == Hello(1)
     assert coordinator.is_at_end
+
+
+def test_of_who_has_not_shown_who_it_is_no_ping_is_taken(
+    ends: tuple[Connection[Down, Up], Connection[Up, Down]],
+) -> None:
+    worker, coordinator = ends
+    coordinator.is_strange = True
+    worker.ping()
+    with pytest.raises(msgspec.DecodeError, match="who the other side is, got a ping"):
+        list(coordinator.receive_available())
+    assert coordinator.pings == 0

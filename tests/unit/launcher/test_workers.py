@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.elastic.membership import Set
 from lockstep.job.client import JobClient
-from lockstep.job.connection import Connection, connect_to_launcher
+from lockstep.job.connection import Connection, connect_to_launcher, take_turn
 from lockstep.job.messages import Failure, Finished, Hello, Note, Peers, Release, ToWorker
 from lockstep.launcher.supervisor import WorkerSupervisor
 from lockstep.launcher.workers import Workers
@@ -64,10 +64,7 @@ class Launcher:
         deadline = time.monotonic() + DEADLINE
         while not is_done():
             assert time.monotonic() < deadline
-            for key, _ in self.selector.select(0.01):
-                current = self.selector.get_map().get(key.fd)
-                if current is not None and current.fileobj is key.fileobj:
-                    key.data()
+            take_turn(self.selector, 0.01)
 
     def connect(self, number: int) -> Connection[Any, Any]:
         """Connect as a worker that was started by somebody else."""
@@ -165,6 +162,18 @@ def test_what_a_worker_tells_is_known(launcher: Launcher) -> None:
     assert launcher.workers[3].needs_time and launcher.workers.checkpoint == "runs/é"
     assert launcher.workers.failures == [failure(3)]
     assert launcher.other == [(3, Hello(3))]
+
+
+def test_what_a_worker_has_said_is_read_though_it_takes_nothing_more(launcher: Launcher) -> None:
+    worker = launcher.connect(0)
+    launcher.workers.send(0, Set(0, "key", bytes(8 << 20)))  # more than the socket holds
+    connection = launcher.workers[0].connection
+    assert connection is not None and connection.has_unsent
+    worker.send(failure(0))
+    worker.send(Finished())
+    worker.close()
+    launcher.turn_until(lambda: launcher.workers[0].has_ended)
+    assert launcher.workers[0].is_finished and launcher.workers.failures == [failure(0)]
 
 
 @pytest.mark.parametrize("is_read_first", [True, False])
