@@ -32,7 +32,7 @@ from lockstep import environment
 from lockstep.elastic import client as client_module
 from lockstep.elastic.membership import Coordinator, Up
 from lockstep.environment import ElasticWorker
-from lockstep.job.messages import FromWorker
+from lockstep.job.messages import FromAnyWorker
 from lockstep.launcher.workers import Workers
 from lockstep.parallel import one_bucket, reducer
 
@@ -460,7 +460,7 @@ class _Job:
         (folder / "watch").mkdir()
         self.coordinator = Coordinator(plan.workers)
         self.selector = selectors.DefaultSelector()
-        self.workers = Workers(folder, self.selector, self.coordinator.receive, FromWorker | Up)
+        self.workers = Workers(folder, self.selector, self.coordinator.receive, FromAnyWorker | Up)
         self.pids: dict[int, int] = {}
         self.started, self.begun = 0, time.monotonic()
         self.events: list[str] = []

@@ -97,7 +97,7 @@ class HorovodOptions:
 
 
 def _shared() -> Iterator[Option]:
-    """Return the options of `lockstep run` that horovodrun has too, as they are typed there."""
+    """Yield the options of `lockstep run` that horovodrun has too, as they are typed there."""
     for entry in options_of(JobOptions):
         typed = entry.horovodrun
         if typed is not None:

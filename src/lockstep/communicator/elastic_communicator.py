@@ -22,7 +22,7 @@ from ..environment import ElasticWorker
 from ..errors import ConfigError, DesyncError, MembershipChangedError, RankLostError, StallError, TransportError
 from ..gloo import abort_gloo, interruptible_gloo, keep_until_ended
 from ..job import client as job_client
-from ..job.messages import ToWorker
+from ..job.messages import ToAnyWorker
 from ..topology import World
 from ..watchdog.delivery import is_transport_error
 from .communicator import Communicator
@@ -86,7 +86,7 @@ class ElasticCommunicator(Communicator):
         self._hooks = sys.excepthook, sys.excepthook
         connection = job_client.current()
         if connection is None:  # a worker that does not begin in `launcher.worker`
-            connection = job_client.JobClient(worker.socket, worker.number, ToWorker | Down)
+            connection = job_client.JobClient(worker.socket, worker.number, ToAnyWorker | Down)
         self.client = MembershipClient(connection, self._interrupt)
         if not worker.joins:
             view = self.client.join()

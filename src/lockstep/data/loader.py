@@ -100,8 +100,7 @@ class Loader:
         num_workers: number of loader processes of each worker; 0 loads in this process. Of an iterable data set, each
             part is read by one of them.
         prefetch: maximum number of batches that the loader processes of a worker load ahead of the current one; at
-        least
-            `num_workers`; twice that if None. On a GPU, one more is being copied to the device.
+            least `num_workers`; twice that if None. On a GPU, one more is being copied to the device.
         comm: communicator over the workers; that of `lockstep.init()` if None.
         collate_fn: makes one batch of a list of samples; `torch.utils.data.default_collate` if None.
         virtual_workers: divide each global batch into this many ordered shards. Each worker gets consecutive shards,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from .connection import Connection, connect_to_launcher
-from .messages import Failure, Hello, Note, Peers, Release, ToWorker
+from .messages import Failure, Hello, Note, Peers, Release, ToAnyWorker
 
 __all__ = ["JobClient", "ask_for_time", "current", "note_checkpoint"]
 
@@ -46,7 +46,7 @@ class JobClient:
         self,
         path: str,
         number: int,
-        incoming: object = ToWorker,
+        incoming: object = ToAnyWorker,
         on_turn: Callable[[], None] = lambda: None,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ..messages import Integer, List, Tagged
 
-__all__ = ["Failure", "Finished", "FromWorker", "Hello", "Note", "Peers", "Release", "ToWorker"]
+__all__ = ["Failure", "Finished", "FromAnyWorker", "Hello", "Note", "Peers", "Release", "ToAnyWorker"]
 
 
 class Hello(Tagged, frozen=True):
@@ -81,8 +81,8 @@ class Release(Tagged, frozen=True):
     """A worker that has failed need not wait any longer for the others to report the same error."""
 
 
-FromWorker = Hello | Failure | Finished | Note
+FromAnyWorker = Hello | Failure | Finished | Note
 """From any worker to its launcher."""
 
-ToWorker = Peers | Release
+ToAnyWorker = Peers | Release
 """From a launcher to any of its workers."""

@@ -15,7 +15,7 @@ from typing import Any
 from .. import environment
 from ..elastic.membership import Up, View
 from ..environment import ElasticWorker
-from ..job.messages import FromWorker
+from ..job.messages import FromAnyWorker
 from ..system.processes import TERM_GRACE_S, end_orphans
 from . import worker
 from .elastic_job import Ended, JobState, Limits, Start
@@ -68,7 +68,7 @@ class HostWorkers:
     ) -> None:
         self._setup, self._folder = setup, folder
         self._log = setup.multiplexer.write_message
-        self._workers = Workers(folder, selector, on_message, FromWorker | Up)
+        self._workers = Workers(folder, selector, on_message, FromAnyWorker | Up)
         control = str(folder / "control")
         self._watchdog = WatchdogFiles(folder.name, setup.options.watch, None, self._log, control=control)
         self._run_id = environment.run_id() or folder.name

@@ -30,7 +30,7 @@ from ..errors import InterruptedRunError, LockstepError
 from ..extension_points import EXTENSION_POINTS
 from ..flight_recorder import jobs
 from ..job.client import JobClient
-from ..job.messages import Failure, Finished, ToWorker
+from ..job.messages import Failure, Finished, ToAnyWorker
 from ..system.job_folders import JobFolderLock
 from ..system.processes import ProcessLiveness, end_orphans, is_stopped
 from ..transports.runtime import host_identity
@@ -123,11 +123,11 @@ def main(task: Callable[[], object], setup: WorkerSetup, rank: int) -> object:
 
 def _connect(setup: WorkerSetup, rank: int) -> JobClient:
     """Connect to the launcher; the end of that connection ends this worker."""
-    incoming: object = ToWorker
+    incoming: object = ToAnyWorker
     if environment.elastic_worker() is not None:
         from ..elastic.membership import Down
 
-        incoming = ToWorker | Down
+        incoming = ToAnyWorker | Down
     launcher = _Launcher(setup)
     try:
         client = JobClient(worker_socket(setup.folder), rank, incoming, launcher.look, launcher.lost)

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from .. import environment
 from ..job.connection import AT_ONCE, Connection, watch_unsent
-from ..job.messages import Failure, Finished, FromWorker, Hello, Note, Peers, Release
+from ..job.messages import Failure, Finished, FromAnyWorker, Hello, Note, Peers, Release
 from ..system.strangers import Strangers
 from .fork_server import note_how_to_know, starting_processes
 
@@ -101,7 +101,7 @@ class Workers:
         folder: Path,
         selector: selectors.BaseSelector,
         on_message: Callable[[int, Any], None] = lambda number, message: None,
-        incoming: object = FromWorker,
+        incoming: object = FromAnyWorker,
     ) -> None:
         self.path = worker_socket(folder)
         self.ended: list[int] = []

@@ -139,7 +139,7 @@ class AllGradients:
             return
         self._may_repeat = False  # once
         present = [gradient.detach() for gradient in gradients if gradient is not None]
-        digest = checksum_of(present).to(comm.device) if present else torch.zeros((), dtype=torch.int64)
+        digest = checksum_of(present) if present else torch.zeros((), dtype=torch.int64)
         digest = digest.to(comm.device)
         largest, negated_smallest = comm.allreduce(torch.stack([digest, -digest]), "max")
         if present and bool(largest == -negated_smallest) and comm.rank == 0:

@@ -450,14 +450,13 @@ class CrossHost:
         limits, states = self._state.limits, self._states.values()
         activities = {rank: text for state in states for rank, text in state.activities.items()}
         own_work = {rank for state in states for rank in state.own_work}
-        host_of = {rank: i for i, ranks in enumerate(self._job.hosts) for rank in ranks}
         for key, waiting, missing in find_stragglers(job):
             call, seconds = waiting.last_call(), waiting.seconds
             limit_s = max(limits.stall_s, waiting.limit_s)
             if self._state.seconds_since_solo(seconds) >= limit_s:
                 return stall_finding(missing, call, limit_s).at(key, waiting.pending)
             # ranks of one host warn of each other themselves
-            hosts = {host_of[rank] for rank in (*missing, *waiting.ranks)}
+            hosts = {job.host_of[rank] for rank in (*missing, *waiting.ranks)}
             known = (key, waiting.pending) in self._warned
             warning_s = limits.warning_s * (OWN_WORK_FACTOR if own_work.issuperset(missing) else 1.0)
             if seconds > warning_s and len(hosts) > 1 and not known:

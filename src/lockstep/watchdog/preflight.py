@@ -54,7 +54,7 @@ class CallInfo(msgspec.Struct, frozen=True):
     Attributes:
         sequence: sequence number of the collective in its group.
         uneven: whether ranks have different numbers of batches on purpose.
-        may_be_swapped: whether the rank has announced a possible swap; see `swaps`.
+        may_be_swapped: whether the rank has announced a possible swap; see `SwapDetector`.
         fingerprint, line, batch, loop, name: as in its record.
     """
 

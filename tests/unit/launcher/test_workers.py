@@ -18,7 +18,7 @@ import pytest
 from lockstep.elastic.membership import Set
 from lockstep.job.client import JobClient
 from lockstep.job.connection import Connection, connect_to_launcher, take_turn
-from lockstep.job.messages import Failure, Finished, Hello, Note, Peers, Release, ToWorker
+from lockstep.job.messages import Failure, Finished, Hello, Note, Peers, Release, ToAnyWorker
 from lockstep.launcher.supervisor import WorkerSupervisor
 from lockstep.launcher.workers import Workers
 
@@ -69,7 +69,7 @@ class Launcher:
     def connect(self, number: int) -> Connection[Any, Any]:
         """Connect as a worker that was started by somebody else."""
         self.workers.add(number, None)
-        connection = connect_to_launcher(self.workers.path, ToWorker)
+        connection = connect_to_launcher(self.workers.path, ToAnyWorker)
         self.stack.callback(connection.close)
         connection.send(Hello(number))
         self.turn_until(lambda: self.workers[number].connection is not None)
@@ -131,7 +131,7 @@ def test_who_is_no_worker_is_closed(data: bytes, launcher: Launcher, monkeypatch
     with suppress(BlockingIOError, OSError):
         garbage.sendall(data)
     launcher.turn_until(lambda: is_closed(garbage))
-    Connection[Any, Any](idle, ToWorker).send(Set(0, "key", b""))  # not what a worker sends first
+    Connection[Any, Any](idle, ToAnyWorker).send(Set(0, "key", b""))  # not what a worker sends first
     launcher.turn_until(lambda: is_closed(idle))
     late.connect(launcher.workers.path)
     late.setblocking(False)
@@ -144,7 +144,7 @@ def test_who_is_no_worker_is_closed(data: bytes, launcher: Launcher, monkeypatch
 def test_a_number_that_nobody_has_or_that_is_taken_is_refused(launcher: Launcher) -> None:
     launcher.connect(0)
     for number in (0, 1):
-        second = connect_to_launcher(launcher.workers.path, ToWorker)
+        second = connect_to_launcher(launcher.workers.path, ToAnyWorker)
         launcher.stack.callback(second.close)
         second.send(Hello(number))
         launcher.turn_until(lambda end=second: end.is_at_end)  # type: ignore[misc]
@@ -212,7 +212,7 @@ def test_workers_know_the_processes_of_all_once_all_have_connected(launcher: Lau
     first = launcher.connect(0)
     assert list(first.receive_available()) == [Peers((os.getpid(),))]
     program = launcher.start(1, "cat")
-    second = connect_to_launcher(launcher.workers.path, ToWorker)
+    second = connect_to_launcher(launcher.workers.path, ToAnyWorker)
     launcher.stack.callback(second.close)
     second.send(Hello(1))
     launcher.turn_until(lambda: launcher.workers[1].connection is not None)
@@ -223,7 +223,7 @@ def test_a_client_counts_pings_passes_messages_on_and_knows_the_end(launcher: La
     launcher.workers.add(0, None)
     taken: list[Any] = []
     lost: list[str] = []
-    client = JobClient(launcher.workers.path, 0, ToWorker | Set, on_lost=lambda: lost.append("process"))
+    client = JobClient(launcher.workers.path, 0, ToAnyWorker | Set, on_lost=lambda: lost.append("process"))
     launcher.turn_until(lambda: launcher.workers[0].connection is not None)
     launcher.workers.send(0, Set(1, "a", b""))
     launcher.workers.ping()
@@ -241,7 +241,7 @@ def test_a_client_counts_pings_passes_messages_on_and_knows_the_end(launcher: La
 
 def test_the_end_of_a_process_comes_after_what_it_has_sent(launcher: Launcher) -> None:
     program = launcher.start(0, "sh", "-c", "read line; exit 3")
-    worker = connect_to_launcher(launcher.workers.path, ToWorker)
+    worker = connect_to_launcher(launcher.workers.path, ToAnyWorker)
     launcher.stack.callback(worker.close)
     worker.send(Hello(0))
     launcher.turn_until(lambda: launcher.workers[0].connection is not None)
@@ -260,7 +260,7 @@ def test_a_worker_may_connect_finish_and_end_before_the_launcher_looks(launcher:
     for number in range(40):  # more than are accepted at once
         launcher.start(number, "true")
     for number in range(40):
-        worker = connect_to_launcher(launcher.workers.path, ToWorker)
+        worker = connect_to_launcher(launcher.workers.path, ToAnyWorker)
         worker.send(Hello(number))
         worker.send(Finished())
         worker.close()
@@ -307,7 +307,7 @@ def test_only_workers_that_have_connected_get_a_signal_before_their_time_is_up(l
     supervisor = WorkerSupervisor(launcher.workers, [signal.SIGINT], 100.0, 100.0)
     supervisor.check()
     assert silent.exitcode is None
-    worker = connect_to_launcher(launcher.workers.path, ToWorker)
+    worker = connect_to_launcher(launcher.workers.path, ToAnyWorker)
     launcher.stack.callback(worker.close)
     worker.send(Hello(0))
     launcher.turn_until(lambda: launcher.workers[0].connection is not None)
