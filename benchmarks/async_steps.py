@@ -105,7 +105,8 @@ def work(case: Case, way: str) -> dict[str, float]:
     run(4)
     lockstep.synchronize()
     comm.barrier()
-    peak, started = Peak(comm.device), time.perf_counter()
+    peak = Peak(comm.device)
+    started = time.perf_counter()
     run(case.count)
     lockstep.synchronize()
     return {"seconds": time.perf_counter() - started, "megabytes": peak.megabytes()}

@@ -8,7 +8,9 @@ from typing import Any
 from common import Spread, machine_line, markdown_table
 from ranks import SHM, TITLES
 
-MPICH, COPY, NOTHING = "mpich", "copy", "nothing"
+MPICH = "mpich"
+COPY = "copy"
+NOTHING = "nothing"
 SIDES = {**TITLES, MPICH: "MPICH"}
 
 RATIOS = {

@@ -92,7 +92,8 @@ class Contestant:
 
     def warm_up(self, turn_s: float) -> None:
         """Check the result, and find the number of calls."""
-        seconds, made = self.turn(turn_s, check=True), 1
+        seconds = self.turn(turn_s, check=True)
+        made = 1
         while seconds * made < turn_s / 2 and made < MOST_CALLS:
             made = self.calls
             seconds = self.turn(turn_s)
@@ -196,7 +197,8 @@ def available(sides: list[str]) -> list[str]:
 
 def parse_size(text: str) -> int:
     """E.g. 4, 64K, 16M: bytes."""
-    number, factor = text.rstrip("KMkm"), {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    number = text.rstrip("KMkm")
+    factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
     if not number.isdigit() or int(number) * factor < 4 or int(number) * factor % 4:
         raise argparse.ArgumentTypeError(f"expected a multiple of 4 bytes such as 4, 64K or 16M, got {text!r}")
     return int(number) * factor
@@ -213,7 +215,8 @@ def parse() -> argparse.Namespace:
     args.sides = available([side for side in SIDES if side == SHM or side in (args.sides or SIDES)])
     if args.write and args.sides != list(SIDES):
         parser.error("--write: only the whole run is for the documentation: every side, MPICH's too")
-    args.operation, args.ranks = args.operation or OPERATIONS, args.ranks or RANKS
+    args.operation = args.operation or OPERATIONS
+    args.ranks = args.ranks or RANKS
     args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
     args.rounds = args.rounds or (1 if args.quick else 9)
     args.turn = TURN_S / 4 if args.quick else TURN_S
@@ -222,7 +225,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    began, machine = time.monotonic(), describe_machine()
+    began = time.monotonic()
+    machine = describe_machine()
     if MPICH in args.sides:
         machine |= {"mpich": version("mpich"), "mpi4py": version("mpi4py")}
     rows = measure_all(args)

@@ -41,7 +41,8 @@ TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18", "mlp": "MLP of 10 M paramet
 
 # Small enough that neither model diverges on a few hundred images seen many times over: a loss that overflows, or
 # numbers that become denormal, would be timed instead of training.
-LR, MOMENTUM = 0.01, 0.9
+LR = 0.01
+MOMENTUM = 0.9
 
 
 def make_model(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -62,7 +63,9 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    no_mapping, no_trimming = (-4, 0), (-1, 2**31 - 1)  # M_MMAP_MAX and M_TRIM_THRESHOLD of <malloc.h>
+    # M_MMAP_MAX and M_TRIM_THRESHOLD of <malloc.h>
+    no_mapping = (-4, 0)
+    no_trimming = (-1, 2**31 - 1)
     return bool(mallopt(*no_mapping) and mallopt(*no_trimming))
 
 
@@ -102,7 +105,8 @@ def ratio(values: Mapping[Side, Sequence[float]], above: Side, below: Side, scal
 
 def describe_machine() -> dict[str, Any]:
     """What a figure depends on and whoever reads it wants to know; taken before anything is measured."""
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    pages = os.sysconf("SC_PHYS_PAGES")
+    size = os.sysconf("SC_PAGE_SIZE")
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "cores": os.cpu_count(),
@@ -139,11 +143,13 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def write_between(path: Path, name: str, text: str) -> None:
     """Replace what stands between the lines ``<!-- name:begin -->`` and ``<!-- name:end -->`` of a file."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    begin = f"<!-- {name}:begin -->"
+    end = f"<!-- {name}:end -->"
     old = path.read_text()
     if begin not in old or end not in old:
         raise SystemExit(f"{path}: expected the lines {begin} and {end}, found at most one of them")
-    before, after = old.partition(begin)[0], old.partition(end)[2]
+    before = old.partition(begin)[0]
+    after = old.partition(end)[2]
     path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 

@@ -25,7 +25,8 @@ from turns import command_of, last_losses, speeds_of, train_in_turns
 
 BENCHMARK = Benchmark("ddp_step", __doc__)
 
-ALONE, APART = "alone", "apart"
+ALONE = "alone"
+APART = "apart"
 SIDES = {
     ALONE: "one worker",
     APART: "two workers that exchange nothing",
@@ -104,7 +105,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    machine, rows, kept = describe_machine(), [], {}
+    machine = describe_machine()
+    rows = []
+    kept = {}
     for case in chosen(CASES, args, global_batch_size=32, timed_steps=2):
         found = measure(case)
         speeds = speeds_of(found, case.timed_steps * case.global_batch_size)

@@ -91,7 +91,9 @@ class Job:
 
     def __init__(self, words: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None) -> None:
         self.events: list[Event] = []
-        self._path, self._read, self._log = folder / "events", 0, folder / "log"
+        self._path = folder / "events"
+        self._read = 0
+        self._log = folder / "log"
         env = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
         with self._log.open("w") as log:
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
@@ -203,7 +205,8 @@ def lose_one(job: Job, draw: random.Random, spared: Collection[int] = ()) -> dic
     if not job.wait(lambda: bool(job.at_work())):
         raise SystemExit(f"a job is not complete again after {LIMIT_S:.0f} s; its output ends with:\n{job.output()}")
     time.sleep(draw.random() * 0.06)
-    pids, seen = job.at_work(), len(job.events)
+    pids = job.at_work()
+    seen = len(job.events)
     victim = draw.choice([pid for pid in pids if pid not in spared])
     killed = time.monotonic()
     os.kill(victim, signal.SIGKILL)
@@ -222,7 +225,8 @@ def lose_one(job: Job, draw: random.Random, spared: Collection[int] = ()) -> dic
 
 def measure_pauses(model: str, transport: str, kills: int) -> dict[str, Any]:
     """Many losses in one job."""
-    draw, found = random.Random(f"{model}, {transport}"), []
+    draw = random.Random(f"{model}, {transport}")
+    found = []
     with running(lambda folder: lockstep(folder, model, 10**7, transport)) as job:
         for number in range(kills + 1):
             one = lose_one(job, draw)
@@ -456,7 +460,8 @@ def missing(side: str) -> str:
 
 def command_for(side: str, steps: int, elastic: bool) -> Callable[[str], list[str]]:
     """How a side is started, given the folder for its events."""
-    script, python = str(HERE / "side_elastic_others.py"), sys.executable
+    script = str(HERE / "side_elastic_others.py")
+    python = sys.executable
     starts = {
         "torchrun": [python, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3"],
         "horovod": [python, "-m", "lockstep", "horovodrun", "-np", str(WORKERS)],
@@ -513,7 +518,8 @@ def run_once(side: str, steps: int, at: int, draw: random.Random) -> dict[str, A
 
 def measure_other(side: str, steps: int, rounds: int) -> dict[str, Any]:
     """An undisturbed job, and some that lose a worker."""
-    draw, losses = random.Random(side), []
+    draw = random.Random(side)
+    losses = []
     undisturbed = run_once(side, steps, -1, draw)
     for number in range(rounds):
         losses.append(run_once(side, steps, steps // 3, draw))
@@ -556,7 +562,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, help="only these parts")
     args = BENCHMARK.parse(parser, "only")
     parts = args.only or PARTS
-    machine, quick, rounds = describe_machine(), args.quick, args.rounds
+    machine = describe_machine()
+    quick = args.quick
+    rounds = args.rounds
     found: dict[str, Any] = {}
     texts = []
     if "pause" in parts:

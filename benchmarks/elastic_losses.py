@@ -75,7 +75,9 @@ class Job:
     """A job that runs in `folder`, on hosts that are launchers on this machine."""
 
     def __init__(self, folder: Path, pause_s: float) -> None:
-        self.folder, self._pause_s, self._key = folder, pause_s, secrets.token_hex(16)
+        self.folder = folder
+        self._pause_s = pause_s
+        self._key = secrets.token_hex(16)
         self.launchers: dict[str, subprocess.Popen[str]] = {}
         (folder / "train.py").write_text(PROGRAM.replace("STEPS", str(STEPS)))
         (folder / "notes").touch()
@@ -213,10 +215,12 @@ def main() -> None:
     with job(0.0) as alone:
         alone.start("A", "run", "-np", "1", "train.py")
         alone.finish()
-        undisturbed, first = losses(alone.notes()), alone.output()
+        undisturbed = losses(alone.notes())
+        first = alone.output()
     with job(0.1) as made:
         events = disturb(made)
-        notes, second = made.notes(), made.output()
+        notes = made.notes()
+        second = made.output()
     prints = [[line.split()[-1] for line in text.splitlines() if "fingerprint" in line] for text in (first, second)]
     if losses(notes) != undisturbed or len(prints[0]) != 1 or prints[0] != prints[1]:
         raise SystemExit(f"error: the runs differ: fingerprints {prints}")

@@ -82,7 +82,9 @@ class Place:
     """
 
     def __init__(self, verbs: Verbs, rank: int, size: int, most: int) -> None:
-        self.verbs, self.rank, self.size = verbs, rank, size
+        self.verbs = verbs
+        self.rank = rank
+        self.size = size
         count = max(most // ELEMENT, size)
         # written to, or the system would give one page of zeros for them all
         self.source = torch.empty(count).fill_(0)
@@ -127,14 +129,17 @@ def _all_reduce(at: Place, count: int) -> Exchange:
 
 def _broadcast(at: Place, count: int) -> Exchange:
     """The root changes with each call, so that none can run ahead of those that still receive the one before."""
-    data, roots = at.source[:count], cycle(range(at.size))
-    view, broadcast = at.verbs.view(data), at.verbs.broadcast
+    data = at.source[:count]
+    roots = cycle(range(at.size))
+    view = at.verbs.view(data)
+    broadcast = at.verbs.broadcast
     return Exchange(lambda: broadcast(view, next(roots)), data, lambda: torch.equal(data, pattern(0, count)))
 
 
 def _all_gather(at: Place, count: int) -> Exchange:
     part = at.part(count)
-    given, output = at.source[:part], at.result[: part * at.size]
+    given = at.source[:part]
+    output = at.result[: part * at.size]
 
     def right() -> bool:
         return all(torch.equal(got, pattern(rank, part)) for rank, got in enumerate(output.chunk(at.size)))
@@ -144,7 +149,8 @@ def _all_gather(at: Place, count: int) -> Exchange:
 
 def _reduce_scatter(at: Place, count: int) -> Exchange:
     part = at.part(count)
-    given, output = at.source[: part * at.size], at.result[:part]
+    given = at.source[: part * at.size]
+    output = at.result[:part]
 
     def right() -> bool:
         return torch.equal(output, _sum_of_patterns(at.size, part, at.rank * part))
@@ -154,7 +160,8 @@ def _reduce_scatter(at: Place, count: int) -> Exchange:
 
 def _all_to_all(at: Place, count: int) -> Exchange:
     part = at.part(count)
-    given, output = at.source[: part * at.size], at.result[: part * at.size]
+    given = at.source[: part * at.size]
+    output = at.result[: part * at.size]
 
     def right() -> bool:
         own = at.rank * part
@@ -167,9 +174,13 @@ def _send_recv(at: Place, count: int) -> Exchange | None:
     """There and back between ranks 0 and 1; half of it is one message."""
     if at.rank > 1:
         return None
-    data, echo = at.source[:count], at.result[:count]
-    send, receive = at.verbs.send, at.verbs.receive
-    there, back, other = at.verbs.view(data), at.verbs.view(echo), 1 - at.rank
+    data = at.source[:count]
+    echo = at.result[:count]
+    send = at.verbs.send
+    receive = at.verbs.receive
+    there = at.verbs.view(data)
+    back = at.verbs.view(echo)
+    other = 1 - at.rank
 
     def ask() -> None:
         send(there, other)
@@ -187,7 +198,8 @@ def _copy(at: Place, count: int) -> Exchange | None:
     """No exchange: what the memory does for one rank alone."""
     if at.rank > 0:
         return None
-    data, output = at.source[:count], at.result[:count]
+    data = at.source[:count]
+    output = at.result[:count]
     return Exchange(partial(output.copy_, data), data, lambda: torch.equal(output, pattern(0, count)))
 
 

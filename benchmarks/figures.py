@@ -99,7 +99,8 @@ def draw_one_idea(
 
 
 def _draw_pauses(panel: Axes, pauses: dict[str, float]) -> None:
-    names, heights = list(pauses), list(pauses.values())
+    names = list(pauses)
+    heights = list(pauses.values())
     colours = ["#D55E00" if name == "Lockstep" else "#999999" for name in names]
     panel.barh(names, heights, 0.6, color=colours)
     for place, seconds in enumerate(heights):

@@ -117,7 +117,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    machine, rows, kept = describe_machine(), [], {}
+    machine = describe_machine()
+    rows = []
+    kept = {}
     for case in chosen(CASES, args, global_batch_size=4, timed_steps=2):
         found = measure(case)
         speeds = speeds_of(found, case.tokens)

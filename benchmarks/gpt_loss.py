@@ -29,7 +29,9 @@ from lockstep.cli import main as lockstep_command
 from side_nanogpt import Characters, NanoGPT, learning_rate, make_optimizer, step
 
 BENCHMARK = Benchmark("gpt_loss", __doc__, "language-models.md")
-BATCH, STEPS, SEEDS = 12, 2000, 2
+BATCH = 12
+STEPS = 2000
+SEEDS = 2
 VALIDATION = 0.1
 SIZES_HERE = SIZES["small"]
 
@@ -70,7 +72,8 @@ def train_nanogpt(text: Path, tokens: int, seed: int) -> float:
     characters = Characters(data[: len(data) - round(len(data) * VALIDATION)], text.parent)
     torch.manual_seed(seed)
     model = NanoGPT(len(characters.known), SIZES_HERE)
-    optimizer, steps = make_optimizer(model), round(tokens / BATCH / SIZES_HERE.context)
+    optimizer = make_optimizer(model)
+    steps = round(tokens / BATCH / SIZES_HERE.context)
     for number in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(number, steps)
@@ -113,7 +116,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    machine, text = describe_machine(), project_text()
+    machine = describe_machine()
+    text = project_text()
     steps, seeds = (20, 1) if args.quick else (STEPS, args.rounds or SEEDS)
     losses = compare(text[:20_000] if args.quick else text, steps, seeds)
     data = f"{len(text):,} characters of the project's documents"

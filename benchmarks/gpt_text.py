@@ -22,7 +22,11 @@ class Sizes:
 SIZES = {"small": Sizes(64, 4, 4, 128), "characters": Sizes(256, 6, 6, 384)}
 TITLES = {"small": "4 layers of 128, context 64", "characters": "6 layers of 384, context 256"}
 
-LEARNING_RATE, MIN_LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-3, 1e-4, (0.9, 0.99), 0.1, 1.0
+LEARNING_RATE = 1e-3
+MIN_LEARNING_RATE = 1e-4
+BETAS = (0.9, 0.99)
+WEIGHT_DECAY = 0.1
+CLIP = 1.0
 WARM_UP = 100  # steps
 
 

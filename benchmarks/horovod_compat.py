@@ -167,7 +167,8 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     args = BENCHMARK.parse(BENCHMARK.parser("101"))
     machine = describe_machine()
-    rounds, turn_s = args.rounds or (2 if args.quick else 101), TURN_S / 4 if args.quick else TURN_S
+    rounds = args.rounds or (2 if args.quick else 101)
+    turn_s = TURN_S / 4 if args.quick else TURN_S
     seconds = lockstep.launch(work, rounds, turn_s, workers=2, threads=1)
     rows = [summarise(case, sides) for case, sides in seconds.items()]
     BENCHMARK.publish(args, machine, as_table(rows), f"two ranks; {rounds} rounds", rows=rows)

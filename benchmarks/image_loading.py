@@ -34,7 +34,13 @@ from common import Spread, describe_machine, markdown_table, ratio
 from frame import Benchmark
 
 BENCHMARK = Benchmark("image_loading", __doc__, "data.md")
-IMAGES, SIZE, CROP, BATCH, PROCESSES, ROUNDS, SHARDS = 1536, 256, 224, 32, 2, 10, 8
+IMAGES = 1536
+SIZE = 256
+CROP = 224
+BATCH = 32
+PROCESSES = 2
+ROUNDS = 10
+SHARDS = 8
 TITLES = {
     "torch": "`DataLoader` of torch",
     "lockstep": "`lockstep.Loader`",
@@ -82,7 +88,8 @@ def write_images(folder: Path, count: int) -> None:
 
 def read_epoch(batches: Iterable[Any]) -> float:
     """Return the images per second of an epoch."""
-    began, images = time.perf_counter(), 0
+    began = time.perf_counter()
+    images = 0
     for inputs, _ in batches:
         images += len(inputs)
     return images / (time.perf_counter() - began)

@@ -33,7 +33,10 @@ ALL_SHARDS = (2, 4, 8, 16)
 Side = tuple[str, int]
 """(who, passes of a step over all workers)."""
 
-OURS, SAME, LARGE = (LOCKSTEP, SHARDS), (DDP, SHARDS), (DDP, 0)  # 0: one for each worker
+# 0: one for each worker
+OURS = (LOCKSTEP, SHARDS)
+SAME = (DDP, SHARDS)
+LARGE = (DDP, 0)
 
 Seconds = dict[Side, list[float]]
 """Side → seconds of a step, one value a round."""
@@ -66,7 +69,8 @@ class Case:
     def job(self, side: Side, meter: str) -> InvarianceJob:
         """One side's job; the first step of a block is not timed, and the first round not counted."""
         who, passes = side
-        blocks, passes = self.rounds + 1, passes or self.workers
+        blocks = self.rounds + 1
+        passes = passes or self.workers
         counts = (self.global_batch_size, 1, self.timed_steps, blocks, self.workers)
         return InvarianceJob(self.model, *counts, meter, who, self.backend, passes)
 
@@ -140,7 +144,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    machine, rows, kept = describe_machine(), [], {}
+    machine = describe_machine()
+    rows = []
+    kept = {}
     cases = [case for case in CASES if args.workers in (None, case.workers)]
     for case in chosen(cases, args, global_batch_size=32, timed_steps=1):
         found = measure(case)

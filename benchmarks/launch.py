@@ -30,7 +30,8 @@ from frame import Benchmark
 BENCHMARK = Benchmark("launch", __doc__)
 
 PROGRAM = Path(__file__).resolve().parent / "side_launch.py"
-LOCKSTEP, TORCHRUN = "lockstep run", "torchrun"
+LOCKSTEP = "lockstep run"
+TORCHRUN = "torchrun"
 ROUNDS = {"start": 9, "restart": 3}
 RANKS = (2, 4)
 LIMIT = 15.0  # seconds for one job; beyond it something hangs
@@ -135,7 +136,8 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def time_of(row: dict[str, Any], launcher: str) -> str:
-    found, lost = row["seconds"][launcher], row["lost"][launcher]
+    found = row["seconds"][launcher]
+    lost = row["lost"][launcher]
     text = f"{found['median']:.2f} s" if found else ""
     return text + (f" ({lost} of {row['rounds']} did not come back)" if lost else "")
 

@@ -44,8 +44,10 @@ RATES_MBIT = (50, 100, 200)  # packets of one segment, the kernel moves some 50 
 FRAME = 1448 / 1514  # payload of TCP in a frame as tbf counts it: without preamble, checksum and gap
 TURNS = 3  # of both dilations
 FURTHER_S = 2e-4  # of an emulated latency: a message takes some 100 us here through the clock's lock and a socket
-SMALL, SIZES = 64, (1 << 18, 1 << 20)
-NAMES, ADDRESSES = ("lockstep-clock-a", "lockstep-clock-b"), ("10.213.7.1", "10.213.7.2")
+SMALL = 64
+SIZES = (1 << 18, 1 << 20)
+NAMES = ("lockstep-clock-a", "lockstep-clock-b")
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = 5201
 
 
@@ -150,7 +152,8 @@ def over_gloo(rank: int, connection: socket.socket, size: int) -> float:
 def in_turns(rounds: int) -> dict[str, dict[int, float]]:
     """Median seconds of each size, over the kernel and over the link clock; on both ranks the same."""
     dist.init_process_group("gloo")
-    rank, cores = dist.get_rank(), sorted(os.sched_getaffinity(0))
+    rank = dist.get_rank()
+    cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # a thread that is moved to another core is some 200 us late
     connection = connect(rank)
     local = open_connection(rank, "127.0.0.1")
@@ -194,10 +197,12 @@ def train(rounds: int, size: int) -> float:
     """The median seconds of a step in the emulated time: some computing, and an all-reduce with the other of a pair."""
     mine = sorted(os.sched_getaffinity(0))
     dist.init_process_group("gloo")
-    rank, count = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    count = dist.get_world_size()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, count, 2)]
     os.sched_setaffinity(0, {mine[rank if count == 2 else rank // 2]})
-    matrix, gradients = torch.ones(384, 384), torch.ones(size // 4)
+    matrix = torch.ones(384, 384)
+    gradients = torch.ones(size // 4)
     ends = []
     for _ in range(rounds + 3):
         for _ in range(8):
@@ -223,7 +228,9 @@ def dilated(network: str, rounds: int, size: int) -> dict[str, Any]:
 def tables(clock: list[dict[str, Any]], dilation: list[dict[str, Any]]) -> str:
     rows = []
     for each in clock:
-        kernel, emulated, gloo = each["kernel"], each["link clock"], each["gloo"]
+        kernel = each["kernel"]
+        emulated = each["link clock"]
+        gloo = each["gloo"]
         off = emulated["bandwidth"] / kernel["bandwidth"] - 1
         late = 1e6 * (emulated["latency"] - kernel["latency"] - FURTHER_S)
         rows.append(

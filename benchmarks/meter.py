@@ -102,7 +102,8 @@ class Meter:
     """
 
     def __init__(self, job: Job, rank: int) -> None:
-        self._job, self._done = job, 0
+        self._job = job
+        self._done = 0
         self._started = (0.0, 0.0)
         self._losses = torch.zeros(())
         keep_freed_memory()
@@ -119,7 +120,8 @@ class Meter:
             self._started = time.perf_counter(), time.process_time()
         elif place == 0:
             mean = float(self._losses) / self._job.steps  # and before it stops
-            seconds, cpu = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
+            seconds = time.perf_counter() - self._started[0]
+            cpu = time.process_time() - self._started[1]
             self._report_and_wait({"seconds": seconds, "cpu_seconds": cpu, "loss": mean})
             self._losses = torch.zeros(())
 

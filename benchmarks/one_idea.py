@@ -23,7 +23,8 @@ from common import describe_machine, markdown_table
 from frame import Benchmark
 
 BENCHMARK = Benchmark("one_idea", __doc__)
-WORKERS, EPOCHS = (1, 2, 4, 8), 10
+WORKERS = (1, 2, 4, 8)
+EPOCHS = 10
 TITLES = {"lockstep": "Lockstep, 64 samples a step over all workers", "ddp": "DDP, 64 samples a step on each worker"}
 LAUNCHERS = {
     "lockstep": ("-m", "lockstep", "run", "--quiet", "--no-prefix", "--threads", "1", "-np"),

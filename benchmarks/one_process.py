@@ -129,7 +129,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    machine, rows, kept = describe_machine(), [], {}
+    machine = describe_machine()
+    rows = []
+    kept = {}
     cases = [replace(case, device=args.device or "cpu") for case in CASES]
     for case in chosen(cases, args, global_batch_size=16, timed_steps=1):
         found = measure(case)

@@ -60,8 +60,10 @@ def plain_loop(case: Case, images: ImageSet, order: Callable[[int], torch.Tensor
     """The loop as one writes it by hand where speed counts: data in memory, whole batches indexed, no waiting."""
     model, optimizer = make_model(case.model)
     loss_fn = nn.CrossEntropyLoss()
-    pixels, labels = images.images, images.labels
-    scale, shift = 1 / (255 * images.std[0]), -images.mean[0] / images.std[0]
+    pixels = images.images
+    labels = images.labels
+    scale = 1 / (255 * images.std[0])
+    shift = -images.mean[0] / images.std[0]
     model.train()
 
     def block(number: int) -> float:
@@ -132,7 +134,8 @@ class Turn:
 
 
 def take_turn(block: Block, number: int) -> Turn:
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     loss = block(number)
     return Turn(time.perf_counter() - wall, time.process_time() - cpu, loss)
 
@@ -210,7 +213,8 @@ def main() -> None:
     keep_freed_memory()
     os.environ["TERM"] = "xterm-256color"  # the live display is the same wherever this runs
     machine = describe_machine()
-    rows, turns = [], {}
+    rows = []
+    turns = {}
     for case in chosen(CASES, args, batch=8, steps=2):
         images = load_images(case.samples)
         turns[case.model] = measure(case, images)

@@ -196,7 +196,8 @@ def time_all_reduces(transport: str, sizes: Sequence[int], rounds: int) -> tuple
         alone_s = seconds(compute)
         added[size].append(seconds(partial(beside_computing, tensors[size])) - alone_s)
     found = {size: max(1e-6, statistics.median(each[rounds // 3 :])) for size, each in added.items()}
-    source, target = torch.zeros(4 << 20), torch.zeros(4 << 20)
+    source = torch.zeros(4 << 20)
+    target = torch.zeros(4 << 20)
     return found, source.nbytes / statistics.median(seconds(lambda: target.copy_(source)) for _ in range(rounds))
 
 
@@ -209,7 +210,9 @@ def two_workers(model: str, transport: str, quick: bool, turns: int) -> Row:
     points, copies = lockstep.launch(time_all_reduces, transport, sizes, 6 if quick else 30, workers=2, threads=1)
     curve = MeasuredCollective(Curve.fit({float(size): seconds for size, seconds in points.items()}))
     job_of = partial(two_workers_job, curve=curve, copies=copies)
-    predictions, ratios, measured = [], [], []
+    predictions = []
+    ratios = []
+    measured = []
     steps = 6 if quick else PROFILE_STEPS // turns
     with environment.with_variables({"LOCKSTEP_TRANSPORT": transport}):
         for turn in range(turns):
@@ -338,7 +341,8 @@ def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
     """Measure what is not yet known, until the time is over."""
     until = time.monotonic() + 60 * args.minutes
     path = None if args.quick else RESULTS / "plan-kept.json"
-    kept, steps = Kept(path, args.fresh), 6 if args.quick else PROFILE_STEPS
+    kept = Kept(path, args.fresh)
+    steps = 6 if args.quick else PROFILE_STEPS
     for model in models:
         if args.profiles:
             kept.data["profiles"].pop(model, None)
@@ -363,7 +367,8 @@ def run(args: argparse.Namespace, models: Sequence[str]) -> Kept:
             continue
         after = model, pace(model, profiles)
         pace_s = statistics.mean((before[1], after[1]))
-        each, before = forecasts_at(profiles, network, pace_s)[workers], after
+        each = forecasts_at(profiles, network, pace_s)[workers]
+        before = after
         row = Row(model, network, workers, each.step_s, each.low_s, each.high_s, measured, pace_s)
         kept.add("emulated", row)
         figures = f"{1e3 * each.step_s:9.1f} ms {1e3 * measured:9.1f} ms {row.predicted_s / measured - 1:+6.1%}"
@@ -423,7 +428,8 @@ def main() -> None:
     models = [name.strip() for name in chosen.split(",")]
     if unknown := [name for name in models if name not in BATCHES]:
         parser.error(f"--model: expected some of {', '.join(BATCHES)}, got {unknown[0]!r}")
-    machine, steps = describe_machine(), 6 if args.quick else PROFILE_STEPS
+    machine = describe_machine()
+    steps = 6 if args.quick else PROFILE_STEPS
     kept = run(args, models)
     rows = predicted_again(kept, steps)
     text = tables(rows, kept.rows("plain"), one_worker(kept, models, steps))

@@ -11,7 +11,10 @@ from torch.multiprocessing.spawn import start_processes
 
 import lockstep  # noqa: F401 - makes "shm" known
 
-SHM, SHM_PYTHON, GLOO, NCCL = "shm", "shm-python", "gloo", "nccl"
+SHM = "shm"
+SHM_PYTHON = "shm-python"
+GLOO = "gloo"
+NCCL = "nccl"
 TITLES = {SHM: "shm", SHM_PYTHON: "shm, Python only", GLOO: "Gloo"}
 BACKENDS = {SHM: "shm", SHM_PYTHON: "shm", GLOO: "gloo", NCCL: "nccl"}
 """What torch calls the backend of a side."""

@@ -28,9 +28,13 @@ from frame import Benchmark
 
 BENCHMARK = Benchmark("ray_launch", __doc__, "clusters.md")
 
-WORKERS, ROUNDS = 2, 7
-GLOBAL_BATCH, STEPS, WARM_UP = 256, 150, 10
-LOCKSTEP, RAY_TRAIN = "lockstep.ray.launch", "Ray Train"
+WORKERS = 2
+ROUNDS = 7
+GLOBAL_BATCH = 256
+STEPS = 150
+WARM_UP = 10
+LOCKSTEP = "lockstep.ray.launch"
+RAY_TRAIN = "Ray Train"
 
 
 def images(steps: int) -> Any:
@@ -74,7 +78,8 @@ def by_lockstep(_: Path, steps: int, warm_up: int) -> dict[str, float]:
 
 
 def by_ray_train(folder: Path, steps: int, warm_up: int) -> dict[str, float]:
-    ray_train, ray_torch = import_module("ray.train"), import_module("ray.train.torch")
+    ray_train = import_module("ray.train")
+    ray_torch = import_module("ray.train.torch")
     path = folder / "found.json"
 
     def train(config: dict[str, Any]) -> None:
@@ -84,7 +89,8 @@ def by_ray_train(folder: Path, steps: int, warm_up: int) -> dict[str, float]:
 
         torch.set_num_threads(1)
         model = ray_torch.prepare_model(lockstep.models.lenet())
-        optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), torch.nn.CrossEntropyLoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        loss_fn = torch.nn.CrossEntropyLoss()
 
         def step(batch: Any) -> None:
             inputs, targets = batch
@@ -131,7 +137,8 @@ def measure(rounds: int, steps: int, warm_up: int) -> dict[str, dict[str, list[f
 
 
 def as_table(found: dict[str, dict[str, list[float]]]) -> str:
-    start, speed = found["start"], found["speed"]
+    start = found["start"]
+    speed = found["speed"]
     rows = [
         ["time to the first step", *(f"{Spread.of(start[side]).median:.2f} s" for side in SIDES)],
         ["samples per second", *(f"{Spread.of(speed[side]).median:,.0f}" for side in SIDES)],

@@ -72,7 +72,8 @@ def recoveries() -> dict[str, float]:
 
 def measured() -> list[tuple[str, ...]]:
     """The rows of the table: Lockstep's figure, that of DDP under torchrun, and where they were measured."""
-    scaling, launch = read("scaling"), read("launch")
+    scaling = read("scaling")
+    launch = read("launch")
     speeds = {(row["model"], row["side"]): row["samples_per_second"] for row in scaling["rows"]}
     rows: list[tuple[str, ...]] = [
         (*(f"{speeds[model, side][workers]['median']:,.0f}" for side in ("lockstep", "ddp")), where(scaling))

@@ -55,7 +55,8 @@ def seconds(call: Callable[[], Any], calls: int) -> float:
 
 def alone(step: TrainStep) -> dict[str, float]:
     """Seconds of what the check does, without the step that it belongs to."""
-    check, sums = step._replicas, (0.0, 0.0, 0.0, 0.0)
+    check = step._replicas
+    sums = (0.0, 0.0, 0.0, 0.0)
 
     def around(number: int) -> None:
         check.marks(number)

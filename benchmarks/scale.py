@@ -36,7 +36,8 @@ Body = Callable[[Any, int, int], None]
 
 def plainly(store: Any, rank: int, size: int) -> None:
     """A group over "shm" is made and watched, and every rank reads the words of each other, one by one."""
-    key, low = f"{host_identity.host_key()} {rank // EACH}", rank // EACH * EACH
+    key = f"{host_identity.host_key()} {rank // EACH}"
+    low = rank // EACH * EACH
     said = json.dumps({"machine": key, "pid": 12345, "token": "0123456789ab"})
     for topic, text, ranks in (
         ("host", json.dumps([key, None]), range(size)),
@@ -57,7 +58,8 @@ def plainly(store: Any, rank: int, size: int) -> None:
 
 def exchanging(store: Any, rank: int, size: int) -> None:
     """The same as it is done."""
-    key, low = f"{host_identity.host_key()} {rank // EACH}", rank // EACH * EACH
+    key = f"{host_identity.host_key()} {rank // EACH}"
+    low = rank // EACH * EACH
     exchange(store, "host", rank, json.dumps([key, None]), range(size), host_identity._group_by_host)
     for topic in (f"mapped {low}", f"open {low}"):
         exchange(store, topic, rank - low, "", range(low, low + EACH), combine_nothing)

@@ -159,7 +159,8 @@ def main() -> None:
     if "accelerate" in args.sides:
         machine["accelerate"] = version("accelerate")
         data += f"; Accelerate {machine['accelerate']}"
-    rows, kept = [], {}
+    rows = []
+    kept = {}
     for case in chosen(CASES, args, global_batch_size=8, warm_up=1, timed_steps=2):
         found = measure(case, args.sides)
         speeds = speeds_of(found, case.timed_steps * case.global_batch_size)

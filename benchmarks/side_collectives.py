@@ -44,7 +44,8 @@ class Side:
     """
 
     def __init__(self, place: Place, nothing: Any) -> None:
-        self._place, self._nothing = place, nothing
+        self._place = place
+        self._nothing = nothing
 
     def serve(self, line: Line) -> None:
         """Take turns until the controller has ended."""
@@ -64,7 +65,8 @@ class Side:
 
     def _exchange(self, operation: str, nbytes: int) -> Exchange | None:
         if operation == "nothing":
-            data, group = self._place.source[:1], self._nothing
+            data = self._place.source[:1]
+            group = self._nothing
             return Exchange(lambda: dist.all_reduce(data, group=group), data, lambda: True)
         return make_exchange(operation, self._place, nbytes)
 

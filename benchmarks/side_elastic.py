@@ -29,7 +29,9 @@ from lockstep.training.recovery import ElasticRecovery
 if TYPE_CHECKING:
     from lockstep.training.step_result import StepResult
 
-WORKERS, GLOBAL_BATCH_SIZE, SAMPLES = 4, 64, 2048
+WORKERS = 4
+GLOBAL_BATCH_SIZE = 64
+SAMPLES = 2048
 
 
 class Notes:
@@ -122,7 +124,8 @@ def note_around(owner: Any, name: str, before: Callable[..., None], after: Calla
 
 def note_regroups(notes: Notes) -> None:
     """Note the parts of a regroup."""
-    receive, regroup = MembershipClient._take, Loop._run_step
+    receive = MembershipClient._take
+    regroup = Loop._run_step
     last_begun = [-1]
 
     def take(self: MembershipClient, message: Any) -> None:
@@ -155,7 +158,10 @@ def note_regroups(notes: Notes) -> None:
 
 
 def main() -> None:
-    folder, model_name, steps, transport = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    folder = Path(sys.argv[1])
+    model_name = sys.argv[2]
+    steps = int(sys.argv[3])
+    transport = sys.argv[4]
     notes = Notes(folder)
     notes.write("started")
     note_regroups(notes)

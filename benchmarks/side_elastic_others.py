@@ -57,7 +57,8 @@ def train_ddp(
     notes: Notes, steps: int, attempt: int, saved: Path | None, save: Callable[[dict[str, Any]], None]
 ) -> None:
     """Train with DDP from a checkpoint; rank 0 makes one after every step, and `save` is called with it on all."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     model, optimizer = make_model("lenet")
     begin = 0
     if saved is not None:
@@ -106,7 +107,8 @@ def in_ray(config: dict[str, Any]) -> None:
             ray_train.report({}, checkpoint=ray_train.Checkpoint.from_directory(draft) if first else None)
 
     torch.set_num_threads(1)
-    notes, found = Notes(Path(config["folder"])), ray_train.get_checkpoint()
+    notes = Notes(Path(config["folder"]))
+    found = ray_train.get_checkpoint()
     if found is None:
         train_ddp(notes, config["steps"], 0, None, save)
     else:

@@ -20,7 +20,8 @@ def train(path: Path, job: Job) -> None:
     """Train as the job says on the text in `path`, on this worker and the others."""
     lockstep.init("cpu")
     torch.manual_seed(0)
-    sizes, steps = SIZES[job.model], job.epochs * job.steps
+    sizes = SIZES[job.model]
+    steps = job.epochs * job.steps
     model = lockstep.models.gpt(**asdict(sizes))
     adamw = partial(torch.optim.AdamW, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
     trainer = lockstep.Trainer(

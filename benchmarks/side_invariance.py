@@ -18,7 +18,8 @@ from lockstep.parallel.shards import bounds
 from meter import Job, Meter, parse_as
 from ranks import join_group, run_ranks
 
-LOCKSTEP, DDP = "lockstep", "ddp"
+LOCKSTEP = "lockstep"
+DDP = "ddp"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.places = nn.Linear(28, 64), nn.Parameter(torch.zeros(28, 64))
+        self.embed = nn.Linear(28, 64)
+        self.places = nn.Parameter(torch.zeros(28, 64))
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(64, 10)

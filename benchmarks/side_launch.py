@@ -16,8 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-FOLDER, BACKEND, FAIL = Path(sys.argv[1]), sys.argv[2], "fail" in sys.argv[3:]
-RANK, ATTEMPT = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+FOLDER = Path(sys.argv[1])
+BACKEND = sys.argv[2]
+FAIL = "fail" in sys.argv[3:]
+RANK = os.environ["RANK"]
+ATTEMPT = os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 if BACKEND == "shm":
     import lockstep  # noqa: F401 - makes the backend known

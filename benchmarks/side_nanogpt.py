@@ -29,10 +29,14 @@ class Layer(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        width, self.heads = sizes.width, sizes.heads
-        self.before_attention, self.before_mlp = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.attend, self.joined = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.widen, self.narrow = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        width = sizes.width
+        self.heads = sizes.heads
+        self.before_attention = nn.LayerNorm(width, bias=False)
+        self.before_mlp = nn.LayerNorm(width, bias=False)
+        self.attend = nn.Linear(width, 3 * width, bias=False)
+        self.joined = nn.Linear(width, width, bias=False)
+        self.widen = nn.Linear(width, 4 * width, bias=False)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(n, t, width) → (n, t, width)."""
@@ -50,9 +54,11 @@ class NanoGPT(nn.Module):
 
     def __init__(self, vocabulary: int, sizes: Sizes) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, sizes.width), nn.Embedding(sizes.context, sizes.width)
+        self.tokens = nn.Embedding(vocabulary, sizes.width)
+        self.places = nn.Embedding(sizes.context, sizes.width)
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
-        self.norm, self.head = nn.LayerNorm(sizes.width, bias=False), nn.Linear(sizes.width, vocabulary, bias=False)
+        self.norm = nn.LayerNorm(sizes.width, bias=False)
+        self.head = nn.Linear(sizes.width, vocabulary, bias=False)
         self.tokens.weight = self.head.weight
         for name, p in self.named_parameters():
             if p.dim() == 2:
@@ -125,13 +131,15 @@ def train(job: Job) -> None:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
         dist.init_process_group("gloo")
-    rank, sizes = dist.get_rank() if size > 1 else 0, SIZES[job.model]
+    rank = dist.get_rank() if size > 1 else 0
+    sizes = SIZES[job.model]
     torch.manual_seed(1337 + rank)
     with tempfile.TemporaryDirectory() as folder:
         data = Characters(project_text(), Path(folder))
         bare = NanoGPT(len(data.known), sizes)
         model: nn.Module = DistributedDataParallel(bare) if size > 1 else bare
-        optimizer, steps = make_optimizer(bare), job.epochs * job.steps
+        optimizer = make_optimizer(bare)
+        steps = job.epochs * job.steps
         meter = Meter(job, rank)
         batch = data.batch(job.global_batch_size // size, sizes.context)
         for number in range(steps):

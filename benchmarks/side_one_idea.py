@@ -20,7 +20,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lockstep
 from lockstep.data import ImageSet
 
-BATCH, LR, MOMENTUM, VIRTUAL_WORKERS = 64, 0.02, 0.9, 8
+BATCH = 64
+LR = 0.02
+MOMENTUM = 0.9
+VIRTUAL_WORKERS = 8
 
 Found = tuple[list[float], str]
 """The losses, and the fingerprint."""
@@ -65,7 +68,8 @@ def train_with_ddp(epochs: int) -> Found:
     """As PyTorch's tutorial on DistributedDataParallel shows it: the batch size is that of a worker."""
     dist.init_process_group("gloo")
     train, test = lockstep.data.digits()
-    dataset, tensors = make_tensors(train), make_tensors(test)
+    dataset = make_tensors(train)
+    tensors = make_tensors(test)
     model, optimizer = make_model()
     wrapped = DistributedDataParallel(model)
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(dataset)

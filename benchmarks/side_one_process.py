@@ -21,7 +21,10 @@ from side_ddp_step import StepJob
 from side_ddp_step import train as train_ddp
 
 DEVICES = {"cpu": ["cpu", "cpu"], "cuda": ["cuda:0", "cuda:1"]}
-ALONE, LOOP, THREADS, TORCH = "alone", "loop", "threads", "torch"
+ALONE = "alone"
+LOOP = "loop"
+THREADS = "threads"
+TORCH = "torch"
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(images, labels) → the loss."""

@@ -41,10 +41,13 @@ def main(name: str, batch: int) -> None:
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Any]
     if name == "gpt":
-        data, model, loss = text_data(samples), lockstep.models.gpt(context=TOKENS), lockstep.models.next_token_loss
+        data = text_data(samples)
+        model = lockstep.models.gpt(context=TOKENS)
+        loss = lockstep.models.next_token_loss
     else:
         data, _ = lockstep.data.synthetic(train=samples, test=batch)
-        model, loss = IMAGE_MODELS[name](), nn.CrossEntropyLoss()
+        model = IMAGE_MODELS[name]()
+        loss = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     lockstep.Trainer(model, optimizer, loss, batch, callbacks=[]).fit(data, epochs=4)
 

@@ -18,7 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-SENTENCES, BATCH, WORDS, LENGTH = 360, 12, 61, 24
+SENTENCES = 360
+BATCH = 12
+WORDS = 61
+LENGTH = 24
 EPOCH = SENTENCES // BATCH
 
 
@@ -181,7 +184,8 @@ def lightning_(job: Job) -> None:
             return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     light.seed_everything(0, verbose=False)
-    module, workers = Module(), int(os.environ["WORLD_SIZE"])
+    module = Module()
+    workers = int(os.environ["WORLD_SIZE"])
     trainer = light.Trainer(
         accelerator="cpu",
         devices=workers,
@@ -207,7 +211,8 @@ def transformers_(job: Job) -> None:
     class Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined,unused-ignore]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == job.steps:
-                control.should_training_stop, control.should_save = True, job.saves
+                control.should_training_stop = True
+                control.should_save = job.saves
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     model, optimizer = make_model()
@@ -239,6 +244,7 @@ def transformers_(job: Job) -> None:
 SIDES = {"lockstep": lockstep_, "accelerate": accelerate_, "lightning": lightning_, "transformers": transformers_}
 
 if __name__ == "__main__":
-    side, words = sys.argv[1], json.loads(sys.argv[2])
+    side = sys.argv[1]
+    words = json.loads(sys.argv[2])
     torch.set_num_threads(1)
     SIDES[side](Job(Path(words.pop("folder")), **words))

@@ -31,7 +31,9 @@ from common import describe_machine, markdown_table
 from frame import Benchmark
 
 BENCHMARK = Benchmark("step_cost", __doc__)
-BATCH, STEPS, ROUNDS = 32, 256, 27
+BATCH = 32
+STEPS = 256
+ROUNDS = 27
 
 Objects = tuple[nn.Module, torch.optim.Optimizer, nn.Module]
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -163,7 +165,8 @@ def lightning_trainer(task: Task) -> Round:
     def fit(steps: int) -> float:
         left_out = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **dict.fromkeys(left_out, False))
-        module, loader = Module(), DataLoader(Data(steps), batch_size=None)
+        module = Module()
+        loader = DataLoader(Data(steps), batch_size=None)
         return timed(lambda: trainer.fit(module, loader))
 
     def run(steps: int) -> float:
@@ -174,7 +177,8 @@ def lightning_trainer(task: Task) -> Round:
 
 
 def train_step(task: Task) -> Round:
-    step, loader = lockstep.TrainStep(*task.objects()), lockstep.Loader(task.dataset, global_batch_size=BATCH)
+    step = lockstep.TrainStep(*task.objects())
+    loader = lockstep.Loader(task.dataset, global_batch_size=BATCH)
 
     def body(steps: int) -> None:
         for number, batch in enumerate(loader.epoch(0), 1):

@@ -29,7 +29,8 @@ from frame import Benchmark
 from side_trainers import EPOCH, SENTENCES, SIDES
 
 BENCHMARK = Benchmark("trainers", __doc__, "language-models.md")
-STEPS, OF = 50, 60
+STEPS = 50
+OF = 60
 STOPPED = EPOCH * 2 // 3
 TITLES = {"lockstep": "Lockstep", "accelerate": "Accelerate", "lightning": "Lightning", "transformers": "Transformers"}
 PACKAGES = {"lockstep": "lockstep-train"}
@@ -40,7 +41,8 @@ def run(side: str, workers: int, folder: Path, **job: Any) -> list[dict[str, Any
     launcher = ["-m", "lockstep", "run", "-np", str(workers), "--threads", "1"]
     if side != "lockstep":
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    program, words = Path(__file__).with_name("side_trainers.py"), json.dumps({"folder": str(folder), **job})
+    program = Path(__file__).with_name("side_trainers.py")
+    words = json.dumps({"folder": str(folder), **job})
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, *launcher, str(program), side, words]
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=folder, timeout=600)

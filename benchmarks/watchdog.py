@@ -49,7 +49,8 @@ IDLE_S = 5.0
 def unwatched() -> Any:
     """Groups that are made inside are not watched."""
     assert patches._watchdog is not None
-    session, patches._watchdog.session = patches._watchdog.session, None
+    session = patches._watchdog.session
+    patches._watchdog.session = None
     try:
         yield
     finally:
@@ -83,7 +84,8 @@ def step_of(group: Any) -> Callable[[], None]:
     """One step of LeNet, half of a global batch of 256 on each worker."""
     model, optimizer = make_model("lenet")
     ddp = DistributedDataParallel(model, process_group=group)
-    images, labels = torch.randn(128, 1, 28, 28), torch.randint(0, 10, (128,))
+    images = torch.randn(128, 1, 28, 28)
+    labels = torch.randint(0, 10, (128,))
     loss_fn = nn.CrossEntropyLoss()
 
     def step() -> None:
@@ -128,12 +130,14 @@ class CountingStore:
     def set(self, key: str, value: str) -> None:
         """As torch's."""
         self.values[key] = value
-        self.messages, self.bytes = self.messages + 1, self.bytes + len(value)
+        self.messages = self.messages + 1
+        self.bytes = self.bytes + len(value)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """As torch's."""
         found = [self.values[key].encode() for key in keys]
-        self.messages, self.bytes = self.messages + 1, self.bytes + sum(map(len, found))
+        self.messages = self.messages + 1
+        self.bytes = self.bytes + sum(map(len, found))
         return found
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
@@ -144,8 +148,10 @@ class CountingStore:
 
 def simulate(ranks: int, each: int = 8, periods: int = 10) -> dict[str, float]:
     """Messages and bytes a second at the store, and the first machine's processor time, for so many ranks."""
-    store, count = CountingStore(), ranks // each
-    places, groups = [range(at * each, (at + 1) * each) for at in range(count)], {1 << 59: range(ranks)}
+    store = CountingStore()
+    count = ranks // each
+    places = [range(at * each, (at + 1) * each) for at in range(count)]
+    groups = {1 << 59: range(ranks)}
     hosts = [StateExchange(store, machine, count) for machine in range(count)]
     for machine in hosts:
         machine.initialize()
@@ -212,7 +218,8 @@ def main() -> None:
     found = lockstep.launch(measure, calls, steps, rounds, workers=2, threads=1)
     found["store"] = [simulate(ranks) for ranks in (16, 128, 1000)]
     machine["load_average_after"] = round(os.getloadavg()[0], 2)
-    table, line = as_table(found), machine_line(machine, "random images")
+    table = as_table(found)
+    line = machine_line(machine, "random images")
     print(f"\n{table}\n\n{line}")
     if args.json or not args.quick:
         write_json(args.json or RESULTS / "watchdog.json", {"machine": machine, "measured": found})

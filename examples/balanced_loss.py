@@ -10,8 +10,10 @@ import lockstep
 
 def main():
     torch.manual_seed(0)
-    images, labels = torch.randn(17, 1, 28, 28), torch.randint(10, (17,))
-    model, loss_fn = lockstep.models.lenet(), torch.nn.CrossEntropyLoss()
+    images = torch.randn(17, 1, 28, 28)
+    labels = torch.randint(10, (17,))
+    model = lockstep.models.lenet()
+    loss_fn = torch.nn.CrossEntropyLoss()
     alone = loss_fn(model(images), labels)
 
     # All outputs come to the first device, which alone computes the loss.

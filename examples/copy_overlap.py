@@ -22,7 +22,8 @@ class Stream:
     """Copies in a stream beside that of the computation."""
 
     def __init__(self, device):
-        self.device, self.stream = device, torch.Stream(device)
+        self.device = device
+        self.stream = torch.Stream(device)
 
     def copy(self, result):  # noqa: D102
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))  # until it has been computed

@@ -35,7 +35,8 @@ def main(size=1000):
         return parallel_apply([multiply] * 2, inputs, devices=devices, threads=threads)
 
     run_both()  # the first call of an operation takes longer
-    expected, apart = [], 0.0
+    expected = []
+    apart = 0.0
     for x in inputs:
         start = time.perf_counter()
         expected.append(run(x))

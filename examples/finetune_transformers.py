@@ -13,13 +13,15 @@ from transformers import BertConfig, BertForSequenceClassification, DataCollator
 
 import lockstep
 
-PRAISE, BLAME = ["good", "brilliant", "moving", "fresh"], ["bad", "dull", "clumsy", "stale"]
+PRAISE = ["good", "brilliant", "moving", "fresh"]
+BLAME = ["bad", "dull", "clumsy", "stale"]
 REST = ["the", "plot", "cast", "music", "was", "and", "very", "rather", "scene", "after", "with"]
 
 
 def reviews(count, seed):
     """Return short reviews of films, with 1 for praise and 0 for blame."""
-    draw, found = random.Random(seed), []
+    draw = random.Random(seed)
+    found = []
     for _ in range(count):
         label = draw.randrange(2)
         words = draw.choices(REST, k=draw.randrange(3, 20)) + draw.choices([BLAME, PRAISE][label], k=2)
@@ -43,7 +45,8 @@ def accuracy(output, labels):
 def main():
     lockstep.init()
     torch.manual_seed(0)
-    train, test = reviews(600, seed=1), reviews(200, seed=2)
+    train = reviews(600, seed=1)
+    test = reviews(200, seed=2)
     tokenizer = make_tokenizer(text for text, _ in train)
     pad = DataCollatorWithPadding(tokenizer)
 

@@ -23,7 +23,8 @@ class Residual(nn.HybridBlock):
         self.conv1 = nn.Conv2D(channels, kernel_size=3, padding=1, strides=strides)
         self.conv2 = nn.Conv2D(channels, kernel_size=3, padding=1)
         self.conv3 = nn.Conv2D(channels, kernel_size=1, strides=strides) if use_1x1conv else None
-        self.bn1, self.bn2 = nn.BatchNorm(), nn.BatchNorm()
+        self.bn1 = nn.BatchNorm()
+        self.bn2 = nn.BatchNorm()
 
     def hybrid_forward(self, F, x):  # noqa: D102, N803 - Gluon's name for it
         y = F.relu(self.bn1(self.conv1(x)))

@@ -18,7 +18,10 @@ from torch.utils.data import DataLoader
 
 import lockstep
 
-CONTEXT, WIDTH, HEADS, LAYERS = 64, 96, 4, 3
+CONTEXT = 64
+WIDTH = 96
+HEADS = 4
+LAYERS = 3
 
 
 class Block(nn.Module):
@@ -26,8 +29,10 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x):
@@ -44,7 +49,8 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.tokens = nn.Embedding(vocabulary, WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary))
 

@@ -34,7 +34,8 @@ def seconds(model, inputs, calls=1000):
 
 def main(backend="inductor"):
     inputs = torch.randn(2, 512)
-    imperative, hybrid = make_model(), compile_or_fallback(make_model(), backend=backend)
+    imperative = make_model()
+    hybrid = compile_or_fallback(make_model(), backend=backend)
     difference = (imperative(inputs) - hybrid(inputs)).abs().max().item()
     print(f"imperative: {seconds(imperative, inputs):.4f} s for 1000 calls")
     print(f"hybrid:     {seconds(hybrid, inputs):.4f} s, outputs differ by at most {difference:.1e}")

@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lockstep
 
-WORDS, LENGTH = 64, 24
+WORDS = 64
+LENGTH = 24
 
 
 class Counting(torch.utils.data.Dataset):

@@ -12,7 +12,10 @@ from torch import nn
 
 import lockstep
 
-FEATURES, WIDTH, CLASSES, BATCH = 32, 256, 8, 96
+FEATURES = 32
+WIDTH = 256
+CLASSES = 8
+BATCH = 96
 
 
 def make_model() -> nn.Sequential:

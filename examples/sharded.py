@@ -13,7 +13,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
-WORDS, LENGTH, WIDTH = 64, 16, 96
+WORDS = 64
+LENGTH = 16
+WIDTH = 96
 
 
 class Writer(nn.Module):
@@ -21,7 +23,8 @@ class Writer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Parameter(torch.zeros(LENGTH, WIDTH))
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(4)

@@ -22,7 +22,8 @@ def write_files(folder, files=4, rows=1000):
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
     for number in range(files):
-        arms, angles = generator.integers(0, 2, rows), generator.uniform(0.5, 12.0, rows)
+        arms = generator.integers(0, 2, rows)
+        angles = generator.uniform(0.5, 12.0, rows)
         points = angles[:, None] * np.stack([np.cos(angles + arms * np.pi), np.sin(angles + arms * np.pi)], 1)
         table = pyarrow.table({"point": list(points.astype(np.float32)), "arm": arms})
         pyarrow.parquet.write_table(

@@ -33,11 +33,15 @@ def make_step():
 
 def train(steps, in_flight):
     """The mean loss, and the largest number of bytes in batches that were waiting or being computed."""
-    step, losses, waiting, peak = make_step(), [], deque(), 0
+    step = make_step()
+    losses = []
+    waiting = deque()
+    peak = 0
     draws = torch.Generator().manual_seed(1)
     with ThreadPoolExecutor(max_workers=1) as device:
         for _ in range(steps):
-            inputs, targets = torch.randn(512, 512, generator=draws), torch.ones(512, 1)
+            inputs = torch.randn(512, 512, generator=draws)
+            targets = torch.ones(512, 1)
             size = inputs.nbytes + targets.nbytes
             waiting.append((device.submit(step, inputs, targets), size))
             peak = max(peak, sum(size for step_, size in waiting if not step_.done()))

@@ -187,7 +187,8 @@ def read_tests(report: Path) -> dict[str, Any]:
     """How many tests passed, and the errors of those that failed, from pytest's report."""
     if not report.exists():
         return {}
-    counts, failed = {"passed": 0, "failed": 0, "skipped": 0}, {}
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failed = {}
     for case in ElementTree.parse(report).iter("testcase"):
         problem = next((each for each in case if each.tag in ("failure", "error")), None)
         skipped = any(each.tag == "skipped" for each in case)
@@ -221,7 +222,8 @@ def examples_on(device: str) -> list[list[str]]:
 
 def examples(part: Part, setting: Setting) -> dict[str, Any]:
     found: dict[str, str] = {}
-    commands, until = examples_on(setting.device), time.monotonic() + part.limit
+    commands = examples_on(setting.device)
+    until = time.monotonic() + part.limit
     for command in commands[:1] if setting.quick else commands:
         if time.monotonic() > min(until, setting.until - _LEAST_S):
             break
@@ -297,8 +299,12 @@ class Aim:
         return f"| {self.text} | {_number(float(value))} | {'met' if met else 'NOT MET'} |"
 
 
-_EPOCHS, _STEPS, _GPT = ("epochs", "found"), ("small_steps", "found"), ("language_model", "found")
-_TUTORIAL, _BEST, _MORE = "tutorial over Trainer", "best of ours over best by hand", "more than by hand"
+_EPOCHS = ("epochs", "found")
+_STEPS = ("small_steps", "found")
+_GPT = ("language_model", "found")
+_TUTORIAL = "tutorial over Trainer"
+_BEST = "best of ours over best by hand"
+_MORE = "more than by hand"
 
 AIMS = [
     Aim("LeNet: the tutorials' loop takes at least 3 times as long", (*_EPOCHS, "LeNet", _TUTORIAL), True, 3),
@@ -318,7 +324,8 @@ AIMS = [
 
 def page(result: dict[str, Any]) -> str:
     """The result of one card for people."""
-    host, parts = result["host"], result["parts"]
+    host = result["host"]
+    parts = result["parts"]
     lines = [
         f"{host['date']}: {host['device']}; driver {host['driver']}; {host['cores']} cores; Python {host['python']}, "
         f"torch {host['torch']} (CUDA {host['cuda']}).",
@@ -379,7 +386,8 @@ def describe_host(device: str) -> dict[str, Any]:
     """The device, its driver and the versions."""
     import torch
 
-    name, driver = "the CPU", "none"
+    name = "the CPU"
+    driver = "none"
     if device == "cuda":
         name = torch.cuda.get_device_name(0)
         asked = subprocess.run(

@@ -17,7 +17,8 @@ from timing import Options, Side, best_of, finish, keep, medians, options, ratio
 
 import lockstep
 
-BATCH, QUICK_BATCH = 256, 16
+BATCH = 256
+QUICK_BATCH = 16
 IMAGES = {"LeNet": 20_000, "ResNet-18": 5_000}  # a part of an epoch, for the time that it takes
 BY_HAND = ["by hand", "by hand, compiled", "by hand, captured"]
 OURS = ["Trainer", "Trainer, images on the device", "Trainer, compiled", "Trainer, compiled with graphs"]
@@ -25,7 +26,9 @@ OURS = ["Trainer", "Trainer, images on the device", "Trainer, compiled", "Traine
 
 def sides_of(name: str, given: Options) -> dict[str, Callable[[], Side]]:
     """What makes each side: one that fails is left out."""
-    device, make, batch = given.device, MODELS[name], QUICK_BATCH if given.quick else BATCH
+    device = given.device
+    make = MODELS[name]
+    batch = QUICK_BATCH if given.quick else BATCH
     images = lockstep.data.synthetic(train=2 * batch + 8 if given.quick else IMAGES[name], test=8)[0]
     there = images.to(device)
 
@@ -36,7 +39,8 @@ def sides_of(name: str, given: Options) -> dict[str, Callable[[], Side]]:
     def captured() -> Side:
         return hand_epoch(captured_step(make, *next(resident().epoch())), resident())
 
-    resident, ours = partial(Resident, images, device, batch), partial(trainer_epoch, make, there, batch)
+    resident = partial(Resident, images, device, batch)
+    ours = partial(trainer_epoch, make, there, batch)
     sides: dict[str, Callable[[], Side]] = {
         "tutorial": partial(tutorial_epoch, make, images, batch, device),
         "by hand": by_hand,
@@ -53,7 +57,8 @@ def sides_of(name: str, given: Options) -> dict[str, Callable[[], Side]]:
 
 def measure(name: str, given: Options) -> dict[str, Any]:
     found = take_turns(sides_of(name, given), given, warm_up=1)
-    best, ours = best_of(found, BY_HAND), best_of(found, OURS)
+    best = best_of(found, BY_HAND)
+    ours = best_of(found, OURS)
     assert best is not None and ours is not None
     return {
         "seconds": medians(found),

@@ -45,7 +45,8 @@ def nanogpt(sizes: Sizes, batch: int, steps: int, given: Options) -> Side:
     def block() -> None:
         for number in range(steps):
             part = data[number * batch : (number + 1) * batch]
-            inputs, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()
+            inputs = part[:, :-1].contiguous()
+            targets = part[:, 1:].contiguous()
             if device.type == "cuda":
                 inputs, targets = (each.pin_memory().to(device, non_blocking=True) for each in (inputs, targets))
             with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -74,7 +75,8 @@ def ours(sizes: Sizes, batch: int, steps: int, given: Options) -> tuple[Side, in
     trainer = lockstep.Trainer(model, optimizer, loss, batch, max_grad_norm=CLIP, precision="bf16", callbacks=[])
     data = blocks(batch * steps, sizes.context)
     tokens = torch.utils.data.TensorDataset(data[:, :-1].contiguous(), data[:, 1:].contiguous())
-    loader, done = trainer.loader(tokens), [0]
+    loader = trainer.loader(tokens)
+    done = [0]
 
     def block() -> None:
         done[0] += 1

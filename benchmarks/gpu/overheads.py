@@ -36,10 +36,12 @@ def watched(device: str, mode: str, quick: bool) -> dict[str, float]:
     """Microseconds of an all-reduce and of a step, in a job of one rank with the watchdog on or off."""
     os.environ["LOCKSTEP_WATCHDOG"] = mode
     comm = lockstep.init(device)
-    where, count = comm.device, 10 if quick else 300
+    where = comm.device
+    count = 10 if quick else 300
     tensor = torch.ones(1, device=where)
     model, optimizer = made(MODELS["LeNet"], where)
-    step, (batch,) = hand_step(DistributedDataParallel(model), optimizer), batches_on(where, 1, 32)
+    step = hand_step(DistributedDataParallel(model), optimizer)
+    (batch,) = batches_on(where, 1, 32)
 
     def per_call(call: Any) -> float:
         found = []
@@ -75,7 +77,8 @@ def memory(given: Options) -> dict[str, float] | None:
     if device.type != "cuda":
         return None
     batches = batches_on(device, 2, 16 if given.quick else 256)
-    make, found = MODELS["ResNet-18"], {}
+    make = MODELS["ResNet-18"]
+    found = {}
     for name in ("by hand", "TrainStep"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -116,7 +119,8 @@ class Clock(Callback):
 
 def checkpoints(given: Options) -> dict[str, float]:
     """The longest time between two steps, in seconds: without a checkpoint, with one, and one in the background."""
-    comm, steps = lockstep.init(), 6 if given.quick else 60
+    comm = lockstep.init()
+    steps = 6 if given.quick else 60
     data = torch.utils.data.TensorDataset(torch.randn(512, 784), torch.zeros(512, dtype=torch.long))
     found = {}
     for name, options_of_side in (("none", None), ("at once", False), ("in the background", True)):

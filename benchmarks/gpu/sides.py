@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 import lockstep
 from lockstep.data import ImageSet
 
-LR, MOMENTUM = 0.01, 0.9
+LR = 0.01
+MOMENTUM = 0.9
 
 Make = Callable[[], nn.Module]
 
@@ -42,7 +43,8 @@ class Single(Dataset[tuple[Tensor, Tensor]]):
     """Images one by one, as the tutorials' data sets give them."""
 
     def __init__(self, images: ImageSet) -> None:
-        self._images, self._labels = images.images, images.labels
+        self._images = images.images
+        self._labels = images.labels
 
     def __len__(self) -> int:
         return len(self._images)
@@ -60,7 +62,8 @@ def tutorial_epoch(make: Make, images: ImageSet, batch: int, device: torch.devic
 
     def epoch() -> None:
         for inputs, labels in loader:
-            inputs, labels = inputs.to(device), labels.to(device)
+            inputs = inputs.to(device)
+            labels = labels.to(device)
             optimizer.zero_grad()
             loss = loss_fn(model(inputs), labels)
             loss.backward()
@@ -81,8 +84,11 @@ class Resident:
     """
 
     def __init__(self, images: ImageSet, device: torch.device, batch: int) -> None:
-        self._pixels, self._labels, self._batch = images.images.to(device), images.labels.to(device), batch
-        self._scale, self._shift = 1 / (255 * images.std[0]), -images.mean[0] / images.std[0]
+        self._pixels = images.images.to(device)
+        self._labels = images.labels.to(device)
+        self._batch = batch
+        self._scale = 1 / (255 * images.std[0])
+        self._shift = -images.mean[0] / images.std[0]
 
     def epoch(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches in another order each time."""
@@ -119,7 +125,9 @@ def captured_step(make: Make, inputs: Tensor, labels: Tensor) -> Callable[[Tenso
         for _ in range(3):
             step(inputs, labels)
     torch.cuda.current_stream().wait_stream(side)
-    own_inputs, own_labels, graph = inputs.clone(), labels.clone(), torch.cuda.CUDAGraph()
+    own_inputs = inputs.clone()
+    own_labels = labels.clone()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = step(own_inputs, own_labels)
 

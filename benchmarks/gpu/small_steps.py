@@ -47,7 +47,8 @@ Step = Callable[[Tensor, Tensor], object]
 
 
 def repeated(make_step: Callable[[], Step], batches: list[tuple[Tensor, Tensor]], steps: int) -> Side:
-    step, endless = make_step(), itertools.cycle(batches)
+    step = make_step()
+    endless = itertools.cycle(batches)
 
     def block() -> None:
         for _ in range(steps):
@@ -76,7 +77,8 @@ def train_step(make: Make, device: torch.device, graphs: bool = False, **given: 
 
 def resident_steps(make: Make, images: ImageSet, device: torch.device, steps: int) -> Side:
     """A loop by hand that makes its batches in the device's memory, in another order each epoch."""
-    step, data = hand_step(*made(make, device)), Resident(images, device, BATCH)
+    step = hand_step(*made(make, device))
+    data = Resident(images, device, BATCH)
     endless = itertools.chain.from_iterable(data.epoch() for _ in itertools.count())
 
     def block() -> None:
@@ -119,7 +121,9 @@ def is_installed(*names: str) -> bool:
 
 def measure(name: str, given: Options) -> dict[str, Any]:
     """Microseconds of a step of each side, and what they take more than the loop by hand with batches like theirs."""
-    device, make, steps = given.device, MODELS[name], 4 if given.quick else 50
+    device = given.device
+    make = MODELS[name]
+    steps = 4 if given.quick else 50
     batches = batches_on(device, 8, BATCH)
     images = lockstep.data.synthetic(train=BATCH * 2 * steps, test=8)[0].to(device)
     steps_of: dict[str, Callable[[], Step]] = {
@@ -148,8 +152,11 @@ def measure(name: str, given: Options) -> dict[str, Any]:
 
 def virtual_workers(given: Options) -> dict[str, Any]:
     """Microseconds of a step of LeNet on 256 images in V passes."""
-    device, steps, size = given.device, 2 if given.quick else 20, 256
-    batches, one = batches_on(given.device, 4, 256), partial(train_step, MODELS["LeNet"], device)
+    device = given.device
+    steps = 2 if given.quick else 20
+    size = 256
+    batches = batches_on(given.device, 4, 256)
+    one = partial(train_step, MODELS["LeNet"], device)
     sides: dict[str, Callable[[], Side]] = {"one pass": partial(repeated, one, batches, steps)}
     for count in VIRTUAL:
         sides[f"V = {count}"] = partial(repeated, partial(one, virtual_workers=count), batches, steps)

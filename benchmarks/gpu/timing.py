@@ -82,10 +82,12 @@ def take_turns(sides: Mapping[str, Callable[[], Side]], given: Options, warm_up:
             side = make()
             for _ in range(warm_up):
                 timed(side, given.device)
-            working[name], found[name] = side, []
+            working[name] = side
+            found[name] = []
         except Exception as error:  # the others are still worth to be measured
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True)
-    until, rounds = time.monotonic() + given.seconds, 0
+    until = time.monotonic() + given.seconds
+    rounds = 0
     while rounds < LEAST_ROUNDS or (time.monotonic() < until and rounds < 50):
         for name in list(working) if rounds % 2 == 0 else reversed(list(working)):
             found[name].append(timed(working[name], given.device))

@@ -5,7 +5,8 @@ from torch.utils.data import Dataset
 
 import lockstep
 
-BATCH, EPOCHS = 64, 2
+BATCH = 64
+EPOCHS = 2
 
 
 def data() -> tuple[Dataset, Dataset]:

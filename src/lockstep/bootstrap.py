@@ -28,7 +28,8 @@ from .topology import World
 __all__ = ["Rendezvous", "find_rendezvous", "open_store"]
 
 # Below the ephemeral ports of Linux (from 32768), above those of Slurm's daemons (6817 to 6819).
-_FIRST_PORT, _PORTS = 10_000, 20_000
+_FIRST_PORT = 10_000
+_PORTS = 20_000
 
 _POLL_S = 0.01
 
@@ -137,7 +138,8 @@ def open_store(
         ConfigError: there is no way to rendezvous with these variables.
         StallError: rank 0 does not arrive in time.
     """
-    variables, limit = environment.variables(), timeout or default_pg_timeout
+    variables = environment.variables()
+    limit = timeout or default_pg_timeout
     rendezvous = find_rendezvous(world, variables)
     if rendezvous.kind == "address":
         return _store_at_address(world, variables, limit)
@@ -155,7 +157,8 @@ def open_store(
 
 def _store_at_address(world: World, variables: Mapping[str, str], timeout: timedelta) -> Store | None:
     """Open a store as torch's ``env://`` does, except that rank 0 listens only at MASTER_ADDR."""
-    address, port = variables["MASTER_ADDR"], variables["MASTER_PORT"]
+    address = variables["MASTER_ADDR"]
+    port = variables["MASTER_PORT"]
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) or not (port.isdecimal() and 0 < int(port) < 1 << 16):
         return None  # torch reports what is wrong with the port
     if not world.is_first:
@@ -201,7 +204,8 @@ def _new_port_file(name: str) -> Path:
 
 def _wait_for_port_file(name: str, rank: int, timeout: timedelta) -> Path:
     """Wait for the file with rank 0's port, in any of this user's private folders: rank 0 chooses one of them."""
-    parent, deadline = Path(tempfile.gettempdir()), time.monotonic() + timeout.total_seconds()
+    parent = Path(tempfile.gettempdir())
+    deadline = time.monotonic() + timeout.total_seconds()
     while True:
         for folder in private_folders.find_folders(parent, environment.runtime_dir()):
             if (folder / name).exists():

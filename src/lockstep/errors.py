@@ -76,7 +76,11 @@ class ConfigError(LockstepError, ValueError):
     exit_code = 2
 
     def __init__(self, argument: str, expected: str, got: object = None, hint: str = "", *, found: str = "") -> None:
-        self.argument, self.expected, self.got, self.hint, self.found = argument, expected, got, hint, found
+        self.argument = argument
+        self.expected = expected
+        self.got = got
+        self.hint = hint
+        self.found = found
         super().__init__(argument, expected, got, hint)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,7 +105,8 @@ class MissingPackageError(ConfigError):
     """
 
     def __init__(self, needed_by: str, package: str, extra: str) -> None:
-        self.package, self.extra = package, extra
+        self.package = package
+        self.extra = extra
         hint = f"pip install 'lockstep-train[{extra}]'"
         super().__init__(needed_by, f"the package {package}", hint=hint, found="an environment without it")
 
@@ -142,7 +147,9 @@ class InterruptedRunError(LockstepError):
 
     def __init__(self, message: str, signal_number: int, checkpoint: str | None = None) -> None:
         super().__init__(message, signal_number, checkpoint)
-        self.message, self.signal_number, self.checkpoint = message, signal_number, checkpoint
+        self.message = message
+        self.signal_number = signal_number
+        self.checkpoint = checkpoint
         self.exit_code = 128 + signal_number
 
     def __str__(self) -> str:
@@ -179,7 +186,8 @@ class DesyncError(TransportError):
 
     def __init__(self, message: str, report_json: str = "") -> None:
         super().__init__(message, report_json)
-        self.message, self.report_json = message, report_json
+        self.message = message
+        self.report_json = report_json
 
     def __str__(self) -> str:
         return self.message
@@ -195,7 +203,9 @@ class RankLostError(TransportError):
 
     def __init__(self, rank: int, message: str, report_json: str = "") -> None:
         super().__init__(rank, message, report_json)
-        self.rank, self.message, self.report_json = rank, message, report_json
+        self.rank = rank
+        self.message = message
+        self.report_json = report_json
 
     def __str__(self) -> str:
         return self.message
@@ -211,7 +221,9 @@ class StallError(TransportError):
 
     def __init__(self, message: str, ranks: tuple[int, ...] = (), report_json: str = "") -> None:
         super().__init__(message, ranks, report_json)
-        self.message, self.ranks, self.report_json = message, ranks, report_json
+        self.message = message
+        self.ranks = ranks
+        self.report_json = report_json
 
     def __str__(self) -> str:
         return self.message
@@ -237,7 +249,10 @@ class WorkerError(LockstepError):
 
     def __init__(self, rank: int, kind: str, reason: str, worker_traceback: str = "", exit_code: int = 1) -> None:
         super().__init__(rank, kind, reason, worker_traceback, exit_code)
-        self.rank, self.kind, self.reason, self.worker_traceback = rank, kind, reason, worker_traceback
+        self.rank = rank
+        self.kind = kind
+        self.reason = reason
+        self.worker_traceback = worker_traceback
         self.exit_code = exit_code
 
     def __str__(self) -> str:

@@ -90,7 +90,8 @@ def parse_hostfile(text: str, source: str = "hostfile") -> list[Host]:
 
 
 def _parse_line(fields: list[str], where: str) -> Host:
-    host, settings = _parse_entry(fields[0], where), [word.partition("=") for word in fields[1:]]
+    host = _parse_entry(fields[0], where)
+    settings = [word.partition("=") for word in fields[1:]]
     given = [value for key, _, value in settings if key == "slots"]
     unknown = [key for key, _, _ in settings if key not in ("slots", "max_slots", "max-slots")]
     if unknown or len(given) > 1 or (given and ":" in fields[0].rpartition("]")[2]):

@@ -115,7 +115,8 @@ def parse_link(text: str, argument: str = "network") -> Link:
     text = text.strip()
     if text.lower() in PRESETS:
         return PRESETS[text.lower()].link
-    bandwidth, latency = None, None
+    bandwidth = None
+    latency = None
     for part in text.split(","):
         kind, value = _quantity(part)
         if kind == "bandwidth" and bandwidth is None:
@@ -136,7 +137,8 @@ def _quantity(text: str) -> tuple[str, float]:
     found = _QUANTITY.fullmatch(text.strip())
     if found is None:
         return "", 0.0
-    number, unit = float(found["number"]), found["unit"]
+    number = float(found["number"])
+    unit = found["unit"]
     if unit in _SECONDS:
         return "latency", number * _SECONDS[unit]
     unit = unit.lower().removesuffix("/s")
@@ -281,7 +283,8 @@ class _Parts:
     """The parts of a description that have been read."""
 
     def __init__(self, argument: str, text: str) -> None:
-        self._argument, self._text = argument, text
+        self._argument = argument
+        self._text = text
         self._link: list[str] = []
         self._values: dict[str, object] = {}
         self._slow: list[tuple[int, float]] = []

@@ -57,7 +57,9 @@ class Registry:
     """
 
     def __init__(self, argument: str, targets: Mapping[str, str], open_ended: bool = False) -> None:
-        self.argument, self.targets, self.open_ended = argument, dict(targets), open_ended
+        self.argument = argument
+        self.targets = dict(targets)
+        self.open_ended = open_ended
 
     def names(self) -> list[str]:
         """Return the short names, in the order in which they were registered."""

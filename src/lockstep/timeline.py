@@ -147,8 +147,10 @@ def _sources_of_logs(folder: Path) -> list[_Source]:
     for path in folder.glob(_RECORDS):
         try:
             header = flight_recorder.read_log_header(path)
-            rank, size = int(header["rank"]), int(header["world_size"])
-            host, offset = str(header["host"]), float(header["unix_offset"])
+            rank = int(header["rank"])
+            size = int(header["world_size"])
+            host = str(header["host"])
+            offset = float(header["unix_offset"])
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -178,7 +180,8 @@ def _find_arrivals(sources: Iterable[_Source]) -> _Arrivals:
             arrivals.last = max(arrivals.last, entered, (record.left or 0.0) + source.offset)
             latest, rank, count = arrivals.of.get(key, (-math.inf, 0, 0))
             if entered > latest:
-                latest, rank = entered, source.rank
+                latest = entered
+                rank = source.rank
             arrivals.of[key] = latest, rank, count + 1
     return arrivals
 
@@ -210,7 +213,8 @@ class _EventWriter:
     zero: float
 
     def write_slice(self, track: int, name: str, category: str, start: float, end: float, **details: Any) -> None:
-        first, last = self._nanoseconds(start), self._nanoseconds(end)
+        first = self._nanoseconds(start)
+        last = self._nanoseconds(end)
         # Perfetto rounds both down to whole nanoseconds, and drops a slice that overlaps with the next one
         times = {"ts": first / 1e3, "dur": max(0, last - first - 1) / 1e3}
         self._write({"name": name, "cat": category, "ph": "X", "tid": track, **times, "args": details})
@@ -230,7 +234,8 @@ class _EventWriter:
 
 
 def _write_rank(file: IO[str], source: _Source, arrivals: _Arrivals) -> RankTime:
-    writer, time = _EventWriter(file, source.rank, arrivals.first), RankTime(source.rank, source.host)
+    writer = _EventWriter(file, source.rank, arrivals.first)
+    time = RankTime(source.rank, source.host)
     writer.write_metadata("process_name", name=f"rank {source.rank}" + (f" on {source.host}" if source.host else ""))
     writer.write_metadata("process_sort_index", sort_index=source.rank)
     writer.write_metadata("thread_name", 0, name="batches")
@@ -305,7 +310,8 @@ class _BatchSlices:
         batch = None if record.finished else record.batch
         if batch != self.batch:
             self.close(entered)
-            self.batch, self.since = batch, entered
+            self.batch = batch
+            self.since = entered
 
     def close(self, now: float) -> None:
         if self.batch is not None:

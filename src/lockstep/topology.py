@@ -37,7 +37,8 @@ class World:
             ("local_rank", "local_world_size"),
             ("node", "nodes"),
         ):
-            i, n = getattr(self, index), getattr(self, size)
+            i = getattr(self, index)
+            n = getattr(self, size)
             if n < 1 or not 0 <= i < n:
                 raise ValueError(f"{index}: expected 0 <= {index} < {size} = {n}, got {i} (from {self.source})")
 

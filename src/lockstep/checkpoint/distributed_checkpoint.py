@@ -110,7 +110,8 @@ def prepare(
         ConfigError: `state` or `info` holds something that cannot be stored; names its place.
     """
     head = manifest.head(step=step, epoch=epoch, info=info)
-    stack, packed = ExitStack(), []
+    stack = ExitStack()
+    packed = []
 
     def begin() -> Path:
         value, tensors = pack({**state, **rank0_state()}, allow_dtensor=True)

@@ -110,7 +110,8 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
-        self.folder, self.keep = Path(folder), arguments.whole("keep", keep, least=1)
+        self.folder = Path(folder)
+        self.keep = arguments.whole("keep", keep, least=1)
 
     def save(self, state: Mapping[str, Tree], *, step: int, epoch: int, info: Mapping[str, Any]) -> Path:
         """Write one checkpoint; then remove all but the newest `keep`, and never this one.
@@ -288,7 +289,8 @@ def check_finite(checkpoint: Checkpoint) -> None:
     """
     if checkpoint.info.get(FINITE) is True:
         return
-    model, groups = checkpoint.state.get("model"), checkpoint.state.get("hyperparameters")
+    model = checkpoint.state.get("model")
+    groups = checkpoint.state.get("hyperparameters")
     if not isinstance(model, dict) or not isinstance(groups, list):
         return  # not of a training run
     for name in (name for group in groups for name in group["parameters"]):
@@ -404,7 +406,8 @@ def _tensors_of_parts(path: Path, files: Mapping[str, Any]) -> dict[str, StoredT
     parts = {name: TensorFile(path / name, name, open_files) for name in files if name not in (TREE, PARTS)}
 
     def tensor(layout: Json) -> StoredTensor:
-        shape, dtype = _parse_shape(layout["shape"]), dtype_of(layout["dtype"])
+        shape = _parse_shape(layout["shape"])
+        dtype = dtype_of(layout["dtype"])
         pieces = tuple(
             Piece(parts[file], str(name), _parse_shape(offsets), _parse_shape(sizes), dtype)
             for file, name, offsets, sizes in layout["pieces"]

@@ -32,9 +32,13 @@ __all__ = [
     "render",
 ]
 
-FORMAT, VERSION = "lockstep checkpoint", 2
+FORMAT = "lockstep checkpoint"
+VERSION = 2
 # Only files with these names, and those of `part_name`, are ever opened, whatever a manifest lists.
-MANIFEST, MODEL, TREE, TENSORS = "manifest.json", "model.safetensors", "state.json", "state.safetensors"
+MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+TREE = "state.json"
+TENSORS = "state.safetensors"
 PARTS = "parts.json"
 _PART = re.compile(r"part-\d{5,9}\.safetensors", re.ASCII)
 _CHUNK = 2**20  # bytes hashed at a time
@@ -54,7 +58,8 @@ def head(*, step: int, epoch: int, info: Mapping[str, Any]) -> dict[str, Json]:
         ConfigError: `step` or `epoch` is not a whole number of at least 0, or `info` holds something other than plain
             values.
     """
-    step, epoch = arguments.whole("step", step, least=0), arguments.whole("epoch", epoch, least=0)
+    step = arguments.whole("step", step, least=0)
+    epoch = arguments.whole("epoch", epoch, least=0)
     value, tensors = pack({"info": dict(info)})
     if tensors:
         raise ConfigError("info", "plain values only", found="tensors", hint="Put tensors into the state.")
@@ -177,7 +182,9 @@ def _content(data: bytes) -> dict[str, Json]:
 
 
 def _check_fields(folder: Path, content: dict[str, Json]) -> None:
-    step, epoch, files = content.get("step"), content.get("epoch"), content.get("files")
+    step = content.get("step")
+    epoch = content.get("epoch")
+    files = content.get("files")
     if not _is_count(step) or not _is_count(epoch) or "info" not in content:
         raise _mismatch(folder, MANIFEST, "step, epoch and info", f"step {str(step)[:80]}, epoch {str(epoch)[:80]}")
     if not _is_count(content.get("numerics", 0)):
@@ -219,7 +226,8 @@ def _sha256(data: bytes) -> str:
 
 
 def _sha256_of(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(_CHUNK)
+    digest = hashlib.sha256()
+    buffer = bytearray(_CHUNK)
     with path.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             digest.update(memoryview(buffer)[:count])

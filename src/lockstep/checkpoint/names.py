@@ -43,7 +43,8 @@ def match_names(saved: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
     Returns:
         Saved name → our name, without those that are the same; empty if the names differ in more than in wrappers.
     """
-    saved, ours = list(saved), list(ours)
+    saved = list(saved)
+    ours = list(ours)
     if set(saved) <= set(ours):
         return {}
     try:

@@ -236,7 +236,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], flush: bool = False
     """
     # Wide types first, so that each tensor is aligned to its width: other readers map the file into memory.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with path.open("xb") as stream:
         for data in _content(ordered):
             digest.update(data)
@@ -252,7 +253,8 @@ def _content(ordered: Sequence[tuple[str, Tensor]]) -> Iterator[bytes | memoryvi
     header: dict[str, Json] = {"__metadata__": {"format": "pt"}}  # other readers of the format require it
     end = 0
     for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
+        start = end
+        end = end + tensor.nbytes
         header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -330,7 +332,8 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, name: str, open_files: OpenFiles | None = None) -> None:
-        self.path, self.name = path, name
+        self.path = path
+        self.name = name
         self._open_files: OpenFiles = deque() if open_files is None else open_files
         self._header: dict[str, _HeaderEntry] = {}
         self._descriptor: int | None = None
@@ -419,7 +422,8 @@ def _read_header(path: Path, descriptor: int) -> dict[str, _HeaderEntry]:
 
 
 def _header_entry(fields: Json, start: int, end: int) -> _HeaderEntry:
-    dtype, shape = dtype_of(fields["dtype"]), tuple(fields["shape"])
+    dtype = dtype_of(fields["dtype"])
+    shape = tuple(fields["shape"])
     begin, stop = (start + offset for offset in fields["data_offsets"])
     if not start <= begin <= stop <= end or stop - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError("a tensor with invalid offsets in the header")
@@ -433,9 +437,11 @@ def _read(descriptor: int, entry: _HeaderEntry, region: tuple[slice, ...]) -> Te
     ):
         raise ValueError(f"a tensor of shape {list(entry.shape)} has no region {bounds}")
     tensor = torch.empty([stop - start for start, stop in bounds], dtype=entry.dtype, device="cpu")
-    data, done = _raw(tensor), 0
+    data = _raw(tensor)
+    done = 0
     for offset, size in _contiguous_runs(entry.shape, bounds):
-        begin, size = entry.begin + offset * entry.dtype.itemsize, size * entry.dtype.itemsize
+        begin = entry.begin + offset * entry.dtype.itemsize
+        size = size * entry.dtype.itemsize
         _read_into(descriptor, data[done : done + size], begin)
         done += size
     return tensor
@@ -586,7 +592,8 @@ def _pack(node: object, path: _Path, tensors: dict[str, Tensor], allow_dtensor: 
 
 
 def _pack_tensor(tensor: Tensor, path: _Path, tensors: dict[str, Tensor], allow_dtensor: bool) -> Json:
-    detached, key = check_storable(tensor, _path_text(path), allow_dtensor), str(len(tensors))
+    detached = check_storable(tensor, _path_text(path), allow_dtensor)
+    key = str(len(tensors))
     tensors[key] = torch.view_as_real(detached.resolve_conj()) if detached.is_complex() else detached
     return {"$complex" if detached.is_complex() else "$tensor": key}
 

@@ -124,7 +124,9 @@ class _Progress:
     """Shows on standard error what is being measured: one line on a terminal, else a line for each transport."""
 
     def __init__(self) -> None:
-        self._began, self._on_terminal, self._last = time.monotonic(), sys.stderr.isatty(), ""
+        self._began = time.monotonic()
+        self._on_terminal = sys.stderr.isatty()
+        self._last = ""
 
     def __enter__(self) -> _Progress:
         self.show("starting the ranks")

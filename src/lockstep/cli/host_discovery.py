@@ -106,7 +106,10 @@ class Follower:
         log: Callable[[str], None],
     ) -> None:
         self.hosts = list(hosts)
-        self._discovery, self._changed, self._log, self._last_problem = discovery, changed, log, ""
+        self._discovery = discovery
+        self._changed = changed
+        self._log = log
+        self._last_problem = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep host discovery", daemon=True)
 

@@ -151,7 +151,8 @@ def _resume_hint(error: LockstepError, words: list[str], program_words: int) -> 
         return resume_hint(error, shlex.join(["lockstep", *words]))
     from ..launcher.remote_command import redact_variables  # imports torch
 
-    own, program = words[1 : len(words) - program_words], words[len(words) - program_words :]
+    own = words[1 : len(words) - program_words]
+    program = words[len(words) - program_words :]
     if redact_variables(own) != own:  # the value of a variable belongs into no log
         return resume_hint(error)
     if "--resume" in own:
@@ -198,7 +199,8 @@ def _print_error(
 def _show_context(error: BaseException | None) -> None:
     """Let the traceback of `error` show the exceptions that it was raised for, such as one of a data set."""
     while error is not None:
-        error.__suppress_context__, error = False, error.__context__
+        error.__suppress_context__ = False
+        error = error.__context__
 
 
 def _worker_message(error: WorkerError, option_name: Callable[[str], str]) -> str:

@@ -227,7 +227,8 @@ def _fabric(network: Any, transport: str | None, profiles: Mapping[int, Sequence
 
 def _transport(network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]]) -> str:
     """Return the name of the measured transport that counts: as given, or else the script's if it was measured."""
-    used, known = profiles[max(profiles)][0].backend, list[str](network.transports)
+    used = profiles[max(profiles)][0].backend
+    known = list[str](network.transports)
     names = (transport,) if transport is not None else (used, "shm", *_LAST_TRANSPORTS, *known)
     return next((name for name in names if name in known), names[0])
 
@@ -267,7 +268,8 @@ def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]
     from ..planning.prediction import STANDS_STILL, Job, predict
     from ..planning.profiling import record_profiles
 
-    cores, rows = environment.usable_cores(), []
+    cores = environment.usable_cores()
+    rows = []
     title = f"lockstep plan: {program.words[0]}"
     for count in range(2, cores + 1):
         try:
@@ -312,7 +314,8 @@ def _publish(
     from ..planning.picture import draw
     from ..system import atomic_files
 
-    advice, taken = advise(job, forecasts), [*assumptions(job), *doubts]
+    advice = advise(job, forecasts)
+    taken = [*assumptions(job), *doubts]
     _print(parsed, job, forecasts, held_out, advice, taken)
     measured = {int(row["workers"]): row["measured_s"] for row in held_out}
     try:

@@ -74,7 +74,8 @@ class Live:
     """
 
     def __init__(self, folder: Path, is_elastic: bool = False) -> None:
-        self._folder, self._is_elastic = folder, is_elastic
+        self._folder = folder
+        self._is_elastic = is_elastic
         self._readers: dict[int, RecorderReader] = {}
         self._history: dict[int, deque[tuple[float, RankState]]] = {}
         self._collective_waits: deque[_Waits] = deque()
@@ -118,7 +119,8 @@ class Live:
         while len(history) > 2 and now - history[1][0] >= _WINDOW_S:
             history.popleft()
         since, earlier = history[0]
-        waited, samples = _waited_in_messages(state, now), state.samples
+        waited = _waited_in_messages(state, now)
+        samples = state.samples
         if len(history) > 1:
             waited -= _waited_in_messages(earlier, since)
         else:
@@ -132,9 +134,12 @@ class Live:
             is_stopped = waiting is not None and waiting > 0.99
             rate = recent / elapsed if recent or is_stopped else samples / max(now - state.started, 1e-6)
         name = _state_name(state, now)
-        call, began = state.call, state.since
+        call = state.call
+        began = state.since
         if name == "computes" and pending is not None:
-            name, call, began = "waits", reader.record(pending), pending.entered
+            name = "waits"
+            call = reader.record(pending)
+            began = pending.entered
         elif name == "computes" and call is not None:
             began = max(began, call.entered, call.left or 0.0)
         call_site = ""
@@ -200,7 +205,8 @@ def _find_waits(readers: Mapping[int, RecorderReader], begin: float, end: float)
     seconds: dict[int, float] = {}
     pending: dict[int, RawRecord] = {}
     for rank, raws in calls.items():
-        seconds[rank], covered = 0.0, begin
+        seconds[rank] = 0.0
+        covered = begin
         for raw in raws:
             if not raw.sequence:
                 continue
@@ -452,7 +458,8 @@ def _table(ranks: Sequence[RankStatus]) -> RenderableType:
         call = Text(rank.collective, no_wrap=True, overflow="ellipsis")
         if rank.call_site:
             call.append(f"\n{rank.call_site}", "dim")
-        batch, samples = rank.batch, rank.samples_s
+        batch = rank.batch
+        samples = rank.samples_s
         table.add_row(
             str(rank.rank),
             str(rank.pid),
@@ -478,7 +485,8 @@ def _stragglers(ranks: Sequence[RankStatus]) -> list[int]:
 def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{max(0.0, seconds):.0f} s"
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    minutes = int(seconds // 60)
+    hours = int(seconds // 3600)
     return f"{minutes} min" if minutes < 60 else f"{hours} h {minutes % 60} min"
 
 

@@ -102,7 +102,8 @@ def _options() -> list[Option]:
 
 def run_command(parsed: argparse.Namespace) -> int:
     """Run the command with the `parsed` arguments, and return 1 if the bits differ."""
-    counts, steps = _counts(parsed.counts), getattr(parsed, "steps", None)
+    counts = _counts(parsed.counts)
+    steps = getattr(parsed, "steps", None)
     if parsed.script is not None:
         _refuse_training_options(parsed)
         return verify_script(parsed, counts, arguments.parse_whole("--steps", steps or "5", least=1))

@@ -118,7 +118,8 @@ def _cuts(edges: Sequence[int], start: int, length: int) -> list[tuple[int, int,
     """Return (tensor, begin, end) of the pieces of tensors in the part of a flat tensor that begins at `start`."""
     found = []
     for number, (first, last) in enumerate(itertools.pairwise(edges)):
-        begin, end = max(first - start, 0), min(last - start, length)
+        begin = max(first - start, 0)
+        end = min(last - start, length)
         if begin < end:
             found.append((number, begin, end))
     return found
@@ -146,7 +147,8 @@ def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return (a·b, a·a, b·b) in float64."""
     total = torch.zeros(3, dtype=torch.float64, device=a.device)
     for x, y in zip(torch.split(a, _BLOCK), torch.split(b, _BLOCK), strict=True):
-        x, y = x.double(), y.double()
+        x = x.double()
+        y = y.double()
         total += torch.stack([x.dot(y), x.dot(x), y.dot(y)])
     return total
 
@@ -161,7 +163,8 @@ def _mix(a: torch.Tensor, b: torch.Tensor, factors: torch.Tensor) -> None:
 
 def _coefficients(products: torch.Tensor) -> torch.Tensor:
     """Return the factors of a and of b, (…, 2), from (…, 3) products."""
-    dot, norms = products[..., :1], products[..., 1:]
+    dot = products[..., :1]
+    norms = products[..., 1:]
     one = torch.ones_like(norms)
     there = norms >= _SMALLEST
     return torch.where(there, 1 - dot / (2 * torch.where(there, norms, one)), one)

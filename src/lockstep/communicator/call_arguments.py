@@ -133,7 +133,9 @@ class Arguments:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, backends: dict[str, str]) -> None:
-        self.rank, self.size, self.backends = rank, size, backends
+        self.rank = rank
+        self.size = size
+        self.backends = backends
         # for shapes and pickled objects: the CPU, but for backends such as NCCL alone
         self.control_device = torch.device("cpu") if not backends or "cpu" in backends else device
 

@@ -173,7 +173,8 @@ def exchange(
     parts = [empty if part is None else wire_view(dense(part), group) for part in sent]
     input_sizes = [part.numel() for part in parts]
     output_sizes = [0 if part is None else part.numel() * len(one) for part in received]
-    data, buffer = torch.cat(parts), empty.new_empty(sum(output_sizes))
+    data = torch.cat(parts)
+    buffer = empty.new_empty(sum(output_sizes))
     work = dist.all_to_all_single(buffer, data, output_sizes, input_sizes, group=group, async_op=async_op)
 
     def finish() -> T:
@@ -189,7 +190,8 @@ def share_with_all(
     group: dist.ProcessGroup, tensor: torch.Tensor, outs: Tensors, async_op: bool
 ) -> Request[list[torch.Tensor]]:
     """Fill `outs[i]` with rank i's `tensor`."""
-    own, elements = wire_view(dense(tensor), group), len(wire_view(tensor.new_empty(1), group))
+    own = wire_view(dense(tensor), group)
+    elements = len(wire_view(tensor.new_empty(1), group))
     lengths = [out.numel() * elements for out in outs]
     longest = max(lengths)  # backends require equal parts
     if len(own) < longest:

@@ -119,7 +119,9 @@ class Communicator:
         return made
 
     def _set_up(self, world: World, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self.world, self.device, self.group = replace(world, device=str(device)), device, group
+        self.world = replace(world, device=str(device))
+        self.device = device
+        self.group = group
         self._owns_group = False  # whether the group was made for this communicator alone
         self._arguments = Arguments(self.rank, self.size, device, backends_of(group))
         self._self_messages = point_to_point.SelfMessages(self.rank)
@@ -207,7 +209,8 @@ class Communicator:
         root = self._arguments.check_rank("root", root)
         if self.size == 1:
             return Request.completed(tensor)
-        plain, group = dense(tensor) if self.rank == root else dense_buffer(tensor), self._connected()
+        plain = dense(tensor) if self.rank == root else dense_buffer(tensor)
+        group = self._connected()
         work = dist.broadcast(wire_view(plain, group), group=group, async_op=async_op, group_src=root)
         return Request([work], lambda: copy_back(plain, tensor) if self.rank != root else tensor)
 
@@ -400,7 +403,8 @@ class Communicator:
         if self.rank != root and packed.data_ptr() == tensor.data_ptr():
             packed = packed.clone()  # backends use it as working memory
         work = dist.reduce(packed, op=how.c10d_op, group=self._connected(), async_op=async_op, group_dst=root)
-        is_root, size = self.rank == root, self.size
+        is_root = self.rank == root
+        size = self.size
         return Request([work], lambda: how.unpack_into(tensor, packed, size) if is_root else None)
 
     def reduce_scatter(
@@ -508,8 +512,10 @@ class Communicator:
             receiving = self.irecv(out, source, tag)
             self.send(tensor, dest, tag)
             return receiving.wait()
-        source, group = check_message(self._arguments, out, "source", source, tag), self._connected()
-        data, buffer = message_view(dense(tensor), group), dense_buffer(out)
+        source = check_message(self._arguments, out, "source", source, tag)
+        group = self._connected()
+        data = message_view(dense(tensor), group)
+        buffer = dense_buffer(out)
         receive = dist.P2POp(dist.irecv, message_view(buffer, group), group=group, tag=tag, group_peer=source)
         send = dist.P2POp(dist.isend, data, group=group, tag=tag, group_peer=dest)
         for work in dist.batch_isend_irecv([receive, send]):  # in one batch, as NCCL would run one after the other
@@ -539,7 +545,8 @@ class Communicator:
         root = self._arguments.check_rank("root", root)
         if self.size == 1:
             return cast("T", value)
-        own, device = pickled(self._arguments, value) if self.rank == root else None, self._arguments.control_device
+        own = pickled(self._arguments, value) if self.rank == root else None
+        device = self._arguments.control_device
         message = self.broadcast(first_message(own, device), root)
         length = length_of_rest(message)
         rest = torch.empty(length, dtype=torch.uint8, device=device) if own is None else rest_of(own)
@@ -570,7 +577,8 @@ class Communicator:
         """Return every worker's `value`, in rank order, on every worker. It must be picklable."""
         if self.size == 1:
             return [value]
-        own, device = pickled(self._arguments, value), self._arguments.control_device
+        own = pickled(self._arguments, value)
+        device = self._arguments.control_device
         message = first_message(own, device)
         messages = self.allgather(message, out=[torch.empty_like(message) for _ in range(self.size)])
         lengths = [length_of_rest(each) for each in messages]
@@ -606,7 +614,8 @@ class Communicator:
                 with flight_recorder.solo_section():
                     sent = pickle.dumps((True, fn()))
             except BaseException as error:
-                raised, sent = error, error_to_send(error)
+                raised = error
+                sent = error_to_send(error)
         wait_for_rank0(self._connected(), self.rank == 0, "on_rank0")
         succeeded, value = pickle.loads(self.broadcast_object(sent))
         if raised is not None:
@@ -711,6 +720,7 @@ class Communicator:
             self._destroy()
 
     def _destroy(self) -> None:
-        group, self.group = self.group, None
+        group = self.group
+        self.group = None
         with suppress(ValueError):  # the program has destroyed it, or all groups
             dist.destroy_process_group(group)

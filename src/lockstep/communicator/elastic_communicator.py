@@ -80,7 +80,9 @@ class ElasticCommunicator(Communicator):
             backend: of the process groups.
         """
         self = cls.at(world, device)
-        self._backend, self.is_joining, self.keeps_values = backend, worker.joins, True
+        self._backend = backend
+        self.is_joining = worker.joins
+        self.keeps_values = True
         self._replayed = 0
         self._store: GenerationStore | None = None
         self._hooks = sys.excepthook, sys.excepthook
@@ -139,7 +141,9 @@ class ElasticCommunicator(Communicator):
                 adapt(self.regroup(self.client.join if joins else view_of, check))
                 return
             except RuntimeError as error:
-                reason, at_boundary, joins = failure_reason(error), False, False
+                reason = failure_reason(error)
+                at_boundary = False
+                joins = False
 
     def _form(self, view: View) -> None:
         rank = view.members.index(self.client.number)

@@ -30,11 +30,14 @@ def world_of(group: dist.ProcessGroup | None) -> World:
     """
     if group is None:
         return World()
-    found, rank, size = environment.find_world(), dist.get_rank(), dist.get_world_size()
+    found = environment.find_world()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     matches = (found.rank, found.world_size) == (rank, size)
     if group is dist.group.WORLD:
         return found if matches else World(rank, size, rank, size, source="torch.distributed")
-    members, each = dist.get_process_group_ranks(group), found.local_world_size
+    members = dist.get_process_group_ranks(group)
+    each = found.local_world_size
     in_order = size == each * found.nodes and rank == each * found.node + found.local_rank
     nodes = [member // each if matches and in_order else 0 for member in members]
     return world_among(nodes, members.index(rank), found.source if matches else "torch.distributed")
@@ -99,7 +102,8 @@ def _unbound(group: Any) -> Iterator[None]:
 
     From a group that is bound to one, NCCL's communicators are split, in which all of its ranks have to take part.
     """
-    device, group.bound_device_id = group.bound_device_id, None
+    device = group.bound_device_id
+    group.bound_device_id = None
     try:
         yield
     finally:

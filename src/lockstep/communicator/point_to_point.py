@@ -72,7 +72,9 @@ class SelfReceive:
     """
 
     def __init__(self, buffer: torch.Tensor, rank: int) -> None:
-        self.buffer, self._rank, self._completed = buffer, rank, False
+        self.buffer = buffer
+        self._rank = rank
+        self._completed = False
 
     def take(self, message: torch.Tensor) -> None:
         """Copy the message."""

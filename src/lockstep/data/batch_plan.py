@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["BatchPlan", "PartOfBatch"]
 
 # Part of the keys of draws, so that the draws of one seed are independent; `lockstep.training.step` uses 2.
-_ORDER, _SAMPLES = 1, 3
+_ORDER = 1
+_SAMPLES = 3
 
 
 class PartOfBatch(NamedTuple):

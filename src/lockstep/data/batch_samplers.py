@@ -84,14 +84,16 @@ class TokenBatchSampler:
             index = int((self._lengths.argmin() if in_order[0] < 1 else self._lengths.argmax()).item())
             found = f"{int(self._lengths[index])} tokens in sample {index}"
             raise ConfigError("lengths", f"numbers from 1 to {global_batch_tokens} (global_batch_tokens)", found=found)
-        self._sizes, size = [], 0
+        self._sizes = []
+        size = 0
         for length in in_order:
             if (size + 1) * length > global_batch_tokens:
                 self._sizes.append(size)
                 size = 0
             size += 1
         self._sizes.append(size)
-        self.global_batch_size, self.global_batch_tokens = max(self._sizes), global_batch_tokens
+        self.global_batch_size = max(self._sizes)
+        self.global_batch_tokens = global_batch_tokens
 
     def __len__(self) -> int:
         """Batches in an epoch."""

@@ -123,7 +123,9 @@ class PackedSamples:
         views = [buffer.raw() for buffer in buffers]
         sizes = [view.nbytes for view in views]
         numbers = torch.empty(sum(map(cls._padded, sizes)), dtype=torch.uint8)
-        target, at = memoryview(numbers.numpy()), 0  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        target = memoryview(numbers.numpy())
+        at = 0
         for view, size in zip(views, sizes, strict=True):
             target[at : at + size] = view
             at += cls._padded(size)
@@ -135,7 +137,10 @@ class PackedSamples:
 
     def samples(self) -> list[Any]:
         """Return the samples, whose tensors share the memory of `numbers`."""
-        source, at, views = memoryview(self.numbers.numpy()), 0, []  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        source = memoryview(self.numbers.numpy())
+        at = 0
+        views = []
         for size in self.sizes:
             views.append(source[at : at + size])
             at += self._padded(size)

@@ -35,7 +35,9 @@ TRAIN_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_BATCHES = ("test_batch",)
 BATCHES = TRAIN_BATCHES + TEST_BATCHES
 
-_CHANNELS, _SIDE, _CLASSES = 3, 32, 10
+_CHANNELS = 3
+_SIDE = 32
+_CLASSES = 10
 _PIXELS = _CHANNELS * _SIDE * _SIDE
 # A published batch has 31 MB and the unpacked archive 186 MB.
 _LARGEST_BATCH = 64 << 20
@@ -148,7 +150,9 @@ class _SizeLimited(io.BufferedIOBase):
     """A stream that raises an error once a damaged or hostile archive unpacks to more than the limit."""
 
     def __init__(self, path: Path, stream: gzip.GzipFile) -> None:
-        self._path, self._stream, self._remaining = path, stream, _LARGEST_ARCHIVE
+        self._path = path
+        self._stream = stream
+        self._remaining = _LARGEST_ARCHIVE
 
     def read(self, size: int | None = -1, /) -> bytes:
         allowed = self._remaining + 1
@@ -196,7 +200,8 @@ class _Instance:
     __slots__ = ("arguments", "role", "state")
 
     def __init__(self, role: str, arguments: tuple[Any, ...]) -> None:
-        self.role, self.arguments = role, arguments
+        self.role = role
+        self.arguments = arguments
         self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:

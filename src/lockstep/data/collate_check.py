@@ -47,10 +47,12 @@ def describe_collate(
         return named_tensors(_copy_of(collate)(copied(part)))
 
     try:
-        whole, again = collated(samples, 0), collated(samples, 1)
+        whole = collated(samples, 0)
+        again = collated(samples, 1)
         if not _equal(whole, again):
             return _DRAWS
-        first, second = collated(samples[:half], 0), collated(samples[half:], 0)
+        first = collated(samples[:half], 0)
+        second = collated(samples[half:], 0)
         paths = whole.keys() & first.keys() & second.keys()
         other = sorted(path for path in paths if _differs(whole[path], first[path], second[path], half))
     except Exception:  # of the collate function, or of a copy; an error of it is left to the training
@@ -92,7 +94,8 @@ def _differs(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor, hal
         return False
     if second.shape[1:] != first.shape[1:] or not whole.numel():
         return False
-    one, other = _projected(whole), _projected(torch.cat([first, second]))
+    one = _projected(whole)
+    other = _projected(torch.cat([first, second]))
     return bool((one - other).abs().max() > _TOLERANCE * whole.abs().max())
 
 

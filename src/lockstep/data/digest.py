@@ -58,7 +58,9 @@ class Leaf(NamedTuple):
 Digest = dict[str, Leaf]
 """The leaves of a sample by their place in it, such as "[0]" or "['label']"; "" for a sample that is one leaf."""
 
-_MAX_LEAVES, _MAX_VISITED, _MAX_DEPTH = 64, 2000, 8
+_MAX_LEAVES = 64
+_MAX_VISITED = 2000
+_MAX_DEPTH = 8
 _MAX_BYTES = 1 << 28  # of an object that is read as an array
 _MAX_VALUES = 1 << 22  # of a larger tensor, so many values at equal distances are compared
 
@@ -262,7 +264,8 @@ def _tolerance(flat: torch.Tensor) -> float:
     return 4 * torch.finfo(flat.dtype).eps
 
 
-_PROJECTIONS, _WIDTH = 8, 1024
+_PROJECTIONS = 8
+_WIDTH = 1024
 
 
 @lru_cache(maxsize=1)

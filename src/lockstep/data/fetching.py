@@ -377,7 +377,8 @@ class Fetcher:
     def close(self) -> None:
         """End the loader processes; a later `fetch` starts new ones."""
         self._end_running()
-        loader, self._loader = self._loader, None
+        loader = self._loader
+        self._loader = None
         iterator = getattr(loader, "_iterator", None)
         if iterator is not None:
             # Dropping the reference would do the same, unless a traceback still holds one of its frames.

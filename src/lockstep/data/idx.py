@@ -69,7 +69,8 @@ def read_pair(images: Path, labels: Path, classes: int) -> tuple[Tensor, Tensor]
     Raises:
         DataError: as :func:`read_idx`; or the numbers of images and labels differ, or a label is not below `classes`.
     """
-    pixels, numbers = read_idx(images, 3), read_idx(labels, 1)
+    pixels = read_idx(images, 3)
+    numbers = read_idx(labels, 1)
     if len(pixels) != len(numbers):
         raise DataError(
             f"{labels}: expected {len(pixels)} labels, one for each image in {images.name}, got {len(numbers)}"
@@ -81,7 +82,8 @@ def read_pair(images: Path, labels: Path, classes: int) -> tuple[Tensor, Tensor]
 
 def _read_plain(path: Path, file: BinaryIO, dimensions: int) -> Tensor:
     shape = _read_shape(path, file, dimensions)
-    expected, got = math.prod(shape), path.stat().st_size - file.tell()
+    expected = math.prod(shape)
+    got = path.stat().st_size - file.tell()
     if got != expected:
         raise _wrong_length(path, shape, expected, f"{got}")
     return _to_tensor(path, _read_up_to(file, expected), shape)

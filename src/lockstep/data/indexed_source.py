@@ -33,7 +33,8 @@ _ENDED = object()
 
 # Steps of an epoch's order that are converted together: one by one, the calls of torch take 20 µs a step. So many
 # samples at most, as a batch keeps the memory of its block.
-_STEPS_AT_ONCE, _SAMPLES_AT_ONCE = 64, 4096
+_STEPS_AT_ONCE = 64
+_SAMPLES_AT_ONCE = 4096
 
 
 class Order(Protocol):
@@ -225,7 +226,8 @@ class SampledSource(IndexedSource):
         super().__init__(dataset, plan)
 
     def _check(self) -> None:
-        plan, sampler = self.plan, self._sampler
+        plan = self.plan
+        sampler = self._sampler
         if plan.drop_last or not plan.shuffle:
             hint = "The batch sampler alone determines the order and the last batch."
             found = "drop_last=True" if plan.drop_last else "shuffle=False"
@@ -267,7 +269,8 @@ class SampledSource(IndexedSource):
             ConfigError: for another number of batches than its length, or a batch that is empty, too large, or has
                 something other than indices of the data set.
         """
-        sampler, most = self._sampler, self.plan.global_batch_size
+        sampler = self._sampler
+        most = self.plan.global_batch_size
         with preserve_generators():
             seed_draws(self.plan.key_of_order(epoch), 0)
             if hasattr(sampler, "set_epoch"):

@@ -58,7 +58,8 @@ class Substreams(IterableDataset[Any]):
         if getattr(dataset, "_distributed", None) is not None:
             hint = "Leave split_dataset_by_node out: Lockstep divides each global batch among the workers."
             raise ConfigError("dataset", "the whole data set on every worker", found="a part of it", hint=hint)
-        self.dataset, self.parts = dataset, parts
+        self.dataset = dataset
+        self.parts = parts
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
@@ -166,7 +167,8 @@ class _Reader:
     """
 
     def __init__(self, source: Substreams) -> None:
-        self._source, self._epoch = source, -1
+        self._source = source
+        self._epoch = -1
         self._open: dict[int, _OpenPart] = {}
 
     def read(self, request: ReadRequest) -> list[SamplesRead]:
@@ -176,7 +178,8 @@ class _Reader:
             DataError: the data set raises an exception, or has fewer samples than were read before.
         """
         if request.run != self._epoch:
-            self._epoch, self._open = request.run, {}
+            self._epoch = request.run
+            self._open = {}
         found = []
         for start, count in request.parts:
             part = self._open.get(start.part)
@@ -190,10 +193,12 @@ class _OpenPart:
     """A part of a data set that is being read."""
 
     def __init__(self, source: Substreams, start: PartPosition, request: ReadRequest) -> None:
-        self._source, self._number = source, start.part
+        self._source = source
+        self._number = start.part
         self._dataset = _own_copy(source)
         self._stateful = _keeps_position(self._dataset)
-        self._key, self._samples = mix((request.key, start.part)), 0
+        self._key = mix((request.key, start.part))
+        self._samples = 0
         self._first: int | None = None
         self._was_read = False
         self._start(request.epoch, start)
@@ -224,7 +229,8 @@ class _OpenPart:
         self, count: int, keep: Callable[[int], tuple[int, int]] | None, compared: frozenset[int] = frozenset()
     ) -> SamplesRead:
         """Read the next `count` samples, fewer at the end, and return the range that `keep` gives for their number."""
-        before, digests = self._samples, {}
+        before = self._samples
+        digests = {}
         samples = self._read(count, lambda sample: sample)
         if not self._was_read:
             digests = {before + number: digest_of(samples[number]) for number in compared if number < len(samples)}
@@ -260,12 +266,14 @@ class _OpenPart:
     @contextmanager
     def _as_a_loader_process(self) -> Iterator[None]:
         """Let the data set see the part that is read as its loader process, and the only worker."""
-        number, parts = self._number, self._source.parts
+        number = self._number
+        parts = self._source.parts
         info = None
         if parts > 1:
             seed = self._key & 0x7FFFFFFF
             info = torch_worker.WorkerInfo(id=number, num_workers=parts, seed=seed, dataset=self._dataset)
-        before, torch_worker._worker_info = torch_worker._worker_info, info
+        before = torch_worker._worker_info
+        torch_worker._worker_info = info
         try:
             with _webdataset_sees(number, parts):
                 yield

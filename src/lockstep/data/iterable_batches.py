@@ -226,7 +226,8 @@ class EpochOfStream:
     # --- one part -----------------------------------------------------------------------------------------------------
 
     def _of_one_part(self) -> Iterator[SamplesOfPart]:
-        step, count = self._start.step, self._size
+        step = self._start.step
+        count = self._size
         while count == self._size:
             (read,) = self._read()
             if step == self._start.step:
@@ -349,7 +350,8 @@ class EpochOfStream:
         low, high = self._range(self._size, rank=self._comm.rank)
         samples: list[Any] = []
         for part in self._mine:
-            read, start = self._buffers[part].popleft(), self._cuts[part][0]
+            read = self._buffers[part].popleft()
+            start = self._cuts[part][0]
             self._states[part] = read.state
             samples += read.samples[max(0, low - start) : max(0, high - start)]
         return SamplesOfPart(samples, low, high, self._size, position)
@@ -358,15 +360,18 @@ class EpochOfStream:
         """Yield the batches after the first part has ended, from samples that the workers send each other."""
         assert position.tail is not None
         samples: list[Any] = []
-        skipped, more = (position.step - position.tail) * self._size, True
+        skipped = (position.step - position.tail) * self._size
+        more = True
         while more or samples:
             if more:
                 arrived = self._exchange()
                 more = bool(arrived)
                 dropped = min(skipped, len(arrived))
-                samples, skipped = samples + arrived[dropped:], skipped - dropped
+                samples = samples + arrived[dropped:]
+                skipped = skipped - dropped
             while len(samples) >= self._size or (samples and not more):
-                batch, samples = samples[: self._size], samples[self._size :]
+                batch = samples[: self._size]
+                samples = samples[self._size :]
                 low, high = self._range(len(batch), rank=self._comm.rank)
                 position = position._replace(step=position.step + 1)
                 yield SamplesOfPart(batch[low:high] or batch[:1], low, high, len(batch), position)

@@ -368,18 +368,20 @@ def check_dataset(dataset: Any, argument: str, collates: bool = False) -> None:
         ConfigError: it says what to give instead.
     """
     expected = "a data set, with len() and indexing, or an iterable one"
-    found, hint = "", ""
+    found = ""
+    hint = ""
     if isinstance(dataset, (str, bytes, os.PathLike)):
-        found, hint = repr(dataset), 'Files of samples are read by lockstep.data.Stream("data/*.jsonl").'
+        found = repr(dataset)
+        hint = 'Files of samples are read by lockstep.data.Stream("data/*.jsonl").'
     elif isinstance(dataset, type):
-        found, hint = f"the class {dataset.__name__}", f"Make an instance: {dataset.__name__}(...)."
+        found = f"the class {dataset.__name__}"
+        hint = f"Make an instance: {dataset.__name__}(...)."
     elif isinstance(dataset, Loader):
-        found, hint = f"a {type(dataset).__name__}", "Give its data set: loader.dataset."
+        found = f"a {type(dataset).__name__}"
+        hint = "Give its data set: loader.dataset."
     elif isinstance(dataset, Mapping) and 0 not in dataset:
-        found, hint = (
-            f"a {type(dataset).__name__} with the keys {list(dataset)[:3]}",
-            "Indices are whole numbers from 0.",
-        )
+        found = f"a {type(dataset).__name__} with the keys {list(dataset)[:3]}"
+        hint = "Indices are whole numbers from 0."
     elif isinstance(dataset, (tuple, list)) and 1 < len(dataset) <= 3 and not collates:
         found, hint = _several(dataset)
     if found:

@@ -51,7 +51,9 @@ class PackedSequences(Dataset[Any]):
                 lengths = [len(_sequence(dataset[index], index)[0]) for index in range(len(dataset))]
         if len(lengths) != len(dataset):
             raise ConfigError("lengths", f"one for each of {len(dataset)} samples", found=f"{len(lengths)}")
-        self.dataset, self.length, self._pad = dataset, length, pad
+        self.dataset = dataset
+        self.length = length
+        self._pad = pad
         self.rows = pack(lengths, length)
 
     def __len__(self) -> int:
@@ -66,7 +68,8 @@ class PackedSequences(Dataset[Any]):
         end = 0
         for sample in self.rows[index]:
             tokens, labels = _sequence(self.dataset[sample], sample)
-            start, end = end, end + len(tokens)
+            start = end
+            end = end + len(tokens)
             if end > self.length:
                 raise DataError(f"sample {sample}: {len(tokens)} tokens, more than `lengths` says")
             row["input_ids"][start:end] = tokens
@@ -115,7 +118,8 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
     for index in sorted((index for index, size in enumerate(lengths) if size), key=lambda index: -lengths[index]):
         at = bisect_left(rooms, lengths[index])
         if at == len(rooms):
-            room, row = length, len(rows)
+            room = length
+            row = len(rows)
             rows.append([])
         else:
             room = rooms[at]

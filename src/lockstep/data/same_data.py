@@ -28,9 +28,13 @@ _PLACES = 32  # samples that are compared at first
 _PLACES_LATER = 6  # at each later epoch, others each time
 _IN_BLOCKS = 4  # of a data set in blocks, each of which may be a block that is read for it
 _BUDGET_S = 0.5  # after which no further sample is read
-_LATER_S, _LATER_SHARE = 0.001, 0.005  # the time for a later comparison, and its share of the time since the last one
+# the time for a later comparison, and its share of the time since the last one
+_LATER_S = 0.001
+_LATER_SHARE = 0.005
 _READ_TWICE = 4  # samples that are read twice in any case, to find out whether they are random by themselves
-_AGAIN, _AGAIN_BUDGET_S = 8, 2.0  # readings of a sample that differs among ranks, and the time for all of them
+# readings of a sample that differs among ranks, and the time for all of them
+_AGAIN = 8
+_AGAIN_BUDGET_S = 2.0
 _FEW = 4  # of fewer samples than this, it is said that they were all
 _SHOWN_AS_DIFFERENT = 4  # samples that are read again
 _PLACE = 5  # part of the key of the places
@@ -83,14 +87,19 @@ class SameData:
         in_blocks: bool = False,
         collates: bool = False,
     ) -> None:
-        self._comm, self._what, self._read = comm, what, read
-        self._in_blocks, self._collates = in_blocks, collates
+        self._comm = comm
+        self._what = what
+        self._read = read
+        self._in_blocks = in_blocks
+        self._collates = collates
         self._number = 0
         self._passed_over: set[str] = set()  # leaves that are random by themselves, and those of which it is said once
         self._rounding_is_said = False
         # The time that later comparisons may take by now, that of a sample, and that of a request beside it, such as to
         # a loader process: the same on all ranks, so that they read the same samples.
-        self._credit_s, self._sample_s, self._request_s = 0.0, math.inf, math.inf
+        self._credit_s = 0.0
+        self._sample_s = math.inf
+        self._request_s = math.inf
         self._ended_at = 0.0
 
     def check(self, settings: Mapping[str, Any], length: int, key: int) -> None:
@@ -219,7 +228,9 @@ class _Comparison:
     """
 
     def __init__(self, comm: Communicator, what: str, own: SampleDigests, passed_over: set[str], hint: str) -> None:
-        self._comm, self._what, self._hint = comm, what, hint
+        self._comm = comm
+        self._what = what
+        self._hint = hint
         self._own = {index: digests[0] for index, digests in own.samples.items() if digests}
         self._random = _random_leaves(own.samples, self._own) - passed_over
         self._allowed: dict[str, tuple[int, int, Difference]] = {}  # (sample, rank, difference) by leaf
@@ -273,7 +284,8 @@ class _Comparison:
             gathered = self._comm.allgather_object((self._own, self._random))
         for _, random_there in gathered:
             self._pass_over_random(random_there)
-        first, found = gathered[0][0], []
+        first = gathered[0][0]
+        found = []
         for rank, (theirs, _) in enumerate(gathered):
             for index in first.keys() & theirs.keys():
                 for difference in differences(first[index], theirs[index], self.passed_over):

@@ -118,7 +118,8 @@ def preserve_own_generators(dataset: Any) -> Iterator[None]:
             call()
 
 
-_MAX_OBJECTS, _MAX_ITEMS = 2000, 64
+_MAX_OBJECTS = 2000
+_MAX_ITEMS = 64
 
 
 def _savers(dataset: Any) -> Iterator[Callable[[], Callable[[], None]]]:

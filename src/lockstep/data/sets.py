@@ -58,18 +58,22 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         mean: Sequence[float],
         std: Sequence[float],
     ) -> None:
-        self.classes, self.name = tuple(classes), name
-        self.mean, self.std = tuple(mean), tuple(std)
+        self.classes = tuple(classes)
+        self.name = name
+        self.mean = tuple(mean)
+        self.std = tuple(std)
         _check_images(name, images)
         _check_labels(name, labels, len(images), len(self.classes))
         _check_scale(name, self.mean, self.std, images.shape[1])
-        self.images, self.labels = images.contiguous(), labels.contiguous()
+        self.images = images.contiguous()
+        self.labels = labels.contiguous()
         # One multiplication and one addition per pixel: x / 255 / std - mean / std.
         scale = [1 / (255 * s) for s in self.std]
         shift = [-m / s for m, s in zip(self.mean, self.std, strict=True)]
         self._scale = torch.tensor(scale, dtype=torch.float32, device=images.device).view(-1, 1, 1)
         self._copied_from: Tensor | None = None  # what `_index_on_device` has copied
-        self._copied_version, self._copy = 0, self.labels[:0]
+        self._copied_version = 0
+        self._copy = self.labels[:0]
         self._shift = torch.tensor(shift, dtype=torch.float32, device=images.device).view(-1, 1, 1)
 
     @property
@@ -85,7 +89,8 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
 
     def to(self, device: str | torch.device) -> ImageSet:
         """Return the same images in the memory of `device`, where batches are then made: for sets that fit there."""
-        images, labels = self.images.to(device), self.labels.to(device)
+        images = self.images.to(device)
+        labels = self.labels.to(device)
         return ImageSet(images, labels, self.classes, self.name, self.mean, self.std)
 
     def __len__(self) -> int:
@@ -123,7 +128,8 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
             return self._copied_to_device(index)
         if whole is not self._copied_from or whole._version != self._copied_version:
             self._copy = self._copied_to_device(whole).view(-1)
-            self._copied_from, self._copied_version = whole, whole._version
+            self._copied_from = whole
+            self._copied_version = whole._version
         start = index.storage_offset() - whole.storage_offset()
         return self._copy[start : start + index.numel()].view(index.shape)
 
@@ -157,7 +163,8 @@ def _check_labels(name: str, labels: Tensor, images: int, classes: int) -> None:
         )
     if len(labels) != images:
         raise DataError(f"{name}: expected one label for each of the {images} images, got {len(labels)} labels")
-    low, high = int(labels.min()), int(labels.max())
+    low = int(labels.min())
+    high = int(labels.max())
     if low < 0 or high >= classes:
         raise DataError(f"{name}: expected labels from 0 to {classes - 1} for {classes} classes, got {low} to {high}")
 
@@ -177,7 +184,8 @@ _DIGITS = Path(__file__).with_name("handwritten_digits")
 _DIGITS_TEST = 360
 _SIDE = 28
 # Computed over all pixels of the training part of digits().
-_DIGITS_MEAN, _DIGITS_STD = (0.3049,), (0.3242,)
+_DIGITS_MEAN = (0.3049,)
+_DIGITS_STD = (0.3242,)
 
 
 def digits() -> tuple[ImageSet, ImageSet]:
@@ -219,7 +227,8 @@ def _test_mask(labels: Tensor) -> Tensor:
 
 _PATTERNS, _TRAIN, _SYNTHETIC_TEST = range(3)  # part of the key of each draw, so that the draws are independent
 # Half pattern and half noise, each uniform over 0 to 255: variance 2 / 12 / 4 on the scale 0 to 1.
-_SYNTHETIC_MEAN, _SYNTHETIC_STD = 0.5, 0.2
+_SYNTHETIC_MEAN = 0.5
+_SYNTHETIC_STD = 0.2
 
 
 def synthetic(

@@ -51,7 +51,8 @@ class Decoded(Sequence[Any]):
     """Records of which each is decoded when it is taken."""
 
     def __init__(self, records: Sequence[Any], decode: Callable[[Any], Any]) -> None:
-        self._records, self._decode = records, decode
+        self._records = records
+        self._decode = decode
 
     def __len__(self) -> int:
         return len(self._records)
@@ -102,4 +103,5 @@ class Runs:
         if self._count:
             self.sizes.append(self._count)
             self.places.append((self._start, stop))
-        self._start, self._count = stop, 0
+        self._start = stop
+        self._count = 0

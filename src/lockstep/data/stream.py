@@ -95,7 +95,8 @@ class Stream(Dataset[Any]):
     @property
     def name(self) -> str:
         """The files in a few words, for messages."""
-        first, more = self._files[0].path, len(self._files) - 1
+        first = self._files[0].path
+        more = len(self._files) - 1
         return f"{first}{f' and {more} more files' if more else ''}"
 
     def __repr__(self) -> str:
@@ -206,7 +207,8 @@ class BlockReader:
     """
 
     def __init__(self, stream: Stream, blocks: int) -> None:
-        self._stream, self._limit = stream, blocks
+        self._stream = stream
+        self._limit = blocks
         self._kept: frozenset[int] = frozenset()
         self._blocks: OrderedDict[int, Sequence[Any]] = OrderedDict()
 
@@ -404,7 +406,8 @@ def _open_folder(folder: Path, name: str, paths: Sequence[Path], reader: ShardRe
     with _locked(folder):
         kept = _load_folder_index(folder)
         known = kept.get(name, {})
-        files, counted = [], 0
+        files = []
+        counted = 0
         for path in paths:
             entry = known.get(path.name)
             file = None if entry is None else _file_of_entry(path, entry, reader)

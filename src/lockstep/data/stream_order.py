@@ -14,7 +14,9 @@ __all__ = ["OrderSettings", "StreamOrder"]
 
 Integers = NDArray[np.int64]
 
-_BLOCKS, _WINDOWS = 1, 2  # part of the keys of permutations, so that those of one seed are independent
+# part of the keys of permutations, so that those of one seed are independent
+_BLOCKS = 1
+_WINDOWS = 2
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -95,7 +97,8 @@ class StreamOrder:
 
     def blocks(self, step: int, low: int, high: int) -> Integers:
         """Return the blocks, each once, of which [low, high) of a batch has samples in the window of `step`."""
-        size, found = self.batch_size(step), []
+        size = self.batch_size(step)
+        found = []
         for lane in self._lanes_of(size, low, high):
             start, stop = self._window_range(lane, self.window(step))
             if not self._settings.shuffle:
@@ -127,17 +130,20 @@ class StreamOrder:
 
     def _lane_part(self, step: int, lane: int, low: int, high: int, size: int) -> Integers:
         """Return the places in the shuffled sequence of the samples in [low, high) that `lane` gives to a batch."""
-        first, last = _edge(size, self.lanes, lane), _edge(size, self.lanes, lane + 1)
+        first = _edge(size, self.lanes, lane)
+        last = _edge(size, self.lanes, lane + 1)
         start, stop = self._window_range(lane, self.window(step))
         taken = self._taken(lane, step) + self._lane_starts[lane] - start  # by earlier steps of the window
-        begin, end = taken + max(low, first) - first, taken + min(high, last) - first
+        begin = taken + max(low, first) - first
+        end = taken + min(high, last) - first
         if not self._settings.shuffle:
             return np.arange(start + begin, start + end)
         return start + self._permuted(lane, self.window(step), stop - start)[begin:end]
 
     def _window_range(self, lane: int, window: int) -> tuple[int, int]:
         """Return the half-open range of places in the shuffled sequence of a window of `lane`."""
-        start, first = self._lane_starts[lane], window * self.window_steps
+        start = self._lane_starts[lane]
+        first = window * self.window_steps
         return start + self._taken(lane, first), start + self._taken(lane, first + self.window_steps)
 
     def _taken(self, lane: int, step: int) -> int:

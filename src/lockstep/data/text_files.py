@@ -92,8 +92,11 @@ class TextBlocks(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, tokens: _Tokens, codec: Codec, context: int, start: int, stop: int) -> None:
-        self._tokens, self._codec, self.context = tokens, codec, context
-        self._start, self._blocks = start, (stop - start - 1) // context
+        self._tokens = tokens
+        self._codec = codec
+        self.context = context
+        self._start = start
+        self._blocks = (stop - start - 1) // context
 
     @property
     def vocabulary(self) -> int:
@@ -135,7 +138,8 @@ class TextBlocks(Dataset[tuple[Tensor, Tensor]]):
         return self._codec.decode(list(tokens))
 
     def __repr__(self) -> str:
-        name, vocabulary = self._tokens.path.name, self.vocabulary
+        name = self._tokens.path.name
+        vocabulary = self.vocabulary
         return f"TextBlocks({name!r}, {len(self)} blocks of {self.context} tokens, vocabulary of {vocabulary})"
 
 
@@ -242,7 +246,9 @@ class _Tokens:
     """
 
     def __init__(self, path: Path, dtype: str, count: int) -> None:
-        self.path, self._dtype, self._count = path.absolute(), dtype, count
+        self.path = path.absolute()
+        self._dtype = dtype
+        self._count = count
         self.values = np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", shape=(count,))
 
     def __len__(self) -> int:
@@ -299,12 +305,14 @@ def _tokenise(path: Path, codec: _TokenizerFile, tokens: Path, dtype: str) -> in
 
 def _pieces(source: BinaryIO, path: Path) -> Iterator[str]:
     """Yield the text in pieces that end with a line, or where there is none for a megabyte, with a character."""
-    position, rest = 0, b""
+    position = 0
+    rest = b""
     while data := source.read(_PIECE):
         whole = rest + data
         cut = whole.rfind(b"\n") + 1 or _character_end(whole)
         yield _decoded(whole[:cut], position, path)
-        position, rest = position + cut, whole[cut:]
+        position = position + cut
+        rest = whole[cut:]
     if rest:
         yield _decoded(rest, position, path)
 

@@ -105,7 +105,9 @@ def _time(seconds: float) -> str:
 
 def _test_launched(names: list[str], folder: str, limit: float) -> dict[str, Result]:
     """Test the backends, and return their results; one that hangs is aborted, and the remaining ones are tested."""
-    path, remaining, results = Path(folder, "launched"), list(names), dict[str, Result]()
+    path = Path(folder, "launched")
+    remaining = list(names)
+    results = dict[str, Result]()
     while remaining:
         path.write_text("")
         problem = _run([sys.executable, "-c", _START.format("run_launched"), str(path), *remaining], folder, limit)

@@ -79,9 +79,11 @@ def _find_place() -> _Place | None:
         return None  # the examination of the job says what is wrong
     if world.source == "slurm":
         found = bootstrap.find_rendezvous(world, variables)
-        address, port = found.host, found.port if found.kind == "tcp" else None
+        address = found.host
+        port = found.port if found.kind == "tcp" else None
         if found.kind == "address":
-            address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+            address = variables["MASTER_ADDR"]
+            port = int(variables["MASTER_PORT"])
         return _Place("Slurm", world.rank, world.world_size, "rank", address, port)
     if environment.under_launcher():
         return None  # the launchers have met already

@@ -76,7 +76,8 @@ def login_command(job: JobOptions, host: Host, program: str, limit: float) -> li
 
 def _examine(job: JobOptions, host: Host, limit: float) -> tuple[str, list[Problem]]:
     # the same path of Python as on this host, if it exists there
-    python, code = shlex.quote(sys.executable), shlex.quote(_PROGRAM)
+    python = shlex.quote(sys.executable)
+    code = shlex.quote(_PROGRAM)
     program = f"p={python}; [ -x $p ] || p=python3; exec $p -c {code}"
     try:
         done = subprocess.run(

@@ -263,7 +263,8 @@ def examine_network() -> Section:
 
 
 def _describe(name: str) -> str:
-    folder, address = Path("/sys/class/net", name), _address(name)
+    folder = Path("/sys/class/net", name)
+    address = _address(name)
     if not address or _first_line(folder / "operstate") == "down":
         return ""
     speed = _first_line(folder / "speed")
@@ -284,7 +285,8 @@ def _address(name: str) -> str:
 
 
 def _add_name(section: Section) -> None:
-    name, begin = socket.gethostname(), time.monotonic()
+    name = socket.gethostname()
+    begin = time.monotonic()
     fix = f"Add a line with this host's address and {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface."
     try:
         address = str(socket.getaddrinfo(name, None)[0][4][0])

@@ -38,7 +38,8 @@ def run_under_mpiexec(path: str) -> None:
     dist.init_process_group("mpi4py", init_method="mpi4py://", timeout=_WAIT)
     if dist.get_world_size() != RANKS:
         sys.exit(f"mpi4py sees {dist.get_world_size()} rank, not {RANKS}: it belongs to another MPI than this mpiexec")
-    seconds, first = _measure("cpu"), dist.get_rank() == 0
+    seconds = _measure("cpu")
+    first = dist.get_rank() == 0
     dist.destroy_process_group()
     if first:
         _append_result(path, "mpi4py", seconds)

@@ -71,12 +71,15 @@ class MembershipClient:
     """
 
     def __init__(self, job: JobClient, on_change: Callable[[], None] = lambda: None) -> None:
-        self.number, self.generation, self.leaving = job.number, 0, False
+        self.number = job.number
+        self.generation = 0
+        self.leaving = False
         self.published: list[bytes] = []
         self.on_change = on_change
         self._changed = threading.Condition()
         self._due = self._next = 0  # the newest generation to enter at once, and the newest that is open
-        self._wished, self._signal = -1, 0
+        self._wished = -1
+        self._signal = 0
         self._leased_until = math.inf  # in a job on one host there are no leases
         self._view: View | None = None
         self._bye: Bye | None = None
@@ -275,7 +278,8 @@ class MembershipClient:
             self._changed.wait_for(lambda: self._bye is not None or self._next > self.generation or self._is_lost)
             if self._is_lost:
                 raise LockstepError("the launcher of this elastic job is gone")
-            bye, self._bye = self._bye, None
+            bye = self._bye
+            self._bye = None
             if bye is not None and bye.leaves:
                 raise WorkerLeft
             return bye is not None
@@ -320,7 +324,8 @@ class GenerationStore(Store):
 
     def __init__(self, client: MembershipClient, generation: int) -> None:
         super().__init__()
-        self._client, self._generation = client, generation
+        self._client = client
+        self._generation = generation
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set `key` to `value`."""
@@ -357,7 +362,9 @@ class GenerationStore(Store):
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
         """Set `key` if its value is `expected`, or "" and it does not exist; return its value then."""
-        generation, old, new = self._generation, _as_bytes(expected), _as_bytes(value)
+        generation = self._generation
+        old = _as_bytes(expected)
+        new = _as_bytes(value)
         return self._client.request(generation, lambda n: CompareSet(n, generation, key, old, new)).values[0]
 
     def delete_key(self, key: str) -> bool:

@@ -61,7 +61,8 @@ class ControlSocket:
     def __init__(
         self, path: str, ask: Callable[[str, int, str, Answer], None], selector: selectors.BaseSelector
     ) -> None:
-        self._ask, self._selector = ask, selector
+        self._ask = ask
+        self._selector = selector
         self._strangers: Strangers[_Asker] = Strangers(self._close)  # who have not asked yet
         self._asked: set[_Asker] = set()  # who wait for an answer
         self._listener = socket.socket(socket.AF_UNIX)

@@ -354,7 +354,8 @@ class HostMemory:
 
     def report(self) -> HostReport:
         """Return what a new coordinator has to know."""
-        workers, finished = tuple(self._workers.values()), tuple(self._finished)
+        workers = tuple(self._workers.values())
+        finished = tuple(self._finished)
         return HostReport(self.host, workers, self.view, self.generation, self.most, self._completed, finished)
 
     def note_up(self, number: int, message: Up) -> None:
@@ -610,7 +611,9 @@ class Coordinator:
             self._plan()
 
     def _enter(self, worker: _Worker, fit: int) -> None:
-        worker.fit, worker.done, self.complete = fit, False, False
+        worker.fit = fit
+        worker.done = False
+        self.complete = False
         if fit < 0 and self.generation != self.formed:  # it has not met those that were left by then
             self.failure = self.failure or _OUTSIDE
         if any(each.status is _Status.READY for each in self._workers.values()):
@@ -621,7 +624,9 @@ class Coordinator:
             self.generation = message.generation - 1  # its host has let it leave its group: all others have to follow
             self._open_next()
         if message.generation == self.generation and worker.status is _Status.MEMBER:
-            worker.arrived, worker.commit, worker.leaving = message.generation, message.commit, message.leaving
+            worker.arrived = message.generation
+            worker.commit = message.commit
+            worker.leaving = message.leaving
             self._give_view()
 
     def _broke(self, worker: _Worker, message: Broken) -> None:
@@ -649,7 +654,8 @@ class Coordinator:
         if all(member.done for member in members):
             self.complete = True
             for member in members:
-                member.fit, member.done = -1, False
+                member.fit = -1
+                member.done = False
                 self._send(member, Bye())
 
     # --- another coordinator ------------------------------------------------------------------------------------------
@@ -675,7 +681,8 @@ class Coordinator:
                 self.failure = "all workers that had the training's state were lost"
             self._give_view()
             return
-        self.formed, self.view = newest.generation, newest.members
+        self.formed = newest.generation
+        self.view = newest.members
         self._seniority = len(newest.members)
         known = [record.completed for report in reports for record in report.workers]
         self._end_completed(max([*known, *(report.completed for report in reports)], default=-1))
@@ -714,7 +721,8 @@ class Coordinator:
 
     def set_fenced(self, is_fenced: bool) -> None:
         """The first group must wait, or need not any more."""
-        before, self.is_fenced = self.is_fenced, is_fenced
+        before = self.is_fenced
+        self.is_fenced = is_fenced
         if before and not is_fenced and self.formed < 0:
             self._give_view()
 
@@ -754,7 +762,8 @@ class Coordinator:
         elif all(member.commit == NO_STATE for member in members):
             self.failure = self.failure or "all workers that had the training's state were lost"
             return
-        is_first, is_within_step = self.formed < 0, self.formed >= 0 and not self._at_boundary
+        is_first = self.formed < 0
+        is_within_step = self.formed >= 0 and not self._at_boundary
         if is_within_step:
             for worker in [member for member in members if member.commit == NO_STATE]:
                 self._wait_for_boundary(worker)
@@ -775,7 +784,9 @@ class Coordinator:
     def _wait_for_boundary(self, worker: _Worker) -> None:
         """Let a worker that has been given a view, and not the state, join at the next boundary: those that are left
         may be within a step that only those who were lost had completed."""
-        worker.status, worker.fit, worker.seniority = _Status.READY, -1, -1
+        worker.status = _Status.READY
+        worker.fit = -1
+        worker.seniority = -1
 
     def _choose(self, members: list[_Worker], ready: list[_Worker]) -> tuple[list[_Worker], list[_Worker]]:
         """Return the members that stay, and those that leave now; who alone has the newest state hands it over."""
@@ -795,10 +806,13 @@ class Coordinator:
             self.generation = 1
         for worker in ready:
             self._seniority += 1
-            worker.status, worker.seniority, worker.commit = _Status.MEMBER, self._seniority, NO_STATE
+            worker.status = _Status.MEMBER
+            worker.seniority = self._seniority
+            worker.commit = NO_STATE
             worker.fit = stay[0].fit if stay else -1
         new = [*stay, *ready]
-        self.formed, self.view = self.generation, tuple(worker.number for worker in new)
+        self.formed = self.generation
+        self.view = tuple(worker.number for worker in new)
         self.waiting = self._wished = False
         self._keys = {number: keys for number, keys in self._keys.items() if number >= self.generation}
         source = max(new, key=lambda worker: worker.commit)  # the first of them
@@ -846,11 +860,13 @@ def _restored(record: WorkerRecord, host: int, newest: View | None) -> _Worker:
     """
     worker = _Worker(record.number, host, joins=record.joins, fit=record.fit, leaving=record.leaving)
     if newest is not None and record.is_member and not record.is_over and record.number in newest.members:
-        worker.status, worker.seniority = _Status.MEMBER, newest.members.index(record.number)
+        worker.status = _Status.MEMBER
+        worker.seniority = newest.members.index(record.number)
     elif record.is_member and (record.is_over or record.leaving or not record.joins):
         worker.status = _Status.OVER
     elif record.is_ready:
-        worker.status, worker.fit = _Status.READY, -1
+        worker.status = _Status.READY
+        worker.fit = -1
     return worker
 
 

@@ -210,7 +210,8 @@ class Mesh:
         limit_s: float,
         former: Iterable[int] = (),
     ) -> None:
-        self.own, self._former = own, set(former)
+        self.own = own
+        self._former = set(former)
         self.hosts: dict[int, HostEntry] = {}
         self.on_message: Callable[[int, Any], None] = lambda host, message: None
         self.on_link: Callable[[int, Link], None] = lambda host, link: None
@@ -219,7 +220,10 @@ class Mesh:
         self.warning_s = self.launcher_limit_s = math.inf
         self._said_silent: set[int] = set()
         self._key, self._dials, self._answers = key, *_halves(key)
-        self._listener, self._selector, self._kind, self._limit_s = listener, selector, kind, limit_s
+        self._listener = listener
+        self._selector = selector
+        self._kind = kind
+        self._limit_s = limit_s
         self._peers: dict[int, _Peer] = {}
         self._strangers: Strangers[_Peer] = Strangers(self._close)  # who have not knocked yet
         self._answering: dict[_Peer, float] = {}  # who were dialled and have not answered yet, and since when
@@ -350,7 +354,8 @@ class Mesh:
         entry = self.hosts[host]
 
         def connect() -> None:
-            end, refused = None, False
+            end = None
+            refused = False
             try:
                 if probes:
                     _wait_until_refused(entry.address, entry.port)
@@ -494,7 +499,8 @@ class Mesh:
         if before is not None or host in self._probing:
             self._probing.pop(host, None)
             self.on_link(host, Link.SILENT)
-        peer.host, self._peers[host] = host, peer
+        peer.host = host
+        self._peers[host] = peer
         peer.connection.is_strange = False
         self._dialling.pop(host, None)
         self._listens.pop(host, None)
@@ -584,5 +590,6 @@ def knock(
         if answer.ask is None:
             kinds = {NOBODY_LEADS: NobodyLeadsError, WAITS_TO_JOIN: WaitsToJoinError}
             raise kinds.get(answer.reason, LockstepError)(answer.reason)
-        address, port = answer.ask.address, answer.ask.port
+        address = answer.ask.address
+        port = answer.ask.port
     raise NobodyLeadsError(NOBODY_LEADS)

@@ -58,8 +58,12 @@ class DelayedWork(dist.Work):
 
     def __init__(self, inner: Any, done_at: Callable[[], float | None], clock: LinkClock, limit: float) -> None:
         super().__init__()
-        self._inner, self._done_at, self._clock, self._limit = inner, done_at, clock, limit
-        self._began, self._caller = time.monotonic(), threading.get_ident()
+        self._inner = inner
+        self._done_at = done_at
+        self._clock = clock
+        self._limit = limit
+        self._began = time.monotonic()
+        self._caller = threading.get_ident()
         self._has_ended = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -198,7 +202,9 @@ class Delays:
     """
 
     def __init__(self, group: Any, clock: GroupClock, timeout: timedelta) -> None:
-        self.group, self.clock, self.timeout_s = group, clock, timeout.total_seconds()
+        self.group = group
+        self.clock = clock
+        self.timeout_s = timeout.total_seconds()
 
     def collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start the collective that c10d calls `name`."""
@@ -209,7 +215,8 @@ class Delays:
         if operation not in ROUNDS or any(tensor.device.type != "cpu" for tensor in tensors):
             return method(*args, **kwargs)
         number = self.clock.call()
-        size, root = float(sum(map(_nbytes, tensors))), _root(given)
+        size = float(sum(map(_nbytes, tensors)))
+        root = _root(given)
         self.clock.arrive(number, operation, size, root, self.clock.clock.virtual.now())
         work = method(*args, **kwargs)
         if work is None:
@@ -226,7 +233,8 @@ class Delays:
         return DelayedWork(_AllOf(works), lambda: left, self.clock.clock, self.timeout_s)
 
     def _send_times(self, peer: int, size: float, now: float) -> tuple[float, float]:
-        here, there = self.clock.host_of(self.group.rank()), self.clock.host_of(peer)
+        here = self.clock.host_of(self.group.rank())
+        there = self.clock.host_of(peer)
         if here == there:
             return now, now
         with self.clock.clock.cards() as cards:
@@ -342,7 +350,8 @@ class Emulation:
     """
 
     def __init__(self, network: VirtualNetwork, folder: Path, host: int) -> None:
-        self.clock, self.host = LinkClock(folder, network), host
+        self.clock = LinkClock(folder, network)
+        self.host = host
         self._groups: list[GroupClock] = []
         self._awake = AwakeCore()
         self._real_key = host_identity.host_key
@@ -393,7 +402,8 @@ def _in_virtual_time(virtual: VirtualTime, original: Callable[..., CPUWork]) -> 
     """Return `OpQueue.enqueue` whose operations have a virtual time, and their callers wait in theirs."""
 
     def enqueue(queue: Any, what: str, steps: Steps, *args: Any, **kwargs: Any) -> CPUWork:
-        operation, caller = OperationTime(virtual.now()), threading.get_ident()
+        operation = OperationTime(virtual.now())
+        caller = threading.get_ident()
         work: Any = original(queue, what, _timed(queue, steps, operation, virtual), *args, **kwargs)
         virtual.skip()
         work.operation_time = operation
@@ -452,7 +462,8 @@ def uninstall() -> None:
     """Undo `install`."""
     global _emulation
     if _emulation is not None:
-        found, _emulation = _emulation, None
+        found = _emulation
+        _emulation = None
         found.undo()
 
 
@@ -464,7 +475,8 @@ def install_from_environment() -> None:
     found = environment.emulated_network()
     if found is None:
         return
-    network, world = parse_network(found[0], "LOCKSTEP_NETWORK"), environment.find_world()
+    network = parse_network(found[0], "LOCKSTEP_NETWORK")
+    world = environment.find_world()
     host = network.host_of(world.rank, world.world_size)
     local_rank, local_size = network.place_of(world.rank, world.world_size)
     place = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}

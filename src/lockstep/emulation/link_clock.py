@@ -85,7 +85,8 @@ class LinkClock:
     """
 
     def __init__(self, folder: Path, network: VirtualNetwork) -> None:
-        self.folder, self.network = folder, network
+        self.folder = folder
+        self.network = network
         self.virtual = VirtualTime(network.dilation)
         self._shared = _SharedNumbers(folder / "cards", _HEAD + 2 * network.hosts * _CARD)
         with self._shared.locked() as numbers:
@@ -131,7 +132,8 @@ class LinkClock:
 def emulation_summary(folder: Path, network: VirtualNetwork) -> str:
     """Return in words how well this host has kept up with `network`, whose clocks are in `folder`."""
     clock = LinkClock(folder, network)
-    found, real_s = clock.statistics(), clock.elapsed()
+    found = clock.statistics()
+    real_s = clock.elapsed()
     clock.close()
     text = f"lockstep run: emulated network: {found.waits} messages and collectives between hosts"
     if found.behind_s > _BEHIND * real_s:
@@ -165,7 +167,10 @@ class GroupClock:
     """
 
     def __init__(self, clock: LinkClock, name: str, rank: int, size: int, host: int) -> None:
-        self.clock, self._rank, self._size, self._host = clock, rank, size, host
+        self.clock = clock
+        self._rank = rank
+        self._size = size
+        self._host = host
         self._shared = _SharedNumbers(clock.folder / f"group-{name}", size + _SLOTS * (1 + size * _FIELDS))
         self._called = 0
         with self._shared.locked() as numbers:
@@ -187,7 +192,9 @@ class GroupClock:
             own = at + 1 + self._rank * _FIELDS
             if numbers[own + _TAG] > numbers[at]:
                 raise TransportError(f"emulated network: more than {_SLOTS} collectives of one group are pending")
-            numbers[own + _TIME], numbers[own + _SIZE], numbers[own + _TAG] = now, size, number
+            numbers[own + _TIME] = now
+            numbers[own + _SIZE] = size
+            numbers[own + _TAG] = number
             ranks = [at + 1 + rank * _FIELDS for rank in range(self._size)]
             if any(numbers[rank + _TAG] != number for rank in ranks):
                 return

@@ -70,7 +70,8 @@ class Cards:
         Returns:
             The two times; the second is infinite if the link between the two is lost.
         """
-        sender, receiver = self._cards[source], self._cards[target]
+        sender = self._cards[source]
+        receiver = self._cards[target]
         start = _reserve(self.sends[source], now, size / sender.bandwidth)
         free = start + size / sender.bandwidth
         if start >= self._cuts.get(frozenset((source, target)), math.inf):
@@ -84,9 +85,11 @@ def _reserve(busy: list[float], begin: float, duration: float) -> float:
     """Reserve the first gap from `begin` on that is as long as `duration`; return when it begins."""
     at = bisect.bisect_right(busy, begin)
     if at % 2:  # within a busy time
-        begin, at = busy[at], at + 1
+        begin = busy[at]
+        at = at + 1
     while at < len(busy) and busy[at] < begin + duration:
-        begin, at = busy[at + 1], at + 2
+        begin = busy[at + 1]
+        at = at + 2
     if duration > 0:
         if at and busy[at - 1] == begin:
             busy[at - 1] = begin + duration
@@ -146,7 +149,10 @@ def reduce(sizes: Sequence[float], root: int) -> Rounds:
 
 def broadcast(sizes: Sequence[float], root: int) -> Rounds:
     """Return the ceil(log2 n) rounds of a binomial tree."""
-    ranks, size, rounds, reach = len(sizes), max(sizes), [], 1
+    ranks = len(sizes)
+    size = max(sizes)
+    rounds = []
+    reach = 1
     while reach < ranks:
         senders = range(min(reach, ranks - reach))
         rounds.append([Message((root + i) % ranks, (root + i + reach) % ranks, size) for i in senders])
@@ -173,7 +179,9 @@ def all_to_all(sizes: Sequence[float], root: int) -> Rounds:
 
 def barrier(sizes: Sequence[float], root: int) -> Rounds:
     """Return the ceil(log2 n) rounds of a dissemination barrier, of messages without bytes."""
-    ranks, rounds, distance = len(sizes), [], 1
+    ranks = len(sizes)
+    rounds = []
+    distance = 1
     while distance < ranks:
         rounds.append([Message(rank, (rank + distance) % ranks, 0.0) for rank in range(ranks)])
         distance *= 2
@@ -212,13 +220,16 @@ def finish_times(
         draws: of the jitter; None for none.
     """
     cards.forget(min(arrivals))
-    ready, done = list(arrivals), list(arrivals)
+    ready = list(arrivals)
+    done = list(arrivals)
     for messages in rounds:
         begun = list(ready)
         for message in messages:
-            source, target = hosts[message.source], hosts[message.target]
+            source = hosts[message.source]
+            target = hosts[message.target]
             now = begun[message.source]
-            left, there = now, now
+            left = now
+            there = now
             if source != target and now < math.inf:
                 left, there = cards.send(source, target, message.size, now, draws.random() if draws else 0.0)
             done[message.source] = max(done[message.source], left)

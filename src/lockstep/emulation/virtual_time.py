@@ -72,7 +72,8 @@ class AwakeCore:
     """
 
     def __init__(self) -> None:
-        self._lock, self._libc = ctypes.c_int(), ctypes.CDLL(None)
+        self._lock = ctypes.c_int()
+        self._libc = ctypes.CDLL(None)
         self._thread: threading.Thread | None = None
         if sys.platform == "linux" and hasattr(self._libc, "pthread_spin_lock"):
             self._libc.pthread_spin_init(ctypes.byref(self._lock), 0)
@@ -141,7 +142,8 @@ class _ThreadTime:
         if self._dilation == 1:
             self.now = time.monotonic()
             return self.now
-        last, self._last = self._last, self._read()
+        last = self._last
+        self._last = self._read()
         wall, computed, delayed = (new - old for new, old in zip(self._last, last, strict=True))
         computed = self._dilation * computed if computed >= at_least_s else 0.0
         if not counts_waits:

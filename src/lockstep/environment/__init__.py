@@ -243,7 +243,8 @@ def earlier_run_dir() -> Path | None:
 
 def emulated_network() -> tuple[str, Path] | None:
     """Return the emulated network of this job, LOCKSTEP_NETWORK, and the folder of its link clocks; None without."""
-    text, folder = os.environ.get("LOCKSTEP_NETWORK", ""), os.environ.get("LOCKSTEP_NETWORK_DIR", "")
+    text = os.environ.get("LOCKSTEP_NETWORK", "")
+    folder = os.environ.get("LOCKSTEP_NETWORK_DIR", "")
     return (text, Path(folder)) if text and folder else None
 
 

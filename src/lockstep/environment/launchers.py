@@ -48,7 +48,8 @@ def _expand_numbers(text: str) -> list[str]:
         match = _RANGE.fullmatch(part)
         if match is None:
             raise ValueError(f"not a range of numbers: {part!r}")
-        first, last = match[1], match[2] or match[1]
+        first = match[1]
+        last = match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 
@@ -111,7 +112,8 @@ _TORCH = functools.partial(
     nodes="GROUP_WORLD_SIZE",
     incomplete=True,  # many scripts set only these two
 )
-_LOCKSTEP, _TORCHRUN = _TORCH("lockstep", "Lockstep's launcher"), _TORCH("torchrun", "torchrun")
+_LOCKSTEP = _TORCH("lockstep", "Lockstep's launcher")
+_TORCHRUN = _TORCH("torchrun", "torchrun")
 
 _HOROVOD = Launcher(
     "horovod",
@@ -247,7 +249,8 @@ class _Reader:
 
     def error(self, name: str, expected: str, got: object = None, found: str = "") -> ConfigError:
         """Return the error for an invalid variable."""
-        rank, size = self.launcher.rank, self.launcher.size
+        rank = self.launcher.rank
+        size = self.launcher.size
         hint = f"{self.launcher.title} sets it: start the workers with it, or unset {rank} and {size} to run alone."
         return ConfigError(f"environment variable {name}", expected, got, hint, found=found)
 

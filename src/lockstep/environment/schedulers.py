@@ -51,7 +51,8 @@ class _Variables:
     """The variables of one scheduler; what is missing or invalid is an error that names it."""
 
     def __init__(self, env: Mapping[str, str], title: str) -> None:
-        self._env, self._title = env, title
+        self._env = env
+        self._title = title
 
     def has(self, name: str) -> bool:
         return bool(self._env.get(name, "").strip())

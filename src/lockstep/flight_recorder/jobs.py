@@ -69,7 +69,8 @@ class MessageReader:
     """Reads the messages in a job's folder, each of them once."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._read = folder / "messages", 0
+        self._path = folder / "messages"
+        self._read = 0
 
     def read(self) -> list[str]:
         """Return the messages that were written since the last call."""

@@ -35,7 +35,8 @@ __all__ = [
 
 # --- Layout: identity of the rank, its current state, its last collectives (pure) ------------------------------------
 
-MAGIC, VERSION = b"LOCKSTEP", 4
+MAGIC = b"LOCKSTEP"
+VERSION = 4
 
 # magic, version, rank, world size, process id, start time, Unix time minus the monotonic clock, host, program
 HEADER = struct.Struct("<8sIIIIdd64s256s")
@@ -187,7 +188,8 @@ class TextTable:
     """
 
     def __init__(self, memory: memoryview, start: int) -> None:
-        self.memory, self._start = memory, start
+        self.memory = memory
+        self._start = start
         self.on_wraparound: Callable[[], None] = (
             _do_nothing  # called when cached numbers may soon refer to overwritten texts
         )

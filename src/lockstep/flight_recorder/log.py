@@ -71,7 +71,8 @@ class RecordLog:
 
     def __init__(self, folder: Path, reader: RecorderReader) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._reader, self._next = reader, 1
+        self._reader = reader
+        self._next = 1
         header = {name: getattr(reader, name) for name in ("world_size", "host", "pid", "unix_offset", "program")}
         self._file = LogFile(folder, reader.rank, **header)
 
@@ -89,7 +90,8 @@ class RecordLog:
         Raises:
             OSError: the file cannot be written (a full disk, for example); it ends with a complete record.
         """
-        count, records = self._reader.state_word(StateWords().records), []
+        count = self._reader.state_word(StateWords().records)
+        records = []
         self._next = max(self._next, count + 1 - RING)
         while self._next <= count:
             raw = self._reader.raw(self._next)

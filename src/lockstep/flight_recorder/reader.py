@@ -175,10 +175,13 @@ class RecorderReader:
         if len(self.memory) != self.layout.total:
             raise ValueError(f"{path} is damaged: {len(self.memory)} bytes instead of {self.layout.total}")
         self.host, self.program = (_padded(text) for text in (host, program))
-        self.uints, self.floats = self.memory.cast("Q"), self.memory.cast("d")
+        self.uints = self.memory.cast("Q")
+        self.floats = self.memory.cast("d")
         self._signed = self.memory.cast("q")
-        self._slots, self._record_numbers = self.layout.group_keys >> 3, self.layout.record_numbers >> 3
-        self._last_sequences, self._ring = self.layout.last_sequences >> 3, self.layout.ring
+        self._slots = self.layout.group_keys >> 3
+        self._record_numbers = self.layout.record_numbers >> 3
+        self._last_sequences = self.layout.last_sequences >> 3
+        self._ring = self.layout.ring
 
     def __enter__(self) -> Self:
         return self
@@ -197,8 +200,10 @@ class RecorderReader:
 
     def state(self) -> RankState:
         """Return the rank's current state."""
-        uints, floats = self.uints, self.floats
-        count, phase = uints[_AT.records], uints[_AT.phase]
+        uints = self.uints
+        floats = self.floats
+        count = uints[_AT.records]
+        phase = uints[_AT.phase]
         waits_in = uints[_AT.since_record] if PHASES[phase % len(PHASES)] == "waits" else count
         raw = self.raw(waits_in)
         batch, finished = decode_batch(self._signed[_AT.batch])
@@ -325,7 +330,8 @@ class RecorderReader:
 
     def channel(self, key: int) -> int:
         """Return the word in which the channel `key` begins, see `Layout.channels`; 0 if it has had no message."""
-        slots, start = self.layout.channel_slots, self.layout.channels >> 3
+        slots = self.layout.channel_slots
+        start = self.layout.channels >> 3
         at = key % slots
         for _ in range(slots):
             found = self.uints[start + at * CHANNEL_WORDS]

@@ -49,9 +49,16 @@ __all__ = [
 
 _RUNS, _WAITS, _LEFT, _ENDED, _RAISED = range(len(PHASES))
 _AT = StateWords()
-_AT_PHASE, _AT_SINCE, _AT_RECORD = _AT.phase, _AT.since, _AT.since_record  # those that each collective writes
-_AT_RECORDS, _AT_WAITED = _AT.records, _AT.waited
-_AT_ACTIVITY, _AT_IS_OWN, _AT_SOLO = _AT.activity, _AT.activity_is_own, _AT.solo  # those that each hook writes
+# those that each collective writes
+_AT_PHASE = _AT.phase
+_AT_SINCE = _AT.since
+_AT_RECORD = _AT.since_record
+_AT_RECORDS = _AT.records
+_AT_WAITED = _AT.waited
+# those that each hook writes
+_AT_ACTIVITY = _AT.activity
+_AT_IS_OWN = _AT.activity_is_own
+_AT_SOLO = _AT.solo
 _SPARE_SLOTS = 8  # free ones; the slots of groups that are destroyed are reused in turn
 _LEFT_AT = RECORD.size - 8 - 4 - 5 * 4 - 8  # offset of the field `left` in a record
 
@@ -88,18 +95,20 @@ class FlightRecorder:
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, host: str, program: str) -> None:
-        self.rank, self.world_size, self.layout = rank, world_size, Layout(world_size)
-        self.path, self.pid = rank_file(folder, rank), os.getpid()
+        self.rank = rank
+        self.world_size = world_size
+        self.layout = Layout(world_size)
+        self.path = rank_file(folder, rank)
+        self.pid = os.getpid()
         self._map = _make(self.path, self.layout.total)
         self._set_views(self._map)
-        self._record_numbers, self._ring, self._last_sequences = (
-            self.layout.record_numbers >> 3,
-            self.layout.ring,
-            self.layout.last_sequences >> 3,
-        )
+        self._record_numbers = self.layout.record_numbers >> 3
+        self._ring = self.layout.ring
+        self._last_sequences = self.layout.last_sequences >> 3
         self.texts = TextTable(self.memory, self.layout.texts)
         self.count = 0  # of records
-        self.batch, self.loop = -1, 0
+        self.batch = -1
+        self.loop = 0
         self._slots: list[int] = [0] * GROUP_SLOTS  # when each slot was used last; the oldest closed one is reused
         self._uses = 0
         self._channels: dict[int, int] = {}  # word in which each channel begins, by its key; 0 for one without room
@@ -112,8 +121,11 @@ class FlightRecorder:
         HEADER.pack_into(self.memory, 0, MAGIC, VERSION, rank, world_size, self.pid, now, offset, *names)
 
     def _set_views(self, raw: mmap.mmap | bytearray) -> None:
-        self._raw, self.memory = raw, memoryview(raw)
-        self.uints, self.floats, self._signed = self.memory.cast("Q"), self.memory.cast("d"), self.memory.cast("q")
+        self._raw = raw
+        self.memory = memoryview(raw)
+        self.uints = self.memory.cast("Q")
+        self.floats = self.memory.cast("d")
+        self._signed = self.memory.cast("q")
 
     def close(self) -> None:
         """Unmap the memory; later writes are discarded."""
@@ -204,7 +216,8 @@ class FlightRecorder:
             tag: of a message.
         """
         self.count = number = self.count + 1
-        at, now = self._ring + number % RING * RECORD.size, now or time.monotonic()
+        at = self._ring + number % RING * RECORD.size
+        now = now or time.monotonic()
         compared = number, key, sequence, call.fingerprint, line, self.batch, self.loop
         RECORD.pack_into(self.memory, at, *compared, now, 0.0, call.number, call_site, group, name, peer, rejected, tag)
         uints = self.uints
@@ -245,7 +258,8 @@ class FlightRecorder:
 
     def end_wait(self) -> float:
         """Record that the rank computes again, and return the time."""
-        now, floats = time.monotonic(), self.floats
+        now = time.monotonic()
+        floats = self.floats
         self.uints[_AT_PHASE] = _RUNS
         floats[_AT_WAITED] += now - floats[_AT_SINCE]
         floats[_AT_SINCE] = now
@@ -271,7 +285,8 @@ class FlightRecorder:
 
     def note_batch(self, batch: int, loop: int) -> None:
         """Record the batch, -1 for none, and the loop over batches that it belongs to, 0 for none."""
-        self.batch, self.loop = batch, loop
+        self.batch = batch
+        self.loop = loop
         self._signed[_AT.batch] = batch
         self.uints[_AT.loop] = loop
 
@@ -323,7 +338,8 @@ class FlightRecorder:
             self.uints[at + 1] -= 1
 
     def _open_channel(self, channel: int) -> int:
-        slots, start = self.layout.channel_slots, self.layout.channels >> 3
+        slots = self.layout.channel_slots
+        start = self.layout.channels >> 3
         if len(self._channels) >= slots * 3 // 4:
             self.uints[_AT.lost_channels] += 1
             return 0
@@ -405,7 +421,8 @@ def recorded_collectives() -> int | None:
 @contextmanager
 def solo_section() -> Iterator[None]:
     """A context in which this rank works while the others are meant to wait for it, however long that takes."""
-    recorder, word = current.recorder, StateWords().solo
+    recorder = current.recorder
+    word = StateWords().solo
     if recorder is not None:
         recorder.set_word(word, recorder.uints[word] + 1)
     try:
@@ -427,14 +444,17 @@ class activity:  # noqa: N801 - used like the functions here; a class, as it is 
     __slots__ = ("_before", "_is_own", "_is_solo", "_recorder", "_text")
 
     def __init__(self, text: str, is_own: bool = False, is_solo: bool = False) -> None:
-        self._text, self._is_own, self._is_solo = text, is_own, is_solo
+        self._text = text
+        self._is_own = is_own
+        self._is_solo = is_solo
         self._recorder = current.recorder
 
     def __enter__(self) -> None:
         if self._recorder is not None:
             words = self._recorder.uints
             self._before = words[_AT_ACTIVITY], words[_AT_IS_OWN], words[_AT_SOLO]
-            words[_AT_ACTIVITY], words[_AT_IS_OWN] = self._recorder.texts.intern(self._text), self._is_own
+            words[_AT_ACTIVITY] = self._recorder.texts.intern(self._text)
+            words[_AT_IS_OWN] = self._is_own
             words[_AT_SOLO] = self._before[2] + self._is_solo
 
     def __exit__(self, *_: object) -> None:
@@ -483,4 +503,5 @@ def in_method(method: str) -> Iterator[None]:
     try:
         yield
     finally:
-        thread.name, thread.method = before, ""
+        thread.name = before
+        thread.method = ""

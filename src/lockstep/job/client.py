@@ -53,7 +53,8 @@ class JobClient:
         self.number = number
         self.peers: frozenset[int] = frozenset({os.getpid()})
         self.failure: Failure | None = None
-        self._on_turn, self._on_lost = on_turn, on_lost
+        self._on_turn = on_turn
+        self._on_lost = on_lost
         self._released = threading.Event()
         self._lock = threading.RLock()
         self._unread: deque[Any] = deque()  # messages for which nobody has asked yet
@@ -90,7 +91,8 @@ class JobClient:
         with self._lock:
             while self._unread:
                 take(self._unread.popleft())
-            self._take, self._tell_lost = take, lost
+            self._take = take
+            self._tell_lost = lost
             if self._is_lost:
                 lost()
 

@@ -42,12 +42,15 @@ class Connection(Generic[In, Out]):
     """
 
     def __init__(self, end: socket.socket, incoming: object) -> None:
-        self.socket, self.most, self.pings = end, _MOST, 0
+        self.socket = end
+        self.most = _MOST
+        self.pings = 0
         self.is_strange = False
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
-        self._received, self._unsent = bytearray(), bytearray()
+        self._received = bytearray()
+        self._unsent = bytearray()
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""

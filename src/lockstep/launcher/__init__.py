@@ -100,7 +100,8 @@ def launch(
     emulated = None if emulated is None else emulated.resolved(workers, cores)
     options = WorkerOptions(workers, threads or max(1, cores // workers), grace, exit_grace=grace, network=emulated)
     with temporary_job_folder() as folder, ExitStack() as stack:
-        call, value = folder / "call", folder / "value"
+        call = folder / "call"
+        value = folder / "value"
         call.write_bytes(worker_status.pickle_call(fn, args, kwargs))
         if in_notebook():
             shown = log_multiplexer.NotebookOutput()

@@ -126,8 +126,12 @@ class ElasticHost:
         selector: selectors.BaseSelector,
         mesh: Mesh | None = None,
     ) -> None:
-        self._setup, self._folder, self._selector, self._mesh = setup, folder, selector, mesh
-        self._me, self._name = entry.number, entry.name
+        self._setup = setup
+        self._folder = folder
+        self._selector = selector
+        self._mesh = mesh
+        self._me = entry.number
+        self._name = entry.name
         self._log = setup.multiplexer.write_message
         self._hosts: dict[int, HostEntry] = {entry.number: entry}
         self._memory = HostMemory(entry.number)
@@ -168,7 +172,9 @@ class ElasticHost:
         self._description: HostDescription | None = None
         self._pulse = Pulse(self._beat, lambda: setup.multiplexer.is_blocked)
         if mesh is not None:
-            mesh.on_message, mesh.on_link, mesh.on_silence = self._from_host, self._from_link, self._say_silent
+            mesh.on_message = self._from_host
+            mesh.on_link = self._from_link
+            mesh.on_silence = self._say_silent
 
     @classmethod
     @contextmanager
@@ -225,7 +231,8 @@ class ElasticHost:
 
     def join(self, connection: Any, welcome: Welcome) -> None:
         """Take part in a job that has let this host in, by a connection to the host that leads it."""
-        self._spec, self._let_in_by = welcome.about, welcome.leader
+        self._spec = welcome.about
+        self._let_in_by = welcome.leader
         self._add_entries(welcome.hosts)
         self.mesh.on_knock = self._let_in
         self.mesh.adopt(connection, welcome.leader)
@@ -438,7 +445,8 @@ class ElasticHost:
 
     def _say_what_it_waits_for(self) -> None:
         """Say once that this side of a cut network does not go on; end when it has waited for too long."""
-        election, limit_s = self._election, self._setup.limits.pause_s
+        election = self._election
+        limit_s = self._setup.limits.pause_s
         is_paused = self._view is not None and not election.is_settled
         names = ", ".join(self._hosts[host].name for host in election.unanswered if host in self._hosts)
         text = f"the training is paused on {self._name}, because {names} may go on" if is_paused and names else ""
@@ -460,7 +468,8 @@ class ElasticHost:
 
     def _end_if_all_others_have(self) -> None:
         """End what this host waits for in vain: nobody is left who could tell it how the others have gone on."""
-        election, now = self._election, time.monotonic()
+        election = self._election
+        now = time.monotonic()
         waits = not election.is_settled and (election.unanswered or election.lost)
         connected = [host for host in self._hosts_in_view() if host != self._me and election.is_connected(host)]
         may_hang = any(self.mesh.silent_s(host) > _HUNG_S for host in connected)  # which holds up the election
@@ -469,7 +478,8 @@ class ElasticHost:
             return
         self._alone_since = min(self._alone_since, now)
         if now - self._alone_since >= ALONE_S:
-            self._over, self._job = Over(describe_ended(self._name)), None
+            self._over = Over(describe_ended(self._name))
+            self._job = None
 
     # --- who leads ----------------------------------------------------------------------------------------------------
 
@@ -500,7 +510,8 @@ class ElasticHost:
             return
         if self._job is not None:
             self._are_held = self._job.hold()
-        own, generation = self._memory.members_in_training, self._memory.generation + 1
+        own = self._memory.members_in_training
+        generation = self._memory.generation + 1
         for number in own:
             self._deliver(number, Change(generation))
         self._are_held = self._are_held or bool(own)
@@ -519,14 +530,18 @@ class ElasticHost:
 
     def _follow_view(self, view: HostView) -> None:
         """A view of the hosts is decided: lead the job, or follow who does."""
-        before, self._view = self._view, view
-        were_held, self._are_held = self._are_held, False
+        before = self._view
+        self._view = view
+        were_held = self._are_held
+        self._are_held = False
         if self._mesh is not None:  # before the job has begun the launchers wait for each other
             patience = self._setup.patience
-            self._mesh.warning_s, self._mesh.launcher_limit_s = patience.warning_s, patience.limit_s
+            self._mesh.warning_s = patience.warning_s
+            self._mesh.launcher_limit_s = patience.limit_s
         if view.leader != self._me:
             self._broken.clear()
-            self._job, self._resumes = None, False
+            self._job = None
+            self._resumes = False
             self._inbox.clear()
             self._tell_state()
             self._repeat_requests()
@@ -568,7 +583,8 @@ class ElasticHost:
 
         They do so at each new view; who does not is lost soon.
         """
-        job, view = self._job, self._view
+        job = self._job
+        view = self._view
         if job is None or view is None or not self._resumes or not self._election.leads:
             return
         states = [self._states[host] for host in view.hosts if host in self._states]
@@ -733,7 +749,8 @@ class ElasticHost:
             case Look(path):
                 self._to_leader(Looked(path, Path(path).exists()))
             case Over():
-                self._over, self.knows_outcome = message, True
+                self._over = message
+                self.knows_outcome = True
             case Replied(request, text, accepted):
                 reply = self._replies.pop(request, None)
                 if reply is not None:
@@ -768,7 +785,8 @@ class ElasticHost:
             self._send(host, Look(self._shared.path))
 
     def _note_looked(self, host: int, path: str, found: bool) -> None:
-        job, view = self._job, self._election.view
+        job = self._job
+        view = self._election.view
         if path != self._shared.path or job is None:
             return
         if found:
@@ -792,7 +810,8 @@ class ElasticHost:
         """Return how another machine joins the job, or why none can."""
         if self._mesh is None:
             return "expected a job that was started with -H, --nnodes or --master-addr: this one is on one host", False
-        own, key = self._mesh.own, environment.job_key()
+        own = self._mesh.own
+        key = environment.job_key()
         return f"{f'LOCKSTEP_JOB_KEY={key} ' * bool(key)}lockstep join {own.address}:{own.port}", True
 
     def _ask(self, what: str, number: int, name: str, reply: Callable[[str, bool], None]) -> None:
@@ -895,7 +914,8 @@ class _Inbox:
 
 _CUT_OFF_S = 5.0  # after which this host itself would have noticed that one of the two does not answer
 _REPEATED_S = 3 * _TICK_S
-_REFUSED_S, _MOST_REFUSED_S = 10.0, 600.0
+_REFUSED_S = 10.0
+_MOST_REFUSED_S = 600.0
 
 
 class _CutOffHosts:

@@ -408,11 +408,15 @@ class ElasticJob:
 
     def ended(self, host: int, end: Ended) -> None:
         """Decide what the end of a worker's process means."""
-        number, code, report = end.number, end.code, end.report
+        number = end.number
+        code = end.code
+        report = end.report
         if self._living.pop(number, None) is None:
             return
-        coordinator, rank = self.coordinator, self.rank_of(number)
-        was_member, was_candidate = number in coordinator.members, number in coordinator.candidates
+        coordinator = self.coordinator
+        rank = self.rank_of(number)
+        was_member = number in coordinator.members
+        was_candidate = number in coordinator.candidates
         is_error = was_member and report is not None and not report.stopped and not coordinator.failure
         is_error = is_error or (was_member and self._has_crashed_after_the_training(end))
         if self.state.is_ending or self.state.stops or is_error:
@@ -477,7 +481,8 @@ class ElasticJob:
 
     def supervise(self) -> None:
         """Do what is due: start and end workers."""
-        coordinator, state = self.coordinator, self.state
+        coordinator = self.coordinator
+        state = self.state
         self._announce_view()
         self._announce_waiting()
         self._end_wait()
@@ -556,13 +561,15 @@ class ElasticJob:
 
     def _start_worker(self) -> bool:
         """Start a worker on a host that has a slot for it; returns whether there is one."""
-        state, coordinator = self.state, self.coordinator
+        state = self.state
+        coordinator = self.coordinator
         if state.started == state.first:
             self._plan = self._places(state.target)
         host = self._plan.pop(0) if self._plan else next(iter(self._places(1)), None)
         if host is None:
             return False
-        number, joins = state.started, coordinator.formed >= 0
+        number = state.started
+        joins = coordinator.formed >= 0
         before = len(coordinator.members) + len(coordinator.candidates)
         last = min(before, coordinator.most - 1)  # the view may have a lost worker still
         rank = last if joins else (number - state.first) % state.target
@@ -640,8 +647,10 @@ class ElasticJob:
 
     def _start_again(self) -> None:
         """Start all workers again from the newest checkpoint, unless that has been in vain."""
-        state, progress = self.state, self.coordinator.progress
-        reason, self._restart_reason = self._restart_reason, ""
+        state = self.state
+        progress = self.coordinator.progress
+        reason = self._restart_reason
+        self._restart_reason = ""
         fruitless = 0 if progress > state.progress else state.fruitless + 1
         if fruitless > _MOST_RESTARTS:
             times = f"the workers were started again {_MOST_RESTARTS} times without any progress"
@@ -653,7 +662,8 @@ class ElasticJob:
         where = f"from the checkpoint {resume}" if resume else "from the beginning"
         self.tell(f"{reason}; all workers are started again, {where}")
         self.coordinator = Coordinator(state.target, self.limits.minimum)
-        self._view, self._failed_starts = (), 0
+        self._view = ()
+        self._failed_starts = 0
         self._keeping.clear()
         self._change_state(
             restarts=state.restarts + 1,
@@ -666,7 +676,8 @@ class ElasticJob:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _resize(self, workers: int) -> str:
-        coordinator, (least, most) = self.coordinator, (self.limits.minimum, self.limits.maximum)
+        coordinator = self.coordinator
+        (least, most) = (self.limits.minimum, self.limits.maximum)
         if not least <= workers <= most:
             raise LockstepError(f"expected {least} to {most} workers, as the job was started with, got {workers}")
         if workers > coordinator.most:
@@ -762,7 +773,8 @@ class ElasticJob:
     def _announce_waiting(self) -> None:
         """Say once that the members wait because they are too few."""
         if not self.coordinator.waiting:
-            self._waits_since, self._is_waiting_said = math.inf, False
+            self._waits_since = math.inf
+            self._is_waiting_said = False
             return
         now = time.monotonic()
         self._waits_since = min(self._waits_since, now)
@@ -779,7 +791,8 @@ class ElasticJob:
 
     def _end_wait(self) -> None:
         """Save and end when the members have waited for others for too long."""
-        least, limit_s = self.limits.minimum, self.limits.pause_s
+        least = self.limits.minimum
+        limit_s = self.limits.pause_s
         if time.monotonic() - self._waits_since < limit_s or self.state.stops:
             return
         option = "--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT"

@@ -99,7 +99,8 @@ class Listener:
             self.socket = listen(address, port, several_hosts=True)
         except OSError as error:
             raise ConfigError("master_port", "a port that is free on this host", port, f"{error.strerror}.") from None
-        self.address, self.port = address, int(self.socket.getsockname()[1])
+        self.address = address
+        self.port = int(self.socket.getsockname()[1])
         self.name = name or socket.gethostname()
         self.numbers: list[int] = []
         with suppress(OSError):  # a name of this host
@@ -165,7 +166,8 @@ def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) 
     if command != "go":
         return
     multiplexer = LogMultiplexer((1, 2), colours=False, prefixes=not config.no_prefix, live=True)
-    config, parent = replace(config, quiet=True), _Parent()
+    config = replace(config, quiet=True)
+    parent = _Parent()
     threading.Thread(target=parent.follow, name="lockstep parent", daemon=True).start()
     try:
         _run_part(script, config, workers, multiplexer, arguments[0], int(arguments[1]), listener, parent.watch)
@@ -294,7 +296,8 @@ def found_job(config: JobOptions, setup: HostSetup, slots: int, listener: Listen
 def _opened(setup: HostSetup, own: HostEntry, listener: Listener) -> Any:
     def open_mesh(selector: selectors.BaseSelector) -> Mesh:
         limit_s = min(_LIMIT_S, environment.heartbeat_timeout())
-        key, former = environment.job_key(), listener.numbers
+        key = environment.job_key()
+        former = listener.numbers
         listener.numbers = [*former, own.number]
         return Mesh(own, key, listener.socket.dup(), selector, WireMessage, limit_s, former)
 
@@ -305,7 +308,9 @@ class _Porter:
     """Lets the hosts in with which a job begins."""
 
     def __init__(self, host: ElasticHost, config: JobOptions) -> None:
-        self._host, self._config, self._problem = host, config, ""
+        self._host = host
+        self._config = config
+        self._problem = ""
         self._others: dict[int, HostEntry] = {}
         self.spec = messages.encode(JobSpec.of(config))
 
@@ -383,7 +388,8 @@ def join_job(
             addresses = listener.take_part(host, setup)
         if addresses:
             watch(None)
-        node, seconds = -1, math.inf
+        node = -1
+        seconds = math.inf
 
 
 def _own_address(job: str) -> str:
@@ -410,15 +416,19 @@ def _knock_until(
     join again, none would ever let another in. Who has taken part before (`seconds` is infinite) gives up when nobody
     has been left for `ALONE_S` who takes part, or after `pause_s`.
     """
-    own, key, kind = listener.entry(NEW, slots), environment.job_key(), WireMessage
-    began, nobody_since = time.monotonic(), math.inf
+    own = listener.entry(NEW, slots)
+    key = environment.job_key()
+    kind = WireMessage
+    began = time.monotonic()
+    nobody_since = math.inf
     deadline = began + seconds
     with selectors.DefaultSelector() as selector:
         mesh = Mesh(own, key, listener.socket.dup(), selector, kind, _LIMIT_S, listener.numbers)
         mesh.on_knock = lambda knock: Refused(WAITS_TO_JOIN)
         try:
             while True:
-                others, problem = 0, ""
+                others = 0
+                problem = ""
                 for address, port in addresses:
                     try:
                         answer = partial(knock, address, port, key, own, about, kind, _KNOCK_S)

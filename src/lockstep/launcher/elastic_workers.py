@@ -66,7 +66,8 @@ class HostWorkers:
     def __init__(
         self, setup: HostSetup, folder: Path, selector: selectors.BaseSelector, on_message: Callable[[int, Up], None]
     ) -> None:
-        self._setup, self._folder = setup, folder
+        self._setup = setup
+        self._folder = folder
         self._log = setup.multiplexer.write_message
         self._workers = Workers(folder, selector, on_message, FromAnyWorker | Up)
         control = str(folder / "control")
@@ -102,7 +103,8 @@ class HostWorkers:
         if message.attempt > self._attempt:
             self._end_orphans()
             self._start_attempt(message.attempt)
-        setup, number = self._setup, message.number
+        setup = self._setup
+        number = message.number
         own = environment.variables_for_workers(self._run_id, setup.options.threads, None)
         elastic = environment.elastic_variable(ElasticWorker(number, self._workers.path, message.joins))
         variables = {**environment.variables(), **setup.variables, **own, **self._watchdog.variables(), **elastic}
@@ -117,7 +119,8 @@ class HostWorkers:
         self._pipes.add(number)
         name = Path(setup.script.name).name
         output = PipedOutput(self._folder)
-        threads, patience = setup.options.threads, setup.patience
+        threads = setup.options.threads
+        patience = setup.patience
         worker_setup = worker.WorkerSetup(self._folder, threads, output, self._run_id, name, patience)
         entry = partial(worker.main, setup.script.run, worker_setup)
         self._workers.start(number, entry, variables, setup.options.start_method)

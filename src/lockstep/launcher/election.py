@@ -248,7 +248,8 @@ class Election:
 
     def take_claim(self) -> HostView | None:
         """Return the view to be claimed in the folder of the newest view; None if there is none."""
-        claim, self._claim = self._claim, None
+        claim = self._claim
+        self._claim = None
         return claim
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -264,7 +265,9 @@ class Election:
             self._joining.discard(host)
         if self.leader == self.me and host in self._hosts and link is not Link.CONNECTED:
             self._must_confirm = True  # what was sent to it may be lost
-        self._attempt, self._wait_ticks = None, 0  # other hosts count now
+        # other hosts count now
+        self._attempt = None
+        self._wait_ticks = 0
         self._consider()
 
     def add(self, *hosts: int) -> None:
@@ -286,7 +289,9 @@ class Election:
     def confirm(self) -> None:
         """This host has not run for so long that the others may have another leader: it asks before it leads on."""
         if self.leader == self.me:
-            self._must_confirm, self._attempt, self._wait_ticks = True, None, 0
+            self._must_confirm = True
+            self._attempt = None
+            self._wait_ticks = 0
             self._consider()
 
     def tick(self) -> None:
@@ -384,7 +389,9 @@ class Election:
         if follows or self.leads or ballot <= self._promised:
             self._send(host, Reject(self._promised))
             return
-        self._promised, self._attempt, self._wait_ticks = ballot, None, _ANSWER_TICKS
+        self._promised = ballot
+        self._attempt = None
+        self._wait_ticks = _ANSWER_TICKS
         self._send(host, self._promise(ballot))
 
     def _promise(self, ballot: Ballot) -> Promise:
@@ -404,7 +411,8 @@ class Election:
 
     def _cast(self, vote: Vote) -> None:
         """Accept, and tell all hosts but the proposer, also those that do not answer: they may read it later."""
-        self._promised, self._vote = vote.ballot, vote
+        self._promised = vote.ballot
+        self._vote = vote
         for host in self._hosts:
             if host not in (self.me, vote.ballot.host):
                 self._send(host, Accepted(vote))
@@ -414,7 +422,8 @@ class Election:
     def _begin(self, view: HostView) -> None:
         self._round = max(self._round, self._promised.round) + 1
         ballot = self._promised = Ballot(view.number + 1, self._round, self.me)
-        self._attempt, self._wait_ticks = _Attempt(ballot), _ANSWER_TICKS
+        self._attempt = _Attempt(ballot)
+        self._wait_ticks = _ANSWER_TICKS
         for host in view.hosts:
             if host != self.me and self.is_connected(host):
                 self._send(host, Prepare(view, ballot))
@@ -427,7 +436,8 @@ class Election:
 
     def _give_up(self) -> None:
         """End the attempt; the more senior hosts are the first to try again."""
-        self._attempt, self._wait_ticks = None, 1 + self._hosts.index(self.me)
+        self._attempt = None
+        self._wait_ticks = 1 + self._hosts.index(self.me)
 
     def _note_promise(self, host: int, promise: Promise) -> None:
         attempt = self._attempt
@@ -497,10 +507,13 @@ class Election:
         is_newer = is_in if self.view is None else view.number > self.view.number
         if not is_newer or self.is_outside:
             return  # or this host joins, and has not been let in yet
-        self.view, self.is_outside = view, not is_in
-        self._promised, self._vote = Ballot(view.number + 1, 0, -1), None
+        self.view = view
+        self.is_outside = not is_in
+        self._promised = Ballot(view.number + 1, 0, -1)
+        self._vote = None
         self._heard.clear()
-        self._attempt, self._claim = None, None
+        self._attempt = None
+        self._claim = None
         self._round = self._wait_ticks = 0
         self._must_confirm = False
         self._joining -= set(view.hosts)

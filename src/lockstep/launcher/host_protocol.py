@@ -130,16 +130,22 @@ class HostFailure(msgspec.Struct, frozen=True):
     def as_error(self) -> WorkerError:
         """Return the failure as an exception."""
         error = WorkerError(self.rank, self.kind, self.reason, self.traceback, self.exit_code)
-        error.host, error.others, error.time = self.host, self.others, self.time
-        error.report_json, error.checkpoint = self.report, self.checkpoint
+        error.host = self.host
+        error.others = self.others
+        error.time = self.time
+        error.report_json = self.report
+        error.checkpoint = self.checkpoint
         return error
 
     @staticmethod
     def from_error(error: WorkerError, host: str = "", clock_offset_ns: int = 0) -> HostFailure:
         """Return the failure described by `error`, on `host`, whose clock is `clock_offset_ns` ahead."""
-        traceback, code = error.worker_traceback, error.exit_code
-        where, at = error.host or host, error.time - clock_offset_ns
-        report, repeats_watchdog = error.report_json, bool(error.report_json) and error.kind in WATCHDOG_ERROR_KINDS
+        traceback = error.worker_traceback
+        code = error.exit_code
+        where = error.host or host
+        at = error.time - clock_offset_ns
+        report = error.report_json
+        repeats_watchdog = bool(error.report_json) and error.kind in WATCHDOG_ERROR_KINDS
         texts = error.kind, error.reason, traceback, code, where, error.others
         return HostFailure(error.rank, *texts, at, report, repeats_watchdog, error.checkpoint)
 

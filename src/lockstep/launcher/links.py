@@ -366,7 +366,8 @@ class FixedHosts(OneHost):
                 self._say(reason)
                 self._lose(node, reason)
         self._look_for_hosts_that_have_left()
-        notes, self._notes = self._notes, []
+        notes = self._notes
+        self._notes = []
         return notes
 
     def _look_for_hosts_that_have_left(self) -> None:
@@ -442,7 +443,8 @@ class FixedHosts(OneHost):
     def join(self, workers: int) -> None:
         """Ask for the ranks of so many workers of this host, which are to be started, for the first time or again."""
         number = self._rounds if self.place is None or self.next_is_open else self.place.number + 1
-        self.place, self.next_is_open = None, False
+        self.place = None
+        self.next_is_open = False
         self._rounds = number
         self._to_coordinator(Join(number, workers))
 

@@ -151,7 +151,8 @@ class HostJob:
             return False
         self._reports_due = self._reports_due or time.monotonic() + REPORT_SECONDS
         unreported = [rank for rank, worker in self.workers.all.items() if not worker.has_reported]
-        states, first = self.watchdog.rank_states(), self.first_rank
+        states = self.watchdog.rank_states()
+        first = self.first_rank
         alive = [first + rank for rank in unreported if states.get(first + rank, "runs") in ("waits", "runs")]
         if not restarts_left and time.monotonic() < self._reports_due and self.watchdog.any_recorded(alive):
             return True
@@ -183,13 +184,16 @@ class HostJob:
 
     def results(self) -> WorkerResults:
         """Return the results of the last attempt."""
-        supervisor, size, first = self.supervisor, self.options.workers, self.first_rank
+        supervisor = self.supervisor
+        size = self.options.workers
+        first = self.first_rank
         if supervisor is None:
             return WorkerResults(signals=list(self.signals), workers=size)
         codes = {
             rank: worker.code for rank, worker in self.workers.all.items() if worker.code and not worker.is_ended_here
         }
-        lost, at = supervisor.dead_ranks, supervisor.checked_at
+        lost = supervisor.dead_ranks
+        at = supervisor.checked_at
         report = self.watchdog.report()
         return WorkerResults(
             self.workers.failures, lost, codes, list(self.signals), supervisor.killed, size, first, at, report
@@ -277,7 +281,9 @@ class _Attempts:
     """
 
     def __init__(self, entry: Callable[[int], object], variables: dict[str, str], job: HostJob) -> None:
-        self._entry, self._variables, self._job = entry, variables, job
+        self._entry = entry
+        self._variables = variables
+        self._job = job
         self._may_restart = True
 
     def run(self) -> Exception | None:
@@ -321,14 +327,16 @@ class _Attempts:
             self._poll()
 
     def _start(self, place: Round) -> None:
-        job, count = self._job, self._job.options.workers
+        job = self._job
+        count = self._job.options.workers
         job.start_attempt(place.number, place.first_rank)
         of_attempt = environment.attempt_variables(place.number, job.options.restarts, job.hosts.run_id)
         of_attempt |= job.watchdog.variables()
         # a fork server that is still loading PyTorch is waited for
         with Activity(f"lockstep: starting {count} worker{'s'[: count != 1]}", job.shows_progress):
             for local_rank in range(count):
-                node, nodes = job.hosts.node, job.hosts.nodes
+                node = job.hosts.node
+                nodes = job.hosts.nodes
                 rank = place.first_rank + local_rank
                 world = World(rank, place.world_size, local_rank, count, node, nodes, "lockstep")
                 of_worker = environment.world_variables(world, job.hosts.address, place.port)
@@ -426,7 +434,8 @@ def run_program(script: Script, options: WorkerOptions, output: OutputSettings, 
     with temporary_job_folder() as folder, ExitStack() as stack:
         first_rank = lambda: jobs[0].first_rank if jobs else 0  # noqa: E731
         output_target = stack.enter_context(_open_output(output, folder, options, first_rank))
-        log, program = output.multiplexer.write_message, Path(script.name).name
+        log = output.multiplexer.write_message
+        program = Path(script.name).name
         jobs.append(HostJob(folder, options, hosts, output_target, log, program, not output.quiet))
         jobs[0].is_blocked = lambda: output.multiplexer.is_blocked
         try:
@@ -470,10 +479,12 @@ def run_host_share(
     script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer, hosts: OneHost
 ) -> None:
     """Run this host's workers of `config.program`."""
-    threads, watch = threads_per_worker(config, workers), _watchdog_options(config)
+    threads = threads_per_worker(config, workers)
+    watch = _watchdog_options(config)
     if not config.quiet:
         multiplexer.write_message(_startup_message(workers, threads, config))
-    method, debug_rank = config.start_method, config.debug_rank
+    method = config.start_method
+    debug_rank = config.debug_rank
     network = None if config.network is None else config.network.resolved(workers, environment.usable_cores())
     options = WorkerOptions(
         workers, threads, config.grace, EXIT_GRACE, config.restarts, method, debug_rank, watch, network
@@ -485,13 +496,15 @@ def run_host_share(
 
 def elastic_setup(script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer) -> HostSetup:
     """Return how to run the workers of an elastic job on this host."""
-    threads, watch = threads_per_worker(config, workers), _watchdog_options(config)
+    threads = threads_per_worker(config, workers)
+    watch = _watchdog_options(config)
     if not config.quiet:
         multiplexer.write_message(_startup_message(workers, threads, config))
     options = WorkerOptions(workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch)
     assert config.elastic is not None
     several = config.nnodes > 1 or config.as_host or config.master_addr is not None
-    variables, patience = {} if several else loopback_variables(), Patience.of(several, ELASTIC_LIMIT_S)
+    variables = {} if several else loopback_variables()
+    patience = Patience.of(several, ELASTIC_LIMIT_S)
     pause_s = environment.pause_timeout() or config.stall_timeout or environment.stall_timeout()
     return HostSetup(script, options, Limits(*config.elastic, pause_s), multiplexer, variables, patience)
 

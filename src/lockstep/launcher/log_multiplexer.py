@@ -72,14 +72,17 @@ class LineSplitter:
     """Splits one stream into `OutputLine`."""
 
     def __init__(self) -> None:
-        self._line, self._is_bar = b"", False
+        self._line = b""
+        self._is_bar = False
         self._return = b""  # a trailing carriage return: a progress bar's, or half of a line end
 
     def feed(self, data: bytes) -> Iterator[OutputLine]:
         """Return the lines that `data` completes, and the current state of a progress bar."""
-        data, self._return = self._return + data, b""
+        data = self._return + data
+        self._return = b""
         if data.endswith(b"\r"):
-            data, self._return = data[:-1], b"\r"
+            data = data[:-1]
+            self._return = b"\r"
         *lines, rest = data.replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
             self._draw(line)
@@ -104,7 +107,8 @@ class LineSplitter:
 
     def _end(self) -> OutputLine:
         line = OutputLine(self._line, self._is_bar, True)
-        self._line, self._is_bar = b"", False
+        self._line = b""
+        self._is_bar = False
         return line
 
 
@@ -134,10 +138,13 @@ class LogMultiplexer:
 
     def __init__(self, descriptors: Sequence[int], colours: bool, prefixes: bool = True, live: bool = False) -> None:
         self._descriptors = descriptors
-        self._colours, self._prefixes, self._live = colours, prefixes, live
+        self._colours = colours
+        self._prefixes = prefixes
+        self._live = live
         self._lock = threading.Lock()
         self._bar_rank: int | None = None
-        self._bar, self._bar_to = b"", descriptors[-1]
+        self._bar = b""
+        self._bar_to = descriptors[-1]
         self._writes_since = 0.0  # when the write in progress began; 0 if there is none
         self.is_broken = False
 
@@ -183,7 +190,8 @@ class LogMultiplexer:
             self._write(to, (_CLEAR if terminal else b"") + shown)
             self._bar = b""
         elif terminal:
-            self._bar, self._bar_to = text, to
+            self._bar = text
+            self._bar_to = to
             self._write(to, _CLEAR + text)
 
     def _is_drawn(self, to: int) -> bool:
@@ -349,7 +357,8 @@ class Pipes:
     """The pipes of workers that are started and end while others run."""
 
     def __init__(self, output: PipedOutput, reader: _PipeReader) -> None:
-        self._output, self._reader = output, reader
+        self._output = output
+        self._reader = reader
 
     def add(self, local_rank: int) -> None:
         """Open the pipes of a worker that is about to be started."""
@@ -452,7 +461,8 @@ class RankLogFiles:
     """
 
     def __init__(self, folder: Path, write: WriteLine) -> None:
-        self._folder, self._write_line = folder, write
+        self._folder = folder
+        self._write_line = write
         self._files: dict[tuple[int, int], BinaryIO] = {}
         self._stack = ExitStack()
 

@@ -66,9 +66,11 @@ class _SingletonModule(ModuleType):
     @property
     def COMM_WORLD(self) -> Any:  # noqa: N802 - mpi4py's name
         """The communicator of all ranks, which is this process alone."""
-        world, file = find_world(), _calling_file(sys._getframe(1))
+        world = find_world()
+        file = _calling_file(sys._getframe(1))
         if world.world_size > 1 and file and not is_internal(file):
-            size, words = world.world_size, " ".join(sys.argv)
+            size = world.world_size
+            words = " ".join(sys.argv)
             where = f"MPI.COMM_WORLD has one rank in each of the {size} workers"
             cure = f"`mpiexec -n {size} python {words}` starts an MPI job, whose ranks lockstep.init() finds"
             if not is_library(file):

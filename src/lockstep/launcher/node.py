@@ -47,7 +47,8 @@ def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) 
         _run_for_parent(script, config, workers, problem)
         return
     multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
-    address, port = str(config.master_addr), config.master_port
+    address = str(config.master_addr)
+    port = config.master_port
     listener = listen_for_hosts(address, port) if config.node_rank == FIRST else None
     hosts = FixedHosts(address, port, config.node_rank, config.nnodes)
     _run(script, config, describe_host(workers, problem), multiplexer, hosts, listener)

@@ -58,7 +58,8 @@ class Pulse:
     """
 
     def __init__(self, on_beat: Callable[[], None], is_blocked: Callable[[], bool] = lambda: False) -> None:
-        self._on_beat, self._is_blocked = on_beat, is_blocked
+        self._on_beat = on_beat
+        self._is_blocked = is_blocked
         self._turned = self._beaten = time.monotonic()
         self._longest = 0.0
         self._stopping = threading.Event()
@@ -85,7 +86,9 @@ class Pulse:
 
     def take_lapse_s(self) -> float:
         """Return the longest time between two beats since the last call."""
-        lapse, self._longest, self._beaten = self.longest_lapse_s, 0.0, time.monotonic()
+        lapse = self.longest_lapse_s
+        self._longest = 0.0
+        self._beaten = time.monotonic()
         return lapse
 
     def beats(self) -> bool:
@@ -96,7 +99,8 @@ class Pulse:
         while not self._stopping.wait(_BEAT_S):
             if self.beats():
                 now = time.monotonic()
-                self._longest, self._beaten = max(self._longest, now - self._beaten), now
+                self._longest = max(self._longest, now - self._beaten)
+                self._beaten = now
                 self._on_beat()
 
 

@@ -123,7 +123,8 @@ def run_on_hosts(config: JobOptions, listed: Callable[[], Sequence[Host]] | None
     check_debug_rank(config, sum(host.slots for host in hosts))
     if config.debug_rank is not None:
         raise ConfigError("debug_rank", "one host, whose terminal the rank can use", found="-H or --hostfile")
-    commands, variables = host_commands(config, hosts), remote_environment(config, environment.variables())
+    commands = host_commands(config, hosts)
+    variables = remote_environment(config, environment.variables())
     if config.dry_run:
         for command in commands:
             print(shlex.join(command))
@@ -162,7 +163,9 @@ class _RemoteRun:
         variables: Mapping[str, str],
         listed: Callable[[], Sequence[Host]] | None,
     ) -> None:
-        self._config, self._hosts, self._commands = config, hosts, commands
+        self._config = config
+        self._hosts = hosts
+        self._commands = commands
         self._variables = {"LOCKSTEP_JOB_KEY": secrets.token_hex(16), **variables}
         self._multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=False)
         self._events: queue.Queue[None] = queue.Queue()
@@ -275,7 +278,8 @@ class _RemoteRun:
 
     def _supervise(self) -> None:
         """Forward signals until all launchers have ended."""
-        forwarded, deadline = 0, float("inf")
+        forwarded = 0
+        deadline = float("inf")
         while any(launcher.process.poll() is None for launcher in self._launchers):
             self._wait()
             if self._listed is not None and not (self._signals or any(each.is_over for each in self._launchers)):
@@ -343,7 +347,8 @@ class _RemoteRun:
         if first is not None:
             raise first.as_error()
         if self._signals and failed is not None:
-            number, how = self._signals[0], failed.error or "the workers have exited"
+            number = self._signals[0]
+            how = failed.error or "the workers have exited"
             raise KeyboardInterrupt(how) if number == signal.SIGINT else InterruptedRunError(how, number)
         if failed is not None:
             text = failed.error or " ".join(failed.last_lines[-3:]) or "its launcher has ended"
@@ -395,7 +400,11 @@ class _ListedHosts:
         add: Callable[[Host], _HostLauncher],
         say: Callable[[str], None],
     ) -> None:
-        self._listed, self._launchers, self._config, self._add, self._say = listed, launchers, config, add, say
+        self._listed = listed
+        self._launchers = launchers
+        self._config = config
+        self._add = add
+        self._say = say
         self._starting: list[_HostLauncher] = []
         self._running: set[str] = set()  # names of hosts, and so are these
         self._leaving: set[str] = set()
@@ -441,7 +450,8 @@ class _ListedHosts:
         Raises:
             LockstepError: it cannot.
         """
-        code, limit_s = launcher.exit_code(), self._config.start_timeout
+        code = launcher.exit_code()
+        limit_s = self._config.start_timeout
         if launcher.error or launcher.failure:
             raise LockstepError(launcher.error or "its workers have failed")
         if code is not None:

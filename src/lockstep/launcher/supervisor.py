@@ -142,7 +142,8 @@ class StoppedWorkers:
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._clock, self._next = ObservationClock(), 0.0
+        self._clock = ObservationClock()
+        self._next = 0.0
 
     def overdue(self, pids: Mapping[int, int], others_run: bool = False) -> list[int]:
         """Return those of the workers (number → process) that have been stopped for so long.
@@ -218,7 +219,8 @@ class WatchdogFiles:
         """Create the folder for the next workers; if that fails, for want of space say, the watchdog is off."""
         if not self.is_enabled:
             return
-        before, self.folder = self.folder, None
+        before = self.folder
+        self.folder = None
         try:
             self._base = self._base or jobs.make_base()
             self.folder = self._base / self.name / f"attempt-{attempt}"
@@ -228,7 +230,8 @@ class WatchdogFiles:
             self.log(f"lockstep: the watchdog is off: {self._base or layout.parent()}: {error.strerror}")
             if self.folder is not None:
                 self._remove(self.folder.parent)
-            self.folder, self._has_folder = None, False
+            self.folder = None
+            self._has_folder = False
         if before is not None:  # the records of the failed attempt are no longer needed
             if self.folder is not None:
                 with suppress(OSError):  # it has no events
@@ -241,7 +244,9 @@ class WatchdogFiles:
         self._lock = self._lock or JobFolderLock(folder.parent)
         self._notes = MessageReader(folder)
         words = [program_name(sys.argv), *redact_variables(sys.argv[1:])]
-        program, host, now = " ".join(words)[:200], socket.gethostname(), time.time()
+        program = " ".join(words)[:200]
+        host = socket.gethostname()
+        now = time.time()
         folders = (str(Path.cwd()), self.options.folder)
         job = jobs.JobDescription(program, os.getpid(), workers, first_rank, now, host, *folders, control=self.control)
         jobs.write_description(folder, job)

@@ -210,14 +210,17 @@ class _Launcher:
 
         The others go on without this host by then, or have ended.
         """
-        silence, client = self._silence, self.client
+        silence = self._silence
+        client = self.client
         if silence is None or client is None or not self._pid:
             return
-        pulse, folder = client.pings, self._setup.folder
+        pulse = client.pings
+        folder = self._setup.folder
         silence.tick()
         is_due = silence.is_due("launcher", pulse)
         is_over = silence.is_over("launcher", pulse)
-        limits, name = silence.patience, socket.gethostname()
+        limits = silence.patience
+        name = socket.gethostname()
         limit_s = limits.limit_s - _OTHERS_FIRST_S
         if is_due and _is_first(folder, "silent", limits.warning_s):
             hint = (

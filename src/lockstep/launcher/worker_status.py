@@ -253,7 +253,8 @@ def first_failure(results: WorkerResults) -> WorkerError | None:
 
 
 def _error_of_silent_rank(rank: int, results: WorkerResults) -> WorkerError:
-    codes, ends = results.codes or {}, results.ends or {}
+    codes = results.codes or {}
+    ends = results.ends or {}
     if rank in ends and rank not in codes:
         return WorkerError(results.first_rank + rank, "exit", ends[rank])
     if results.signals and rank not in codes:  # it ended with code 0, or so early that nobody has its code
@@ -353,7 +354,8 @@ def later_failures(results: WorkerResults, first: WorkerError) -> str:
 def _error_from_report(report: Failure, results: WorkerResults) -> WorkerError:
     rank = results.first_rank + report.rank
     error = WorkerError(rank, report.kind, report.reason, report.traceback, report.exit_code)
-    error.time, error.in_collective = report.time, report.in_collective or report.repeats_watchdog
+    error.time = report.time
+    error.in_collective = report.in_collective or report.repeats_watchdog
     return error
 
 

@@ -106,7 +106,8 @@ class Workers:
         self.path = worker_socket(folder)
         self.ended: list[int] = []
         self.checkpoint: str | None = None
-        self._on_message, self._incoming = on_message, incoming
+        self._on_message = on_message
+        self._incoming = incoming
         self._workers: dict[int, WorkerProcess] = {}
         self._selector = selector
         self._strangers: Strangers[Connection[Any, Any]] = Strangers(self._close)

@@ -25,7 +25,8 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = dropout
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
 
@@ -35,7 +36,8 @@ class Attention(nn.Module):
         parts = self.queries_keys_values(x).view(n, t, 3, self.heads, width // self.heads)
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)  # each (n, heads, t, width / heads)
         dropout = self.dropout if self.training else 0.0
-        queries, keys = rotate(queries, rotation), rotate(keys, rotation)
+        queries = rotate(queries, rotation)
+        keys = rotate(keys, rotation)
         mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
         joined: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(n, t, width))
         return joined
@@ -48,7 +50,8 @@ class MLP(nn.Sequential):
     """
 
     def __init__(self, width: int) -> None:
-        widen, narrow = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        widen = nn.Linear(width, 4 * width, bias=False)
+        narrow = nn.Linear(4 * width, width, bias=False)
         super().__init__(widen, nn.ReLU(inplace=True), narrow)
 
 
@@ -62,7 +65,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.norm, self.attention, self.mlp = norm(width), Attention(width, heads, dropout), MLP(width)
+        self.norm = norm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.mlp = MLP(width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -111,7 +116,8 @@ class GPT(nn.Module):
         if width % (2 * heads):
             raise ConfigError("width", f"a multiple of {2 * heads}, twice the number of heads", width)
         arguments.number("dropout", dropout, least=0, below=1, expected="a probability from 0 to below 1")
-        self.context, self.pairs = context, width // heads // 2
+        self.context = context
+        self.pairs = width // heads // 2
         # a parameter, not an nn.Embedding: the output layer uses it too, and so it belongs to neither
         self.embedding = nn.Parameter(torch.empty(vocabulary, width))
         self.dropout = nn.Dropout(dropout)

@@ -47,7 +47,10 @@ class Buffers:
     def __init__(
         self, model: nn.Module, comm: Communicator | None = None, *, saves: bool = True, at_once: bool = False
     ) -> None:
-        self._model, self._comm, self._saves, self._at_once = model, comm, saves, at_once
+        self._model = model
+        self._comm = comm
+        self._saves = saves
+        self._at_once = at_once
         self._is_alone = comm is None or comm.size == 1
         self._device = torch.device("cpu") if comm is None else comm.device
         self._norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
@@ -78,7 +81,9 @@ class Buffers:
     def begin(self) -> None:
         """Begin a step: each of its shards starts with the present values."""
         before = [*self._averaged, *self._counters]
-        self._averaged, self._counters, self._frozen = [], [], []
+        self._averaged = []
+        self._counters = []
+        self._frozen = []
         for layer in self._norms:
             present = [buffer for buffer in layer._buffers.values() if buffer is not None]
             counters = [buffer for buffer in present if not buffer.is_floating_point()]
@@ -246,7 +251,9 @@ class _OtherBuffer:
     """
 
     def __init__(self, layer: nn.Module, name: str, saves: bool) -> None:
-        self._layer, self._name, self._saves = layer, name, saves
+        self._layer = layer
+        self._name = name
+        self._saves = saves
         self._saved: torch.Tensor | None = None  # the tensor at the beginning of the step
         self._copy: torch.Tensor | None = None  # a copy of its values then
         self._result: torch.Tensor | None = None  # a copy of its values after shard 0, if changed
@@ -272,9 +279,11 @@ class _OtherBuffer:
 
     def begin(self) -> None:
         if self._differs():  # by the last step, or after it
-            self._saved, self._saved_version = self.current, self._version()
+            self._saved = self.current
+            self._saved_version = self._version()
             self._copy = self.current.clone() if self._saves and self.current is not None else None
-        self._result, self._was_changed = None, False
+        self._result = None
+        self._was_changed = False
 
     def restore(self) -> None:
         if self._saved_version == _NEVER or not self._differs():

@@ -73,7 +73,8 @@ class Distributed(Strategy):
 
     def _make_buffers(self, model: nn.Module) -> None:
         saves = isinstance(self.comm, ElasticCommunicator)
-        self._buffers, self._in_step = Buffers(self.with_loss(model), self.comm, saves=saves), False
+        self._buffers = Buffers(self.with_loss(model), self.comm, saves=saves)
+        self._in_step = False
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap `module`, a step's forward pass with the prepared model; gradients are *averaged* over the workers.
@@ -105,7 +106,8 @@ class Distributed(Strategy):
         if self._ddp is not None:
             # something may still refer to it, such as the frames of an error
             self._ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-        self._ddp, self._one_bucket = None, None
+        self._ddp = None
+        self._one_bucket = None
 
     def gradient_sync(self, now: bool) -> AbstractContextManager[object]:
         """Return a context manager for one pass of a step, see `Strategy.gradient_sync`."""
@@ -121,16 +123,20 @@ class Distributed(Strategy):
         See `Strategy.reduce_totals`. The returned function also sets the averaged running statistics and broadcasts
         rank 0's other buffers that forward passes change.
         """
-        buffers, first = self._buffers, self.comm.world.is_first
+        buffers = self._buffers
+        first = self.comm.world.is_first
         if not buffers or self.comm.size == 1:
             return self._start_sum(totals())
         numbers = buffers.numbers_of_shard(first=first, last=True)
         if numbers is None:
             statistics = buffers.of_shard(weight, first=first, last=True)
-            size, vector = len(statistics), torch.cat([totals(weight), statistics])
+            size = len(statistics)
+            vector = torch.cat([totals(weight), statistics])
         else:
-            size, vector = len(numbers), totals(weight, *numbers)
-        wait, end = self._start_sum(vector), len(vector) - size - 1
+            size = len(numbers)
+            vector = totals(weight, *numbers)
+        wait = self._start_sum(vector)
+        end = len(vector) - size - 1
 
         def finish() -> Sums:
             summed = wait()

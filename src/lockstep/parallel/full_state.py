@@ -86,7 +86,8 @@ def replace_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) ->
     for group in optimizer.param_groups:
         group["params"] = [new.get(id(p), p) for p in group["params"]]
     for old in [p for p in optimizer.state if id(p) in new]:
-        entries, parameter = optimizer.state.pop(old), new[id(old)]
+        entries = optimizer.state.pop(old)
+        parameter = new[id(old)]
         optimizer.state[parameter] = {name: shard_like(value, parameter) for name, value in entries.items()}
 
 
@@ -102,7 +103,8 @@ def load_model(model: nn.Module, state: Mapping[str, Any], comm: Communicator) -
         CheckpointError: if a stored tensor cannot be read; some of the model's tensors may have been changed.
     """
     with _dense_buffers(model):
-        current, full = model.state_dict(), read_model_state(model, state, comm)
+        current = model.state_dict()
+        full = read_model_state(model, state, comm)
         model.load_state_dict({name: shard_like(value, current.get(name)) for name, value in full.items()})
 
 
@@ -127,7 +129,8 @@ def _dense_buffers(model: nn.Module) -> Iterator[None]:
         for (module, name, buffer), copy in zip(expanded, copies, strict=True):
             if module._buffers[name] is not copy:
                 continue  # a hook of the layer has replaced it
-            first_of_each, values = buffer.detach(), copy
+            first_of_each = buffer.detach()
+            values = copy
             for dimension in expanded_dimensions(buffer):
                 first_of_each = first_of_each.narrow(dimension, 0, 1)
                 values = values.narrow(dimension, 0, 1)
@@ -150,7 +153,8 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
-        loaded, saved = optimizer.state.get(parameter), state["state"].get(number)
+        loaded = optimizer.state.get(parameter)
+        saved = state["state"].get(number)
         if isinstance(loaded, dict) and isinstance(saved, Mapping):
             for name in loaded.keys() & saved.keys():
                 if name != "step":  # torch has a rule of its own for it

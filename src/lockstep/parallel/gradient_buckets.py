@@ -123,7 +123,8 @@ def separate_gradients(
     Autograd gives the same tensor for two parameters that are added, and one of a single element for a sum. What is
     added to one of them in place would then be added to others.
     """
-    seen, separate = set[int](), []
+    seen = set[int]()
+    separate = []
     for p, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.layout is torch.strided:
             memory = gradient.untyped_storage().data_ptr()
@@ -155,7 +156,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
     """Return the offset of each parameter in a flat tensor, and the size of that tensor, in elements."""
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for p in parameters:
         offsets.append(end)
         end += -(-p.numel() // _ALIGN) * _ALIGN
@@ -251,7 +253,8 @@ class GradientHooks:
             passes: how many backward passes complete a gradient.
             on_further_pass: called when a parameter gets a gradient after that.
         """
-        self._on_ready, self._on_further_pass = on_ready, on_further_pass
+        self._on_ready = on_ready
+        self._on_further_pass = on_further_pass
         self.order = []
         if buckets is not self._buckets:
             self.remove()

@@ -60,7 +60,8 @@ class Invariant(Strategy):
         self._unchanged: UnchangedParameters | None = None
 
     def _log_threads(self) -> None:
-        threads, current = self.determinism.threads, torch.get_num_threads()
+        threads = self.determinism.threads
+        current = torch.get_num_threads()
         if threads is not None and threads != current and self.comm.rank == 0:
             _log.warning(
                 "with virtual workers, steps are computed with threads=%d in each worker, not %d", threads, current

@@ -36,7 +36,9 @@ class JointPasses:
     """
 
     def __init__(self, comm: Communicator, virtual_workers: int, shards: Sequence[int]) -> None:
-        self._comm, self._virtual_workers, self._shards = comm, virtual_workers, shards
+        self._comm = comm
+        self._virtual_workers = virtual_workers
+        self._shards = shards
         self._semaphores = [threading.Semaphore(0) for _ in shards]  # released to let a shard's thread run
         self._rows: dict[int, torch.Tensor] = {}  # by position in `shards`
         self._gathered = torch.empty(0)

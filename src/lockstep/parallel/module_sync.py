@@ -168,7 +168,8 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         size = tensor.numel() * tensor.element_size()
         if bucket and filled + size > _BUCKET:
             yield bucket
-            bucket, filled = [], 0
+            bucket = []
+            filled = 0
         bucket.append(tensor)
         filled += size
     if bucket:

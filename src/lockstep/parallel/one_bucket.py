@@ -53,7 +53,8 @@ class OneBucket:
             comm: communicator over the workers.
             numbers: the most that a step sums beside the gradients.
         """
-        dtype, device = parameters[0].dtype, parameters[0].device
+        dtype = parameters[0].dtype
+        device = parameters[0].device
         alike = all(type(p) is nn.Parameter and p.dtype is dtype and p.device == device for p in parameters)
         if not alike or dtype not in _DTYPES or device.type != comm.device.type:
             return False
@@ -62,10 +63,13 @@ class OneBucket:
 
     def _make_message(self, pieces: int) -> None:
         """Allocate the message: the gradients, and so many pieces of the numbers of each worker."""
-        first, size, end = self._bucket.parameters[0], self._comm.size, self._bucket.numel
+        first = self._bucket.parameters[0]
+        size = self._comm.size
+        end = self._bucket.numel
         # Zeros, because the gaps between parameters are sent and added as well.
         self._message = torch.zeros(end + size * pieces, dtype=first.dtype, device=first.device)
-        self._gradients, self._places = self._message[:end], self._message[end:].view(size, pieces)
+        self._gradients = self._message[:end]
+        self._places = self._message[end:].view(size, pieces)
         self._own_place = self._places[self._comm.rank]
         # Through .data each is a tensor of its own for autograd, which a program may change as any gradient.
         self._views = [view.data for view in self._bucket.views(self._message)]
@@ -92,7 +96,8 @@ class OneBucket:
 
     def _collect(self) -> None:
         """Copy this worker's share of the averages into the message."""
-        views, gradients = [], []
+        views = []
+        gradients = []
         for p, view in zip(self._bucket.parameters, self._views, strict=True):
             if p.grad is None:
                 view.zero_()

@@ -144,13 +144,15 @@ class _GeneratorGuard:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._seed_count = device, 0
+        self._device = device
+        self._seed_count = 0
         self._states: tuple[Any, ...] | None = None
 
     def save(self) -> None:
         """Save the states at the beginning of a step."""
         self.restore()  # of an abandoned loop
-        self._states, self._seed_count = generator_states(self._device), seed_count()
+        self._states = generator_states(self._device)
+        self._seed_count = seed_count()
 
     def restore(self) -> None:
         """Restore the saved states; without a call of `seed_shard` the generators keep what they have drawn."""
@@ -167,7 +169,9 @@ class _BatchCheck:
     """
 
     def __init__(self, comm: communicator.Communicator) -> None:
-        self._comm, self._steps, self._samples = comm, 0, 0
+        self._comm = comm
+        self._steps = 0
+        self._samples = 0
         self._checksum: torch.Tensor | None = None
         self._differ: torch.Tensor | bool = False
 
@@ -175,7 +179,8 @@ class _BatchCheck:
         """Compute the checksum of a step's first `batch`."""
         if self._checksum is None:
             tensors = [torch.tensor(samples)] if isinstance(batch, int) else tensors_of(batch)
-            self._checksum, self._samples = checksum_of(tensors).to(self._comm.device), samples
+            self._checksum = checksum_of(tensors).to(self._comm.device)
+            self._samples = samples
 
     def compare(self) -> None:
         """Compare the checksums at the end of a step; called by every worker.
@@ -189,7 +194,9 @@ class _BatchCheck:
         extremes = self._comm.allreduce(missing if checksum is None else torch.stack([checksum, -checksum]), "max")
         self._differ = ((extremes.sum() != 0) & (extremes[0] >= 0)) | self._differ
         due = extremes.device.type == "cpu" or self._steps & (self._steps - 1) <= 0
-        step, self._steps, self._checksum = self._steps, self._steps + 1, None
+        step = self._steps
+        self._steps = self._steps + 1
+        self._checksum = None
         if due and bool(self._differ):
             self._raise_mismatch(step, None if checksum is None else int(checksum))
 

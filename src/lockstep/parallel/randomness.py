@@ -70,7 +70,8 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device | str = "c
 
 def generator_states(device: torch.device | str = "cpu") -> tuple[Any, ...]:
     """Return the states of the global generators of torch (CPU and `device`), Python and NumPy."""
-    numpy, generator = sys.modules.get("numpy"), devices.generator_of(torch.device(device))
+    numpy = sys.modules.get("numpy")
+    generator = devices.generator_of(torch.device(device))
     numpy_state = None if numpy is None else numpy.random.get_state()
     device_state = None if generator is None else generator.get_state()
     return torch.get_rng_state(), random.getstate(), numpy_state, generator, device_state

@@ -42,7 +42,8 @@ class SubtreeLayout:
     """
 
     def __init__(self, comm: Communicator, virtual_workers: int) -> None:
-        self.comm, self.virtual_workers = comm, virtual_workers
+        self.comm = comm
+        self.virtual_workers = virtual_workers
         self.by_rank = [nodes(*bounds(virtual_workers, comm.size, rank), virtual_workers) for rank in range(comm.size)]
         self.local = self.by_rank[comm.rank]
         self._is_left_fold = is_left_fold(self.by_rank, virtual_workers)
@@ -83,8 +84,11 @@ class BucketExchange(GradientExchange):
     """
 
     def __init__(self, bucket: Bucket, layout: SubtreeLayout) -> None:
-        first, rows, size = bucket.parameters[0], len(layout.local), layout.comm.size
-        self._layout, self._plain = layout, layout.is_plain_sum(first)
+        first = bucket.parameters[0]
+        rows = len(layout.local)
+        size = layout.comm.size
+        self._layout = layout
+        self._plain = layout.is_plain_sum(first)
         self._slice = -(-bucket.numel // size)
         # Zeros, because the gaps between parameters are sent and added as well.
         self._local = torch.zeros(rows, self._slice * size, dtype=first.dtype, device=first.device)
@@ -103,7 +107,8 @@ class BucketExchange(GradientExchange):
     def _start(self, partial_sums: list[tuple[Node, Gradients]]) -> None:
         for views, (_, gradients) in zip(self._views, partial_sums, strict=True):
             copy_gradients(gradients, views)
-        layout, group = self._layout, self._layout.comm.group
+        layout = self._layout
+        group = self._layout.comm.group
         if self._plain:
             self._work = dist.all_reduce(self._local, group=group, async_op=True)
             return
@@ -112,7 +117,8 @@ class BucketExchange(GradientExchange):
                 self._sent[:, number].copy_(row.view(layout.comm.size, self._slice))
         receive_sizes = [len(subtrees) * self._slice for subtrees in layout.by_rank]
         send_sizes = [len(partial_sums) * self._slice] * layout.comm.size
-        received, sent = self._received.view(-1), self._sent.view(-1)
+        received = self._received.view(-1)
+        sent = self._sent.view(-1)
         self._work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group, async_op=True)
 
     def add_up(self) -> None:
@@ -148,7 +154,8 @@ def gather_sum(partial_sums: list[tuple[Node, torch.Tensor]], layout: SubtreeLay
         partial_sums: this worker's subtrees, with 1-d tensors of one size and dtype on all workers.
         layout: the subtrees of each worker.
     """
-    local, comm = [value for _, value in partial_sums], layout.comm
+    local = [value for _, value in partial_sums]
+    comm = layout.comm
     if layout.is_plain_sum(local[0]):
         with named("loss and sample count"):
             return comm.iallreduce(local[0]).wait
@@ -213,7 +220,8 @@ class Reducer:
         one_pass: bool,
         exchange: Callable[[Bucket], GradientExchange] | None = None,
     ) -> None:
-        self.comm, self.one_pass = comm, one_pass
+        self.comm = comm
+        self.one_pass = one_pass
         self.virtual_workers = check_virtual_workers(virtual_workers, comm.size)
         self.local_shards = range(*bounds(self.virtual_workers, comm.size, comm.rank))
         self.shard = -1
@@ -271,7 +279,8 @@ class Reducer:
         """
         if len(trained) != len(self._trained) or any(p is not q for p, q in zip(trained, self._trained, strict=True)):
             # Backward passes mostly reach the last parameters first; the real order is known after one step.
-            self._trained, self._known_order = list(trained), groups is not None
+            self._trained = list(trained)
+            self._known_order = groups is not None
             if groups is None:
                 self._make_buckets(trained[::-1])
             else:
@@ -279,7 +288,9 @@ class Reducer:
         elif self._sent and not self._any_order:  # communication of an unfinished step may still write to the buffers
             self._set_buckets([self._make_bucket(bucket.parameters) for bucket in self._buckets])
         self._numbers.clear()
-        self.sums, self._wait_for_sums, self._sent = None, None, 0
+        self.sums = None
+        self._wait_for_sums = None
+        self._sent = 0
         for bucket in self._buckets:
             bucket.tree.clear()
             bucket.pending = len(bucket.parameters)

@@ -103,7 +103,8 @@ class _ReplicatedComputation(nn.Module):
 
     def __init__(self, computation: Any, engine: Engine) -> None:
         super().__init__()
-        self.computation, self._engine = computation, engine
+        self.computation = computation
+        self._engine = engine
         self._count_dtype = accumulation_dtype(engine.output_device)
 
     def forward(self, data: Any, size: int) -> Any:
@@ -165,7 +166,8 @@ def default_devices(comm: Communicator, global_batch_size: int | None = None) ->
         comm: communicator over the workers.
         global_batch_size: samples in a step; if None, every core gets a replica.
     """
-    device, workers = comm.device, comm.world.local_world_size
+    device = comm.device
+    workers = comm.world.local_world_size
     if device.type == "cpu":
         replicas = max(1, environment.usable_cores() // workers)
         if global_batch_size is not None:

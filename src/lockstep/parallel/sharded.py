@@ -117,7 +117,8 @@ def check_wrap_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: for an unknown name, or a module that shares a parameter with a module outside of it.
     """
-    search, modules = _WrapSearch(model, 0), dict(model.named_modules())
+    search = _WrapSearch(model, 0)
+    modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
             raise ConfigError("unit_names", f"names of the model's modules, such as {_example(modules)}", name)
@@ -192,7 +193,8 @@ class Sharded(Distributed):
     def __init__(self, comm: Communicator, unit_names: Sequence[str] | None = None) -> None:
         super().__init__(comm)
         self.collective_forward = self.sharded_state = comm.size > 1
-        self._unit_names, self._precision = unit_names, "fp32"
+        self._unit_names = unit_names
+        self._precision = "fp32"
         self._device_mesh: DeviceMesh | None = None
         self._model: nn.Module | None = None
         self._full_parameters: dict[str, nn.Parameter] = {}  # the optimizer has these until `update_optimizer`

@@ -160,7 +160,9 @@ class _Normalise(torch.autograd.Function):
         variance = tree_sum.total(squares + counts * (means - mean).square(), torch.add) / total
         scale = (variance + eps).rsqrt()
         normal = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
-        ctx.exchange, ctx.axes, ctx.has_bias = exchange, axes, bias is not None
+        ctx.exchange = exchange
+        ctx.axes = axes
+        ctx.has_bias = bias is not None
         ctx.save_for_backward(normal, weight, scale, total)
         ctx.mark_non_differentiable(mean, variance, total)
         output = normal if weight is None else normal * _per_channel(_wide(weight), x)
@@ -172,13 +174,15 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> Any:
         normal, weight, scale, total = ctx.saved_tensors
         wide = _wide(grad_output)
-        grad_bias, grad_weight = wide.sum(ctx.axes), (wide * normal).sum(ctx.axes)
+        grad_bias = wide.sum(ctx.axes)
+        grad_weight = (wide * normal).sum(ctx.axes)
         sums = ctx.exchange.sum(torch.stack((grad_bias, grad_weight)))
         centred = wide - _per_channel(sums[0] / total, wide) - normal * _per_channel(sums[1] / total, wide)
         factor = scale if weight is None else scale * _wide(weight)
         grad_input = (centred * _per_channel(factor, wide)).to(grad_output.dtype)
         if weight is not None:
-            grad_weight, grad_bias = grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
+            grad_weight = grad_weight.to(weight.dtype)
+            grad_bias = grad_bias.to(weight.dtype)
         return (
             grad_input,
             None if weight is None else grad_weight,
@@ -273,12 +277,11 @@ def convert_marked(model: nn.Module, comm: Communicator) -> list[SyncBatchNorm]:
 
 def _replace(layer: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
     new = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, False, False)
-    new.affine, new.track_running_stats, new.training = (
-        layer.affine,
-        layer.track_running_stats,
-        layer.training,
-    )
+    new.affine = layer.affine
+    new.track_running_stats = layer.track_running_stats
+    new.training = layer.training
     # The same Parameter objects, because the optimizer refers to them.
-    new._parameters, new._buffers = layer._parameters, layer._buffers
+    new._parameters = layer._parameters
+    new._buffers = layer._buffers
     new.exchange = WorkerExchange(comm)
     return new

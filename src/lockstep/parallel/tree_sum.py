@@ -52,7 +52,8 @@ class TreeSum(Generic[T]):
     """
 
     def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
-        self._leaves, self._add = leaves, add
+        self._leaves = leaves
+        self._add = add
         self._partial_sums: list[tuple[Node, T]] = []
 
     def push(self, node: Node, value: T) -> None:

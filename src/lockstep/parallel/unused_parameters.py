@@ -88,7 +88,8 @@ def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     It runs a nested backward pass that reaches its parameters; another path to them would reach them twice, which the
     reducer refuses.
     """
-    stack, seen = [loss.grad_fn], set()
+    stack = [loss.grad_fn]
+    seen = set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:

@@ -32,7 +32,8 @@ class _TensorTemplate:
     """The shape and dtype of a tensor, sent before its values."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
 
 
 def _template(value: Any) -> Any:
@@ -98,7 +99,8 @@ def merge_optimizers(
     optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter], order: Sequence[str], comm: Communicator
 ) -> dict[str, Any]:
     """Merge the optimizers of all stages into the state dict of one over the whole model, with names in `order`."""
-    local, stage_names = optimizer.state_dict(), _stage_names(optimizer, parameters)
+    local = optimizer.state_dict()
+    stage_names = _stage_names(optimizer, parameters)
     names = _all_names(stage_names, order, comm)
     by_name = gather_stages({stage_names[number]: entries for number, entries in local["state"].items()}, comm)
     options = {key: value for key, value in comm.broadcast_object(local["param_groups"][0]).items() if key != "params"}
@@ -120,7 +122,8 @@ def stage_optimizer_state(
     """
     stage_names = _stage_names(optimizer, parameters)
     names = _all_names(stage_names, order, comm)
-    groups, saved = state["param_groups"], state["state"]
+    groups = state["param_groups"]
+    saved = state["state"]
     if len(groups) != 1 or len(groups[0]["params"]) != len(names):
         got = f"{len(groups)} with {[len(group['params']) for group in groups]}"
         raise CheckpointError(

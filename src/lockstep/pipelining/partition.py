@@ -109,7 +109,9 @@ class _TwoModes(nn.Module):
 
     def __init__(self, training: nn.Module, evaluating: nn.Module) -> None:
         super().__init__()
-        self._in_training, self._in_evaluation = [training], [evaluating]  # in lists, to add no prefix to names
+        # in lists, to add no prefix to names
+        self._in_training = [training]
+        self._in_evaluation = [evaluating]
         self._modules.update(training._modules)
         self._parameters.update(training._parameters)
         self._buffers.update(training._buffers)
@@ -158,7 +160,8 @@ def _trace(model: nn.Module, split: Sequence[str], example: torch.Tensor) -> lis
         got = f"{type(cause).__name__}: " + " ".join(str(cause).split("\n\n")[0].split())
         hint = "Make it an nn.Sequential, which is not traced."
         raise ConfigError("model", "one that torch.export can trace", found=got, hint=hint) from error
-    stages, expected = dict(pipe.split_gm.named_children()), [f"submod_pp_{n}" for n in range(len(split) + 1)]
+    stages = dict(pipe.split_gm.named_children())
+    expected = [f"submod_pp_{n}" for n in range(len(split) + 1)]
     if sorted(stages) != sorted(expected):
         raise ConfigError("split", "modules that run after the model's first one", list(split))
     _refuse_skips(pipe)

@@ -163,12 +163,17 @@ class Pipeline:
         microbatches: int | None = None,
         size: int | None = None,
     ) -> None:
-        self.module, self.comm = module, comm
-        self._names, self._schedule_name, self._microbatches, self._size = list(names), schedule, microbatches, size
+        self.module = module
+        self.comm = comm
+        self._names = list(names)
+        self._schedule_name = schedule
+        self._microbatches = microbatches
+        self._size = size
         self._loss_fn: LossFn = None
         self._loss: Loss | None = None  # of `_loss_fn`
         self._steps_done = 0
-        self._batch_size, self._counts = 0, [torch.zeros(())]
+        self._batch_size = 0
+        self._counts = [torch.zeros(())]
         self._schedule: tuple[Any, Any] = (None, None)  # what it was created for, and the schedule
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -210,7 +215,8 @@ class Pipeline:
         for p in self.parameters():
             p.grad = None
         loss = self._loss_of(loss_fn)
-        self._batch_size, self._counts = len(batch), []
+        self._batch_size = len(batch)
+        self._counts = []
         is_compared = loss.expect(self._steps_done)
         losses = self._passes(batch.to(self.comm.device), target.to(self.comm.device), parts)
         problem = loss.check(nullcontext, compares_model=False)
@@ -234,7 +240,8 @@ class Pipeline:
         if self._loss is None or loss_fn is not self._loss_fn:
             if loss_fn is None:
                 raise ConfigError("loss_fn", "a function (output, target) -> loss, or a module", loss_fn)
-            self._loss, self._loss_fn = Loss(loss_fn, self.comm.device), loss_fn
+            self._loss = Loss(loss_fn, self.comm.device)
+            self._loss_fn = loss_fn
         return self._loss
 
     def _passes(self, batch: torch.Tensor, target: torch.Tensor, parts: int) -> list[torch.Tensor]:
@@ -242,7 +249,8 @@ class Pipeline:
         if self.comm.size == 1:
             pairs = zip(batch.tensor_split(parts), target.tensor_split(parts), strict=True)
             return [self._single_worker_pass(*pair) for pair in pairs]
-        first, last = self.comm.rank == 0, self.comm.rank == self.comm.size - 1
+        first = self.comm.rank == 0
+        last = self.comm.rank == self.comm.size - 1
         losses: list[torch.Tensor] = []
         schedule = self._schedule_for(batch.tensor_split(parts)[0], parts)
         schedule.step(*([batch] if first else []), target=target if last else None, losses=losses if last else None)
@@ -323,7 +331,8 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of all stages to a joint 2-norm of at most `max_norm`; returns the norm before."""
-        gradients, dtype = self._gradients(), accumulation_dtype(self.comm.device)
+        gradients = self._gradients()
+        dtype = accumulation_dtype(self.comm.device)
         squares = [gradient.to(dtype).square().sum() for gradient in gradients]
         total = torch.stack(squares or [torch.zeros((), device=self.comm.device, dtype=dtype)]).sum()
         norm = self.comm.allreduce(total.reshape(1)).sqrt()[0]

@@ -144,7 +144,8 @@ def _virtual_workers(job: Job, workers: int) -> Iterable[str]:
         )
     elif job.batch_is_global and workers > 1 and job.global_batch >= workers:
         curve = job.curves[max(job.curves)]
-        whole, part = curve.times(job.global_batch), curve.times(-(-job.global_batch // workers))
+        whole = curve.times(job.global_batch)
+        part = curve.times(-(-job.global_batch // workers))
         cost = workers * (part.before_s + part.backward_s) / (whole.before_s + whole.backward_s) - 1
         yield (
             f"For the same bits at 1 to {workers} workers, virtual_workers={workers} costs one worker about "
@@ -156,7 +157,8 @@ def _batch_size(job: Job) -> Iterable[str]:
     critical = critical_batch_size(job)
     if critical is None:
         return
-    batch, shown = job.global_batch, f"{critical:.2g}" if critical < 10 else f"{round(critical, -1):.0f}"
+    batch = job.global_batch
+    shown = f"{critical:.2g}" if critical < 10 else f"{round(critical, -1):.0f}"
     verdict = "a larger batch wastes samples" if batch >= critical else "a larger batch still pays"
     yield (
         f"The critical batch size is about {shown} samples at the weights of these steps, and the batch has {batch}: "
@@ -169,7 +171,8 @@ def _batch_size(job: Job) -> Iterable[str]:
 
 def assumptions(job: Job) -> list[str]:
     """Return what a prediction takes for granted."""
-    first, fabric = job.first, job.fabric
+    first = job.first
+    fabric = job.fabric
     lines = [
         "Every worker has the same device as this host, and its own cores.",
         "The loader keeps up as here: its time falls with a worker's samples, and storage is not shared.",

@@ -43,7 +43,8 @@ class Curve(msgspec.Struct, frozen=True):
 
     def at(self, size: float) -> float:
         """Return the seconds for `size` bytes; below the first size, those of the first size."""
-        sizes, seconds = self.sizes, self.seconds
+        sizes = self.sizes
+        seconds = self.seconds
         if len(sizes) == 1 or size <= sizes[0]:
             return seconds[0]
         right = min(bisect.bisect_left(sizes, size), len(sizes) - 1)
@@ -100,11 +101,15 @@ class Curve(msgspec.Struct, frozen=True):
 def _fit_knots(knots: Sequence[float], sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
     """Return the curve through `knots` of least squares; its normal equations are tridiagonal."""
     count = len(knots)
-    diagonal, beside, right = [0.0] * count, [0.0] * (count - 1), [0.0] * count
+    diagonal = [0.0] * count
+    beside = [0.0] * (count - 1)
+    right = [0.0] * count
     for size, value in zip(sizes, seconds, strict=True):
         at = min(bisect.bisect_right(knots, size), count - 1) - 1
         share = (size - knots[at]) / (knots[at + 1] - knots[at])
-        low, high = (1 - share) / value, share / value  # relative to the measured value
+        # relative to the measured value
+        low = (1 - share) / value
+        high = share / value
         diagonal[at] += low * low
         diagonal[at + 1] += high * high
         beside[at] += low * high
@@ -280,7 +285,8 @@ def _check(made: NetworkMeasurement) -> None:
 
 
 def _check_curve(curve: Curve, what: str) -> None:
-    sizes, seconds = curve.sizes, curve.seconds
+    sizes = curve.sizes
+    seconds = curve.seconds
     if not sizes or len(sizes) != len(seconds):
         raise ValueError(f"{what}: expected as many sizes as seconds, got {len(sizes)} and {len(seconds)}")
     if any(a >= b for a, b in itertools.pairwise(sizes)) or sizes[0] < 0:

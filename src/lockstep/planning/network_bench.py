@@ -86,7 +86,8 @@ def _mpiexec_options(mpiexec: str) -> list[str]:
 
 def _run(command: Sequence[str], progress: Callable[[str], None]) -> NetworkMeasurement:
     variables = {**environment.variables(), "LOCKSTEP_PROGRESS": "off"}
-    result, rest = "", []
+    result = ""
+    rest = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, errors="replace"
     ) as process:
@@ -164,7 +165,8 @@ def draw(found: NetworkMeasurement, path: Path) -> None:
             colour = f"C{number}"
             if name == "message":
                 for i, pair in enumerate(measured.pairs):
-                    sizes, seconds = pair.idle.sizes, pair.idle.seconds
+                    sizes = pair.idle.sizes
+                    seconds = pair.idle.seconds
                     axis.plot(sizes, _us(seconds), color=colour, marker=".", lw=1, label=None if i else transport)
                 continue
             curve = measured.collectives[name]

@@ -22,7 +22,8 @@ from .measurement import FORMAT, CollectiveCurve, Curve, NetworkMeasurement, Pai
 
 __all__ = ["PROGRESS", "RESULT", "Settings", "main"]
 
-PROGRESS, RESULT = "@lockstep-progress ", "@lockstep-result "
+PROGRESS = "@lockstep-progress "
+RESULT = "@lockstep-result "
 """How the lines of rank 0 begin that say what is measured now, and that hold the result as JSON."""
 
 
@@ -46,7 +47,9 @@ class Settings(msgspec.Struct, frozen=True):
 
 _MOST = 1000  # repetitions of a size
 _PARTS = 5  # of a measurement, whose medians show the noise
-_IDLE_SHARE, _COMPUTING_SHARE, _PAIR_SHARE = 0.5, 0.3, 0.2
+_IDLE_SHARE = 0.5
+_COMPUTING_SHARE = 0.3
+_PAIR_SHARE = 0.2
 
 
 def main(text: str) -> None:
@@ -57,7 +60,8 @@ def main(text: str) -> None:
         dist.init_process_group("mpi4py", init_method="mpi4py://")
     else:
         dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     _say("copy bandwidth")
     copy_bandwidth, copy_noise = _copy_bandwidth()
     hosts = _hosts_of_ranks(rank)
@@ -149,8 +153,12 @@ class _Bench:
     """
 
     def __init__(self, settings: Settings, transport: str, group: dist.ProcessGroup | None, seconds: float) -> None:
-        self._settings, self._transport, self._group, self._seconds = settings, transport, group, seconds
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._settings = settings
+        self._transport = transport
+        self._group = group
+        self._seconds = seconds
+        self._rank = dist.get_rank()
+        self._size = dist.get_world_size()
         local = environment.find_world().local_rank
         self._device = torch.device("cuda", local) if transport == "nccl" else torch.device("cpu")
         self._computed = 0
@@ -265,7 +273,8 @@ class _Bench:
         """Return the products per second while `run` repeats, equally often on all ranks."""
         run()
         first = _slowest([_timed(run)])[0]
-        before, begin = self._computed, time.perf_counter()
+        before = self._computed
+        begin = time.perf_counter()
         for _ in range(max(3, min(50, int(0.3 / first)))):
             run()
         rate = (self._computed - before) / (time.perf_counter() - begin)
@@ -294,7 +303,8 @@ def _broadcast(count: int, ranks: int, device: torch.device, group: dist.Process
 
 
 def _all_gather(count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None) -> Callable[[], object]:
-    tensor, output = torch.zeros(count, device=device), torch.empty(count * ranks, device=device)
+    tensor = torch.zeros(count, device=device)
+    output = torch.empty(count * ranks, device=device)
     return lambda: dist.all_gather_into_tensor(output, tensor, group=group)
 
 
@@ -302,13 +312,15 @@ def _reduce_scatter(
     count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None
 ) -> Callable[[], object]:
     part = max(1, count // ranks)
-    tensor, output = torch.zeros(part * ranks, device=device), torch.empty(part, device=device)
+    tensor = torch.zeros(part * ranks, device=device)
+    output = torch.empty(part, device=device)
     return lambda: dist.reduce_scatter_tensor(output, tensor, group=group)
 
 
 def _all_to_all(count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None) -> Callable[[], object]:
     part = max(1, count // ranks)
-    tensor, output = torch.zeros(part * ranks, device=device), torch.empty(part * ranks, device=device)
+    tensor = torch.zeros(part * ranks, device=device)
+    output = torch.empty(part * ranks, device=device)
     return lambda: dist.all_to_all_single(output, tensor, group=group)
 
 

@@ -130,7 +130,8 @@ class StepObserver:
     """
 
     def __init__(self, settings: ObserverSettings) -> None:
-        self._settings, self._folder = settings, Path(settings.folder)
+        self._settings = settings
+        self._folder = Path(settings.folder)
         self._shares = settings.shares()
         self._undo: list[Callable[[], Any]] = []
         self._hooks: list[Any] = []
@@ -138,7 +139,9 @@ class StepObserver:
         self._parameters: list[nn.Parameter] = []
         self._last_parameter = -1
         self._step = _Step(time.perf_counter(), time.perf_counter())
-        self._done, self._depth, self._ignored = 0, 0, 0
+        self._done = 0
+        self._depth = 0
+        self._ignored = 0
         self._in_backward = False
         self._rates: list[tuple[Any, Any]] = []
         self._virtual_workers = self._global_batch = self._batch = self._bucket_limit = 0
@@ -147,7 +150,9 @@ class StepObserver:
         self._noise: list[tuple[int, float]] = []
         self._memory: list[tuple[int, int]] = []
         self._tracker: Any = None
-        self._tracked, self._tracked_samples, self._passes = -1, 0, 0
+        self._tracked = -1
+        self._tracked_samples = 0
+        self._passes = 0
         self._device = torch.device("cpu")
         self._cuts = True  # whether batches can be cut
         self._group = _Group()  # of the last step: the script may have destroyed it when the profile is written
@@ -285,7 +290,8 @@ class StepObserver:
         start, stop = bounds(total, workers, rank)
         size = min(stop - start, batch.size)
         self._note_samples(batch.size, size)
-        data, indices = narrow(batch.data, 0, size, batch.size), batch.indices[:size]
+        data = narrow(batch.data, 0, size, batch.size)
+        indices = batch.indices[:size]
         return dataclasses.replace(batch, data=data, indices=indices, size=size, global_size=total, collated=None)
 
     def _cut(self, data: Any) -> Any:
@@ -319,7 +325,8 @@ class StepObserver:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward:  # a checkpoint's
                 return original(*args, **kwargs)
-            self._in_backward, self._step.ready = True, {}
+            self._in_backward = True
+            self._step.ready = {}
             began = self.now()
             try:
                 return original(*args, **kwargs)
@@ -408,7 +415,8 @@ class StepObserver:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
             return
-        whole, samples = float(torch.stack([_square(each) for each in gradients]).sum()), self._step.samples
+        whole = float(torch.stack([_square(each) for each in gradients]).sum())
+        samples = self._step.samples
         shards = self._virtual_workers
         if shards < 2:
             self._add_noise(samples * _Group.current().size, whole)
@@ -434,7 +442,8 @@ class StepObserver:
         if self._done == self._settings.warm_up - 1 and self._step.ready:
             self._last_parameter = max(self._step.ready, key=lambda index: self._step.ready[index])
         self._measure_memory_on_device()
-        self._tracked_samples, self._passes = self._step.samples, len(self._step.passes)
+        self._tracked_samples = self._step.samples
+        self._passes = len(self._step.passes)
         self._done += 1
         self._show_progress()
         self._end_if_recorded()
@@ -493,7 +502,8 @@ class StepObserver:
             self._tracker = kind(self._optimizer, self._parameters)
 
     def _stop_tracker(self) -> None:
-        tracker, self._tracker = self._tracker, None
+        tracker = self._tracker
+        self._tracker = None
         with suppress(Exception):
             self._memory.append((self._tracked_samples, tracker.end()))
 
@@ -598,7 +608,8 @@ class _PeakOfPasses:
 
     def end_pass(self) -> None:
         """Note that a pass has ended, and has freed what it had saved."""
-        self._most, self._saved = max(self._most, sum(self._saved.values())), {}
+        self._most = max(self._most, sum(self._saved.values()))
+        self._saved = {}
 
     def end(self) -> int:
         """End it, and return the bytes."""
@@ -625,7 +636,8 @@ class _Loading:
     def __exit__(self, *_: object) -> None:
         observer = self._observer
         observer._depth -= 1
-        step, now = observer._step, self._observer.now()
+        step = observer._step
+        now = self._observer.now()
         if torch.is_grad_enabled():
             step.asked = self._began if step.asked is None else step.asked
             step.since = now

@@ -176,7 +176,8 @@ def computing(job: Job, workers: int, load: int | None = None) -> ComputeTimes:
         load: the samples or passes of the worker, a key of `job.loads`; None for the most.
     """
     known = max(count for count in job.profiles if count <= max(workers, min(job.profiles)))
-    profile, curve = job.profiles[known][0], job.curves[known]
+    profile = job.profiles[known][0]
+    curve = job.curves[known]
     load = max(job.loads(workers)) if load is None else load
     if profile.virtual_workers:
         return curve.times_of_passes(load, profile.batch, sizes(profile.virtual_workers, known)[0])
@@ -231,11 +232,14 @@ class _Network:
 def plan_step(job: Job, times: ComputeTimes, workers: int, network: _Network, scale: float) -> StepPlan:
     """Return a step among `workers`, with all computing multiplied by `scale`."""
     start = (times.loader_s + times.other_s + times.before_s) * scale
-    slowdown, copies = _slowdown(job, workers), _copies_per_second(job)
-    compute, update = start + times.backward_s * scale, times.update_s * scale
+    slowdown = _slowdown(job, workers)
+    copies = _copies_per_second(job)
+    compute = start + times.backward_s * scale
+    update = times.update_s * scale
     if workers == 1:
         return StepPlan(compute, update)
-    messages, copied = [], 0.0
+    messages = []
+    copied = 0.0
     if not job.first.ddp and not _is_one_message(job, times.gradients):
         messages.append(Message(start, network.cost("all_reduce", _TOTALS, workers)))
     rows = _subtrees(job.first.virtual_workers, workers)
@@ -283,7 +287,8 @@ def predict(job: Job, counts: Sequence[int]) -> list[Forecast]:
 
 
 def _forecast(job: Job, workers: int, alone: float | None) -> Forecast:
-    times, rng = computing(job, workers), np.random.default_rng([job.seed, workers])
+    times = computing(job, workers)
+    rng = np.random.default_rng([job.seed, workers])
     known = max(count for count in job.curves if count <= max(workers, min(job.curves)))
     curve = job.curves[known]
     ratios = np.sort(np.asarray(curve.ratios or [1.0]))
@@ -346,7 +351,9 @@ def _interval(
     ]
     # linear in the logarithm of the network's factor, which is drawn as well
     draws = np.clip(rng.normal(0.0, 1.0, _DRAWS), -3, 3)
-    slow, middle_s, fast = medians[2], medians[1], medians[0]
+    slow = medians[2]
+    middle_s = medians[1]
+    fast = medians[0]
     values = middle_s + np.where(draws > 0, draws * (slow - middle_s), draws * (middle_s - fast))
     low, high = np.quantile(values, (0.05, 0.95))
     return float(low), float(high)
@@ -391,7 +398,8 @@ def memory_per_worker(job: Job, workers: int) -> int | None:
     buckets = sum(profile.gradients) if workers > 1 and (profile.ddp or profile.virtual_workers) else 0
     if profile.virtual_workers or len(points) == 1 or points[0][0] == points[-1][0]:
         return points[-1][1] + buckets
-    (few, low), (many, high) = points[0], points[-1]
+    (few, low) = points[0]
+    (many, high) = points[-1]
     slope = max(0.0, (high - low) / (many - few))
     return round(high + slope * (max(job.loads(workers)) - many)) + buckets
 
@@ -411,8 +419,10 @@ def critical_batch_size(job: Job) -> float | None:
         by_size.setdefault(size, []).append(square)
     if len(by_size) < 2:
         return None
-    small, large = min(by_size), max(by_size)
-    of_small, of_large = statistics.mean(by_size[small]), statistics.mean(by_size[large])
+    small = min(by_size)
+    large = max(by_size)
+    of_small = statistics.mean(by_size[small])
+    of_large = statistics.mean(by_size[large])
     noise = (of_small - of_large) / (1 / small - 1 / large)
     gradient = (large * of_large - small * of_small) / (large - small)
     return noise / gradient if noise > 0 and gradient > 0 else None

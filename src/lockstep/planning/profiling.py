@@ -136,7 +136,8 @@ def _progress(title: str, folder: Path, alone: bool) -> Iterator[None]:
     """Show how many steps rank 0 has done."""
     from .observer import progress_file
 
-    path, ended = progress_file(folder / "copy-0" if alone else folder), threading.Event()
+    path = progress_file(folder / "copy-0" if alone else folder)
+    ended = threading.Event()
     with Activity(title, shown=bool(title)) as activity:
 
         def follow() -> None:

@@ -192,7 +192,8 @@ class ComputeCurve:
             return [value * share for value in parts[:3]] + parts[3:]
         right = next((i for i, size in enumerate(sizes) if size >= samples), len(sizes) - 1)
         right = max(1, right)
-        low, high = sizes[right - 1], sizes[right]
+        low = sizes[right - 1]
+        high = sizes[right]
         share = (samples - low) / (high - low)
         pairs = zip(self._parts[low], self._parts[high], strict=True)
         at_least = [value * min(1.0, samples / sizes[0]) for value in self._parts[sizes[0]]]

@@ -45,9 +45,11 @@ def equal_buckets(gradients: Sequence[Gradient], limit: int) -> list[Gradient]:
 
 def _buckets(gradients: Sequence[Gradient], limits: Sequence[int]) -> list[Gradient]:
     buckets: list[Gradient] = []
-    size, ready = 0, 0.0
+    size = 0
+    ready = 0.0
     for gradient in sorted(gradients, key=lambda each: each.ready_s):
-        size, ready = size + gradient.size, max(ready, gradient.ready_s)
+        size = size + gradient.size
+        ready = max(ready, gradient.ready_s)
         if size >= limits[min(len(buckets), len(limits) - 1)]:
             buckets.append(Gradient(size, ready))
             size = 0
@@ -122,7 +124,8 @@ class _Lanes:
         start = max(ready, self._send_free, self._receive_free)
         if len(self._ends) >= self._in_flight:
             start = max(start, sorted(self._ends)[-self._in_flight])
-        self._send_free, self._receive_free = start + cost.send_s, start + cost.receive_s
+        self._send_free = start + cost.send_s
+        self._receive_free = start + cost.receive_s
         end = start + cost.seconds
         self._ends.append(end)
         self.spans.append((start, end))
@@ -133,7 +136,9 @@ class _Clock:
     """Wall-clock time of a worker whose computing is slowed down while collectives run."""
 
     def __init__(self, slowdown: float) -> None:
-        self._slowdown, self.now, self._computed = slowdown, 0.0, 0.0
+        self._slowdown = slowdown
+        self.now = 0.0
+        self._computed = 0.0
 
     def compute_until(self, computed: float, spans: Sequence[tuple[float, float]]) -> None:
         """Compute until `computed` seconds of work are done, while the collectives `spans` run."""
@@ -148,12 +153,14 @@ class _Clock:
             free = max(0.0, start - self.now)
             if left <= free:
                 break
-            left, self.now = left - free, self.now + free
+            left = left - free
+            self.now = self.now + free
             possible = (end - self.now) / (1 + self._slowdown)
             if left <= possible:
                 self.now += left * (1 + self._slowdown)
                 return
-            left, self.now = left - possible, end
+            left = left - possible
+            self.now = end
         self.now += left
 
 
@@ -173,7 +180,8 @@ def simulate(plan: StepPlan) -> Timeline:
     The gaps between collectives are found while computing goes on: a collective starts when its gradients are ready and
     the lanes are free, and computing is slower from then until it ends.
     """
-    lanes, clock = _Lanes(plan.in_flight), _Clock(plan.slowdown)
+    lanes = _Lanes(plan.in_flight)
+    clock = _Clock(plan.slowdown)
     ends = []
     for message in plan.messages:
         clock.compute_until(min(message.ready_s, plan.compute_s), lanes.spans)

@@ -103,7 +103,8 @@ def _limits(workers: object) -> tuple[int, int]:
     try:
         least, most = (arguments.whole("workers", each, least=1, most=_MAX_WORKERS) for each in given)
     except ValueError:  # one is invalid, or there are not two
-        least, most = 1, 0
+        least = 1
+        most = 0
     if least > most:
         expected = "a whole number of at least 1, or the least and the most workers of an elastic job, such as (2, 8)"
         raise ConfigError("workers", expected, workers)

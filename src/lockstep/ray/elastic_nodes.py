@@ -109,7 +109,8 @@ class NodeActor:
             addresses: of launchers of the job; those of this one, if it founds the job.
         """
         with tempfile.TemporaryDirectory(prefix="lockstep-ray-", dir=short_base()) as name:
-            folder, error = Path(name), None
+            folder = Path(name)
+            error = None
             (folder / "call").write_bytes(call)
             try:
                 self._take_part(Call("function", folder=folder), config, slots, addresses)
@@ -248,7 +249,8 @@ class _Job:
             self._run_part(part, own, [(address, port)])
 
     def _config(self, address: str, port: int) -> JobOptions:
-        threads, grace = self.placement.worker_threads, self.placement.grace
+        threads = self.placement.worker_threads
+        grace = self.placement.grace
         return JobOptions(
             ("function",),
             elastic=self.limits,
@@ -335,7 +337,8 @@ class _Job:
         room = self.limits[1] - sum(part.slots for part in self._parts)
         if not addresses or room <= 0:
             return
-        used, now = {part.key for part in self._parts}, time.monotonic()
+        used = {part.key for part in self._parts}
+        now = time.monotonic()
         nodes = [node for node in find_nodes() if node.key not in used and self._again_at.get(node.key, 0.0) <= now]
         free = {node.key: capacity(node.free, self.placement.resources) for node in nodes}
         names = {node.key: node.name for node in nodes}

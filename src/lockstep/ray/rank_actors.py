@@ -119,7 +119,8 @@ class HostActor:
 
     def __init__(self, variables: Mapping[str, str], screen: Screen | None = None) -> None:
         environment.set_variables(variables)
-        self._log, self._stack = RelayedLog(screen.show if screen is not None else None), ExitStack()
+        self._log = RelayedLog(screen.show if screen is not None else None)
+        self._stack = ExitStack()
         self._job: HostJob | None = None
         self._store: Any = None
         self._thread: threading.Thread | None = None
@@ -159,7 +160,8 @@ class HostActor:
         hosts.node = place.node
         hosts.nodes = place.nodes
         self._stack.callback(hosts.close)
-        first, log = place.first_rank, self._log
+        first = place.first_rank
+        log = self._log
         write = lambda rank, stream, line: log.write(first + rank, stream, line)  # noqa: E731
         output = self._stack.enter_context(log_multiplexer.pipe_output(folder, range(options.workers), write))
         job = self._job = local.HostJob(folder, options, hosts, output, log.write_message, "ray", False)
@@ -198,7 +200,8 @@ class HostActor:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()  # it reads the connections of the ranks
-        results, checkpoint = job.results(), job.workers.checkpoint
+        results = job.results()
+        checkpoint = job.workers.checkpoint
         killed = {rank for rank, worker in job.workers.all.items() if worker.is_ended_here}
         left = end_orphans(job.folder.name, keep_children=True)
         if left:
@@ -264,7 +267,8 @@ def places_of(bundles: Mapping[int, str], names: Mapping[str, str]) -> list[Host
     on_node: dict[str, list[int]] = {}
     for bundle, key in sorted(bundles.items()):
         on_node.setdefault(key, []).append(bundle)
-    places, first = [], 0
+    places = []
+    first = 0
     for node, (key, own) in enumerate(on_node.items()):
         places.append(HostPlace(key, names.get(key, key), node, len(on_node), first, tuple(own), len(bundles)))
         first += len(own)
@@ -311,7 +315,9 @@ class _Job:
     """
 
     def __init__(self, workers: int, placement: Placement, signals: list[int]) -> None:
-        self._workers, self._placement, self._signals = workers, placement, signals
+        self._workers = workers
+        self._placement = placement
+        self._signals = signals
         self._screen = Screen()
         self._group: Any = None
         self._places: list[HostPlace] = []
@@ -350,7 +356,8 @@ class _Job:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         variables = forwarded_variables(self._placement.worker_threads)
-        rank_actor, host_actor = ray.remote(RankActor), ray.remote(HostActor)
+        rank_actor = ray.remote(RankActor)
+        host_actor = ray.remote(HostActor)
         own = _node_of_driver()
         for place in self._places:
             strategies = [PlacementGroupSchedulingStrategy(self._group, bundle) for bundle in place.bundles]
@@ -364,7 +371,8 @@ class _Job:
             self._hosts.append(host.remote(variables))
 
     def _open(self, call: Any, address: str, port: int) -> None:
-        threads, grace = self._placement.worker_threads, self._placement.grace
+        threads = self._placement.worker_threads
+        grace = self._placement.grace
         options = [WorkerOptions(len(place.bundles), threads, grace, exit_grace=grace) for place in self._places]
         opened = [self._ask(place.node, "open", place, options[place.node], address, port) for place in self._places]
         for place, (setup, variables) in zip(self._places, self._get(opened), strict=True):
@@ -495,7 +503,9 @@ class _Job:
 
         from ..launcher.worker_status import FORCED_EXIT_CODE, WorkerResults
 
-        first, count, checkpoint = place.first_rank, len(place.bundles), None
+        first = place.first_rank
+        count = len(place.bundles)
+        checkpoint = None
         killed: set[int] = set()
         try:
             results, killed, checkpoint, items = ray.get(

@@ -169,7 +169,8 @@ def _step(job: Job) -> list[str]:
 
 def _in_lines(words: Sequence[str], width: int = 100) -> list[str]:
     """Return a command of sh in lines that end in backslashes; an option stays with its value."""
-    lines, line = [], ""
+    lines = []
+    line = ""
     for number, word in enumerate(words):
         starts = word.startswith("-") or not (number and words[number - 1].startswith("-"))
         text = shlex.quote(word)

@@ -225,7 +225,8 @@ def _in_use(path: Path, match: re.Match[str]) -> bool:
             return time.time() - path.lstat().st_ctime < _FOREIGN_SECONDS
         except OSError:
             return True
-    started, written_by = _started(int(match["pid"])), int(match["started"])
+    started = _started(int(match["pid"]))
+    written_by = int(match["started"])
     # In a container the next process often has the PID of the killed one, but not the same start time.
     return started is not None and (started == written_by or 0 in (started, written_by))
 

@@ -124,7 +124,8 @@ class _Connection:
     received: bytes = b""
 
     def set_state(self, state: PeerState) -> None:
-        self.state, self.since = state, time.monotonic()
+        self.state = state
+        self.since = time.monotonic()
 
     def read(self) -> bool:
         """Read the available data, and return whether the connection is still open."""
@@ -249,7 +250,8 @@ class HeartbeatServer(Heartbeat):
         if key.data is None:
             self._strangers.accept(key.fileobj, self._open)  # type: ignore[arg-type]
             return
-        connection, is_open = key.data, key.data.read()
+        connection = key.data
+        is_open = key.data.read()
         if connection in self._strangers:
             self._identify(connection, is_open)
         elif not is_open:

@@ -19,7 +19,8 @@ class Replaced:
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._owner, self._name = owner, name
+        self._owner = owner
+        self._name = name
         self._old = getattr(owner, name)
         self._new = functools.wraps(self._old)(make(self._old))
         setattr(owner, name, self._new)

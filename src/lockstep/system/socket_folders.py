@@ -42,7 +42,8 @@ def prepare_multiprocessing() -> None:
     base = short_base()
     if base is None:
         return
-    before, tempfile.tempdir = tempfile.tempdir, base
+    before = tempfile.tempdir
+    tempfile.tempdir = base
     try:
         multiprocessing.util.get_temp_dir()  # makes it at the first call, and keeps it
     finally:

@@ -49,7 +49,10 @@ class Strangers(Generic[T]):
         most: int = MOST,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._close, self._limit_s, self._most, self._clock = close, limit_s, most, clock
+        self._close = close
+        self._limit_s = limit_s
+        self._most = most
+        self._clock = clock
         self._held: dict[T, tuple[float, str]] = {}  # since when, and the address; the oldest first
         # given up for a moment when there are no more: else nobody could be accepted, and so be refused
         self._spare = os.open(os.devnull, os.O_RDONLY)

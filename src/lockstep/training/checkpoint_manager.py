@@ -42,7 +42,9 @@ class CheckpointManager:
     """
 
     def __init__(self, state: RunState, run_dir: Path | None, keep_checkpoints: int, background: bool = False) -> None:
-        self._state, self._comm, self.run_dir = state, state.step.comm, run_dir
+        self._state = state
+        self._comm = state.step.comm
+        self.run_dir = run_dir
         self._keep_checkpoints = arguments.whole("keep_checkpoints", keep_checkpoints, least=1)
         self._background = arguments.flag("async_save", background)
         self.last: tuple[int, Path] | None = None
@@ -81,7 +83,8 @@ class CheckpointManager:
         """
         self.wait()
         self._aborting = False
-        store, step = self._store(), self._state.step.steps_done
+        store = self._store()
+        step = self._state.step.steps_done
         if not self._background and not self._state.step.strategy.sharded_state:
             self._comm.on_rank0(partial(self._write, store, state, rank0_state, step, best))
             self.set_last(step, store.path(step))
@@ -130,7 +133,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: on every worker, if it could not be written.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:  # the same on all workers
             call_on_all(self._comm, pending.result)
             self.set_last(pending.step, pending.path)
@@ -140,7 +144,8 @@ class CheckpointManager:
 
         One that is written in the background goes on being written by rank 0.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.abandon()
 
@@ -149,7 +154,8 @@ class CheckpointManager:
 
         For the end of a run after an error, when other workers may have exited. Errors are logged.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return
         self._aborting = True
@@ -266,7 +272,8 @@ class CheckpointManager:
             self._state.check_resumable(checkpoint.state)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        saved, ours = checkpoint.info.get("optimizer"), type(self._state.step.optimizer).__name__
+        saved = checkpoint.info.get("optimizer")
+        ours = type(self._state.step.optimizer).__name__
         if saved != ours:
             raise CheckpointError(f"{path}: expected a checkpoint of a run with {ours}, got one with {saved}")
 
@@ -275,8 +282,10 @@ class _PendingSave:
     """A checkpoint that is being written: in a thread if in the background, otherwise in `result`."""
 
     def __init__(self, work: Callable[[], object], step: int, path: Path, background: bool) -> None:
-        self.step, self.path = step, path
-        self._work, self._error = work, cast(BaseException | None, None)
+        self.step = step
+        self.path = path
+        self._work = work
+        self._error = cast(BaseException | None, None)
         self._thread = threading.Thread(target=self._run, name="lockstep-checkpoint") if background else None
         if self._thread is not None:
             self._thread.start()

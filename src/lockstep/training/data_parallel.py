@@ -76,7 +76,8 @@ class DataParallel(nn.Module):
             raise ConfigError("device_ids", "either devices or device_ids", list(device_ids))
         chosen = devices if devices is not None else device_ids
         self.devices = all_devices() if chosen is None else as_devices(chosen)
-        self.module, self.dim = module.to(self.devices[0]), dim
+        self.module = module.to(self.devices[0])
+        self.dim = dim
         self._engine = Engine(_Forward(module, loss, dim), self.devices, dim, output_device)
         self.output_device = self._engine.output_device
         self.device_ids = [device if device.index is None else device.index for device in self.devices]
@@ -98,7 +99,8 @@ class DataParallel(nn.Module):
         step: Any = self._engine.module
         step.model = self.module
         if target is not None and step.loss is None:
-            kwargs, target = {**kwargs, "target": target}, None
+            kwargs = {**kwargs, "target": target}
+            target = None
         batch = (inputs, kwargs, target)
         has_loss = target is not None
         if has_loss:
@@ -137,7 +139,8 @@ class _Losses:
     """The losses of all replicas; copies of a module share one object."""
 
     def __init__(self) -> None:
-        self._batches, self._of_replicas = 0, weakref.WeakSet[Loss]()
+        self._batches = 0
+        self._of_replicas = weakref.WeakSet[Loss]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Losses:
         return self
@@ -178,7 +181,9 @@ class _Forward(nn.Module):
 
     def __init__(self, model: nn.Module, loss: LossFn | None, dim: int) -> None:
         super().__init__()
-        self.model, self.loss, self.dim = model, loss, dim
+        self.model = model
+        self.loss = loss
+        self.dim = dim
         self._loss_sum: Loss | None = None  # created by each replica at its first pass, on its device
         self.losses = _Losses()
 

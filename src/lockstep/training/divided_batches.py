@@ -26,12 +26,15 @@ class FirstPasses:
     """
 
     def __init__(self, modules: dict[str, nn.Module], device: torch.device) -> None:
-        self._modules, self._device = modules, device
-        self._versions, self._generators = self._buffer_versions(), self._generator_states()
+        self._modules = modules
+        self._device = device
+        self._versions = self._buffer_versions()
+        self._generators = self._generator_states()
 
     def changed_buffers(self) -> list[str]:
         """Return the names of the buffers that they have changed, except batch norm's statistics and counters."""
-        before, now = self._versions, self._buffer_versions()
+        before = self._versions
+        now = self._buffer_versions()
         return [name for name in now if now[name] != before.get(name)]
 
     def drew(self) -> bool:

@@ -81,7 +81,10 @@ class Steps:
     """
 
     def __init__(self, loader: Loader, step: TrainStep, epochs: int, state: UserState) -> None:
-        self._loader, self._step, self._epochs, self._user_state = loader, step, epochs, state
+        self._loader = loader
+        self._step = step
+        self._epochs = epochs
+        self._user_state = state
         epoch, number = loader.position
         self._at = (epoch + 1, 0) if loader.ended else (epoch, number)
         self._ends = False
@@ -122,7 +125,8 @@ class Steps:
         Raises:
             InterruptedRunError: the launcher of an elastic job has received a signal to stop.
         """
-        recovery, size = self._step.recovery, self._loader.global_batch_size
+        recovery = self._step.recovery
+        size = self._loader.global_batch_size
         most = min(size, self._step.strategy.virtual_workers or size)
         with recovery.training(_StateOfSteps(self), most) as takes_part:
             if takes_part:
@@ -195,7 +199,8 @@ class _StateOfSteps(StateOfStep):
         """See `TrainingState`."""
         super().load_program(state)
         steps = self._steps
-        steps._at, steps._ends = tuple(state["at"]), state["ends"]
+        steps._at = tuple(state["at"])
+        steps._ends = state["ends"]
         steps._user_state.load_program(state["users"], self.comm.device)
 
     def regroup(self, states: bytes | None, all_seen: bool) -> None:

@@ -77,9 +77,11 @@ class EpochTotals:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load saved sums; the time is not part of them."""
-        loss_sum, count = float(state["loss_sum"]), float(state["count"])
+        loss_sum = float(state["loss_sum"])
+        count = float(state["count"])
         if isinstance(self._loss_sum, torch.Tensor) and isinstance(self._count, torch.Tensor):
             self._loss_sum.fill_(loss_sum)
             self._count.fill_(count)
         else:
-            self._loss_sum, self._count = loss_sum, count
+            self._loss_sum = loss_sum
+            self._count = count

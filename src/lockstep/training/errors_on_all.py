@@ -35,7 +35,8 @@ def raise_on_all(comm: Communicator, error: BaseException | None, own_first: boo
 
 def call_on_all(comm: Communicator, fn: Callable[[], T]) -> T:
     """Return `fn()` if it succeeds on every rank, and raise on every rank if it fails on any; called by all ranks."""
-    value, error = None, cast(BaseException | None, None)
+    value = None
+    error = cast(BaseException | None, None)
     try:
         value = fn()
     except BaseException as raised:

@@ -72,7 +72,8 @@ class WholeSet:
 
     def reset(self) -> None:
         """Forget all samples."""
-        self._outputs, self._targets = [], []
+        self._outputs = []
+        self._targets = []
 
     def update(self, output: Any, target: Any) -> None:
         """Add samples."""
@@ -314,7 +315,8 @@ def _opened(loader: Loader | DataLoader[Any]) -> Iterator[Loader]:
         found = "a data set" if isinstance(loader, Dataset) else f"one of type {type(loader).__name__}"
         hint = "lockstep.Loader(dataset, global_batch_size=256, shuffle=False) makes one of a data set."
         raise ConfigError("loader", "a lockstep.Loader, or a DataLoader", found=found, hint=hint)
-    size, comm = dataloader_batch_size(loader) or 1, init()
+    size = dataloader_batch_size(loader) or 1
+    comm = init()
     settings = dataloader_settings(loader, "loader", size, warns=comm.rank == 0)
     opened = Loader(**settings, global_batch_size=size, comm=comm)
     try:
@@ -357,7 +359,8 @@ class Prediction(Computation):
         if loader.shuffle:
             expected = "one with shuffle=False, in the order of the data set"
             raise ConfigError("loader", expected, found="one that shuffles")
-        comm, precision = loader.comm, precision or Precision("fp32", loader.comm.device)
+        comm = loader.comm
+        precision = precision or Precision("fp32", loader.comm.device)
         outputs: list[Any] = []
         with evaluating(self.model):
             for batch in loader.epoch(0):
@@ -410,7 +413,8 @@ class Evaluation(Computation):
             for name, metric in of_samples.items()
         }
         self._warned_of: list[str] = []
-        self._names, self._kept = list(metrics), cast(list[tuple[Any, Any]], [])
+        self._names = list(metrics)
+        self._kept = cast(list[tuple[Any, Any]], [])
 
     @property
     def names(self) -> list[str]:
@@ -427,8 +431,10 @@ class Evaluation(Computation):
         self, loader: Loader, precision: Precision | None, strategy: Strategy | None, max_steps_in_flight: int
     ) -> dict[str, float]:
         """Run the evaluation and return its results, see `evaluate`."""
-        comm, device = loader.comm, loader.comm.device
-        strategy, precision = strategy or Strategy(comm), precision or Precision("fp32", device)
+        comm = loader.comm
+        device = loader.comm.device
+        strategy = strategy or Strategy(comm)
+        precision = precision or Precision("fp32", device)
         self._reset_stateful(strategy)
         wrapped = strategy.wrap_evaluation(self)
         # (shard, loss or metric, sum or count)
@@ -495,7 +501,8 @@ class Evaluation(Computation):
 
     def _update_stateful(self, loader: Loader, precision: Precision) -> None:
         """Update the metrics with a state, on every worker with the outputs and targets of all workers for a batch."""
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         if not kept:  # of a worker without samples, for the form of the outputs
             with precision.autocast():
                 kept = [narrow(self._loss.forward(self.model, loader.stand_in()), 0, 0)]

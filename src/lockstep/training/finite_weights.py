@@ -32,7 +32,8 @@ class FiniteWeights:
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self._model, self._comm = model, comm
+        self._model = model
+        self._comm = comm
         self._before: dict[str, torch.Tensor] | None = None
 
     def forget(self) -> None:

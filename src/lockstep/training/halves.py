@@ -116,7 +116,8 @@ class Samples:
         mean over labels that are not ignored, where each half has as many of them; and all pairs of samples, where the
         targets of both halves have the same mean.
         """
-        target, rows = self.target, self.rows
+        target = self.target
+        rows = self.rows
         is_one_number = isinstance(target, torch.Tensor) and target.numel() == self.size and not target.is_complex()
         if rows != self.size or not is_one_number:
             return self
@@ -320,7 +321,8 @@ class Halves:
 
     def _evaluate(self, start: int, stop: int, gradients: bool) -> _Result | None:
         """Return the function's result for the samples [start, stop); None if it is not one value for each of them."""
-        samples, part = self._samples, self._samples.rows_of(start, stop)
+        samples = self._samples
+        part = self._samples.rows_of(start, stop)
         leaves = list(self._parameters)
 
         def as_leaf(tensor: torch.Tensor) -> torch.Tensor:

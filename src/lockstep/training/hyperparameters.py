@@ -89,7 +89,8 @@ def merge_param_groups(
     Returns:
         param_groups for the new optimizer's state dict, and a description of each change.
     """
-    merged, changes = [], []
+    merged = []
+    changes = []
     for group, before, after in zip(state, then, now, strict=True):
         hyper = {name: value for name, value in after.items() if name != "parameters"}
         differing = {name: value for name, value in hyper.items() if name not in before or before[name] != value}

@@ -61,7 +61,8 @@ class InFlightLimit:
     """
 
     def __init__(self, device: torch.device, max_steps_in_flight: int) -> None:
-        self._device, self._ahead = device, max_steps_in_flight - 1
+        self._device = device
+        self._ahead = max_steps_in_flight - 1
         self._queued: deque[Any] = deque()
 
     def record(self) -> None:
@@ -168,7 +169,8 @@ class StepsInFlight:
             loss, _, stop = map(float, result.on_hand)
         else:
             numbers = iter(queued.copy.read())
-            loss, asked = next(numbers), result.on_hand[2]
+            loss = next(numbers)
+            asked = result.on_hand[2]
             stop = next(numbers) if isinstance(asked, torch.Tensor) else asked
             if result.grad_norm is not None:
                 result = result.replaced(grad_norm=torch.tensor(next(numbers)))

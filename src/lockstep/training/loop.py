@@ -92,7 +92,8 @@ class Feed:
 
     def __init__(self, loader: Loader, seek: Callable[[int], bool], recovery: Recovery) -> None:
         self.loader = loader
-        self._seek, self._recovery = seek, recovery
+        self._seek = seek
+        self._recovery = recovery
         self._epoch = 0
         self._stream: Iterator[Batch] | None = None
         self._batch: Batch | None = None
@@ -160,8 +161,12 @@ class Loop:
         held_out: Loader | None,
         validate_every: int | None = None,
     ) -> None:
-        self._trainer, self._callbacks, self._signals = trainer, callbacks, signals
-        self._loader, self._held_out, self._validate_every = loader, held_out, validate_every
+        self._trainer = trainer
+        self._callbacks = callbacks
+        self._signals = signals
+        self._loader = loader
+        self._held_out = held_out
+        self._validate_every = validate_every
         self._recovery = trainer.step.recovery
         self.stop_requests = StopRequests(trainer.comm, self._recovery.stop_signals(signals))
         self.feed = Feed(loader, self._seek, self._recovery)
@@ -176,7 +181,8 @@ class Loop:
             InterruptedRunError: after a signal, naming the checkpoint.
             WorkerLeft: this worker has left the job, which goes on.
         """
-        trainer, recovery = self._trainer, self._recovery
+        trainer = self._trainer
+        recovery = self._recovery
         trainer.state.epoch = trainer.position.last_epoch
         most = min(trainer.global_batch_size, trainer.step.strategy.virtual_workers or trainer.global_batch_size)
         folder = "" if trainer.run_dir is None else str(trainer.run_dir.absolute())
@@ -188,7 +194,8 @@ class Loop:
 
     def _run(self) -> None:
         """Run the epochs, each with its validation, and end the run."""
-        trainer, recovery = self._trainer, self._recovery
+        trainer = self._trainer
+        recovery = self._recovery
         with self._callbacks.running(trainer):
             while self.epoch_has_begun or not self._agree_to_stop():  # a worker that joins does so within an epoch
                 self._trains = True
@@ -220,7 +227,8 @@ class Loop:
         trainer.modes.restore()
         state = trainer.state
         state.epoch = state.position.epoch
-        before, state.totals = state.totals, EpochTotals(trainer.comm.device)
+        before = state.totals
+        state.totals = EpochTotals(trainer.comm.device)
         if state.position.step:
             state.totals.load_state_dict(before.state_dict())
         trainer.steps_before_epoch = trainer.step.steps_done - state.position.step
@@ -229,7 +237,9 @@ class Loop:
 
     def _train_epoch(self) -> None:
         """Do the steps that are left of the epoch, with the validations between them, or up to the end of the run."""
-        trainer, state, callbacks = self._trainer, self._trainer.state, self._callbacks
+        trainer = self._trainer
+        state = self._trainer.state
+        callbacks = self._callbacks
         for batch in self.feed.epoch(trainer.epoch):
             callbacks.call("on_train_step_start", trainer, batch)
             result = self._recovery.run(self._run_step)
@@ -271,8 +281,10 @@ class Loop:
 
     def _validate_if_due(self) -> None:
         """Validate within the epoch if that is due after the step just done, and agree whether to stop."""
-        trainer, every = self._trainer, self._validate_every
-        done, position = trainer.step.steps_done, trainer.position
+        trainer = self._trainer
+        every = self._validate_every
+        done = trainer.step.steps_done
+        position = trainer.position
         if every is None or done % every or not position.step or position.ended or self._has_all_steps():
             return
         if trainer.history and trainer.history[-1]["step"] == done:
@@ -282,7 +294,8 @@ class Loop:
 
     def _end_epoch(self) -> None:
         """End an epoch, or the run within one."""
-        trainer, within = self._trainer, not self._trainer.position.ended
+        trainer = self._trainer
+        within = not self._trainer.position.ended
         trainer.steps_per_epoch = self._loader.steps
         self.epoch_has_begun = False
         if within and trainer.history and trainer.history[-1]["step"] == trainer.step.steps_done:
@@ -403,7 +416,9 @@ class _StateOfRun(StateOfStep):
 
     def __init__(self, run: Run, loop: Loop, callbacks: CallbackGroup) -> None:
         super().__init__(run.step)
-        self._run, self._loop, self._callbacks = run, loop, callbacks
+        self._run = run
+        self._loop = loop
+        self._callbacks = callbacks
         self._pretrained = {} if run.state.saves_frozen else {id(p): p._version for p in run.model.parameters()}
 
     @property
@@ -432,7 +447,8 @@ class _StateOfRun(StateOfStep):
 
     def of_operations(self) -> dict[str, Any]:
         """See `TrainingState`."""
-        last, state = self._run.checkpoint_manager.last, super().of_operations()
+        last = self._run.checkpoint_manager.last
+        state = super().of_operations()
         frozen = self._left_out()
         model = {name: value for name, value in state["model"].items() if name not in frozen["names"]}
         last_checkpoint = None if last is None else [last[0], str(last[1])]
@@ -462,7 +478,8 @@ class _StateOfRun(StateOfStep):
 
     def of_program(self) -> dict[str, Any]:
         """See `TrainingState`."""
-        run, state = self._run, self._run.state
+        run = self._run
+        state = self._run.state
         return {
             **super().of_program(),
             "position": state.position.state_dict(),
@@ -492,7 +509,8 @@ class _StateOfRun(StateOfStep):
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
         """See `TrainingState`."""
         super().regroup(states, all_seen)
-        run, loop = self._run, self._loop
+        run = self._run
+        loop = self._loop
         run.steps_in_flight.regroup()
         loop.feed.regroup()
         self._callbacks.take_rank(self.step.comm.rank, run, states, all_seen, loop.epoch_has_begun)

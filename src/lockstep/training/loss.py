@@ -178,7 +178,8 @@ class Loss:
             passes: the context manager that model and loss were called in, such as autocast.
             compares_model: whether the model may be called: not if its forward pass communicates.
         """
-        first, self._first = self._first, None
+        first = self._first
+        self._first = None
         if self.found is not None:
             return self.found
         if self._own is not None:
@@ -189,7 +190,8 @@ class Loss:
             if self._own is not None:
                 self.found = compare_model(self._own, self._forward, *first, self._number, passes, self._own.__name__)
             elif self._check is not None and self._check.opaque:
-                fn, name = self._check.fn, self._check.name
+                fn = self._check.fn
+                name = self._check.name
                 self.found = compare_model(fn, self._forward, *first, self._number, passes, name)
         return self.found
 

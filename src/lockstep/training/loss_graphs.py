@@ -79,7 +79,8 @@ def _next(node: Node) -> list[Node]:
 
 def _walk(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
     """Yield each node below `roots` once; not what is below a node at which `stop` is true."""
-    seen, waiting = set[Node](), list(roots)
+    seen = set[Node]()
+    waiting = list(roots)
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         if node in seen:
@@ -274,7 +275,8 @@ def _terms(root: Node | None, multiples: bool = False) -> list[Node]:
 
 def _sums_samples(node: Node, samples: int) -> bool:
     """Return whether a sum is over the dimension of the samples."""
-    sizes, dims = node._saved_self_sym_sizes, getattr(node, "_saved_dim", None)
+    sizes = node._saved_self_sym_sizes
+    dims = getattr(node, "_saved_dim", None)
     leading = bool(sizes) and sizes[0] > 0 and sizes[0] % samples == 0
     if dims is None:
         return leading or samples in sizes
@@ -336,7 +338,8 @@ def _of_constants(node: Node, calls: ModelCalls) -> bool:
 def _entered(node: Node) -> Iterator[torch.Tensor]:
     """Yield what enters layers below `node`: no parameters."""
     for each in _walk([node]):
-        kind, variable = _kind(each), getattr(each, "variable", None)
+        kind = _kind(each)
+        variable = getattr(each, "variable", None)
         if variable is not None and not isinstance(variable, torch.nn.Parameter):
             yield variable.detach()  # such as points at which a solution is differentiated
         if kind not in _ENTRANCES:
@@ -366,7 +369,8 @@ def _compares_samples(root: torch.Tensor, calls: ModelCalls) -> bool:
         root: a loss, before its backward pass.
         calls: the calls of models that it was computed from.
     """
-    samples, found = calls.samples, {tensor.grad_fn: tensor for tensor in calls.outputs()}
+    samples = calls.samples
+    found = {tensor.grad_fn: tensor for tensor in calls.outputs()}
     if not found or sum(tensor.numel() for tensor in found.values()) > _MOST_ELEMENTS:
         return False
     above = list(_walk([root.grad_fn], stop=lambda node: node in found))

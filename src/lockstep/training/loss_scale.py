@@ -33,10 +33,12 @@ def agree_on_loss_scale(
         parts: (data, samples) of this worker's passes.
         samples: samples in the global batch.
     """
-    comm, parameters = strategy.comm, list(loss.model.parameters())
+    comm = strategy.comm
+    parameters = list(loss.model.parameters())
     known = strategy.cast_parameters(loss.model, precision.name)
     watched = _WatchedLoss(loss, finds=known is None)
-    module, numbers = strategy.wrap_evaluation(watched), _zeros(comm.device, 1 + len(parameters))
+    module = strategy.wrap_evaluation(watched)
+    numbers = _zeros(comm.device, 1 + len(parameters))
     # Without a graph where backward passes are sure to follow forward passes, as those of FSDP.
     everything = strategy.with_loss(loss.model)
     with preserve_generators(comm.device), preserving_buffers(everything), torch.set_grad_enabled(known is None):
@@ -69,7 +71,8 @@ class _WatchedLoss(Computation):
 
     def __init__(self, loss: LossModule, finds: bool) -> None:
         super().__init__(loss.model)
-        self._on, self._finds = loss.on, finds
+        self._on = loss.on
+        self._finds = finds
         self.found: set[int] = set()
 
     def on(self, model: nn.Module, data: Any, size: int) -> Any:
@@ -83,7 +86,9 @@ class _WatchedLoss(Computation):
 def _cast_parameters(total: torch.Tensor, parameters: Sequence[nn.Parameter]) -> set[int]:
     """Return the numbers of the parameters that the graph of `total` converts to float16 before it uses them."""
     numbers = {id(p): number for number, p in enumerate(parameters)}
-    stack, seen, found = [total.grad_fn], set(), set[int]()
+    stack = [total.grad_fn]
+    seen = set()
+    found = set[int]()
     while stack:
         node = stack.pop()
         if node is None or node in seen:

@@ -59,7 +59,8 @@ WITH_GRADIENTS = (0, 1)
 
 # Samples with values unlike those before are compared beside the steps that are due: at most these, and one more for
 # each of so many steps.
-_MOST_EXTRA, _STEPS_PER_EXTRA = 8, 64
+_MOST_EXTRA = 8
+_STEPS_PER_EXTRA = 64
 
 
 def is_due(number: int) -> bool:
@@ -135,7 +136,8 @@ class NotAMean:
         return ConfigError(self.argument, expected, found=found, hint=self._hint())
 
     def _found(self, rank: int) -> str:
-        found, samples = self.difference, f"{self.samples} samples of rank {rank}"
+        found = self.difference
+        samples = f"{self.samples} samples of rank {rank}"
         if found.is_other_form:
             return f"one value for each of {samples}, but another number of values for fewer of them"
         if math.isnan(found.whole[0]):
@@ -149,7 +151,8 @@ class NotAMean:
 
     def means(self) -> tuple[str, str]:
         """Return the mean over the samples, and that of their halves."""
-        (total, count), (halves_total, halves_count) = self.difference.whole, self.difference.halves
+        (total, count) = self.difference.whole
+        (halves_total, halves_count) = self.difference.halves
         return _number(total / (count or 1.0)), _number(halves_total / (halves_count or 1.0))
 
     def _hint(self) -> str:
@@ -262,8 +265,10 @@ class MeanCheck:
         Returns:
             The difference; None if there is none, or if the function cannot be checked.
         """
-        samples, self._kept = self._kept, None
-        due, self._due = self._due, False
+        samples = self._kept
+        self._kept = None
+        due = self._due
+        self._due = False
         if samples is None:
             return None
         self._extra += not due
@@ -274,7 +279,8 @@ class MeanCheck:
             found = compare_or_skip(partial(self._compare, samples, passes, gradients), samples.device)
         if found is None:
             return None
-        output, target = samples.output, samples.target
+        output = samples.output
+        target = samples.target
         shapes = describe_shapes(output, target) if _are_broadcast(output, target) else ""
         return NotAMean(self._argument, self.name, samples.size, found, shapes)
 

@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 # The model is called with 4 to 8 samples, and with half of them. A first dimension of less than 4 is as often another
 # one: channels, views.
-_FEWEST_SAMPLES, _MOST_SAMPLES = 4, 8
+_FEWEST_SAMPLES = 4
+_MOST_SAMPLES = 8
 # Relative difference of outputs in float64. Batch norm of 8 and of 4 samples differs by a tenth.
 _TOLERANCE = 1e-6
 
@@ -54,8 +55,11 @@ class FirstBatch:
         devices: int = 1,
         own_hooks: bool = False,
     ) -> None:
-        self._model, self._comm = model, comm
-        self._passes, self._devices, self._own_hooks = passes, devices, own_hooks
+        self._model = model
+        self._comm = comm
+        self._passes = passes
+        self._devices = devices
+        self._own_hooks = own_hooks
         self._seen = FirstPasses({"": model} if loss is None else {"": model, "loss": loss}, comm.device)
         parts = comm.size * passes * devices
         self._calls = [FirstCall(each, samples, parts) for each in (called or [model])]
@@ -107,7 +111,8 @@ class FirstCall:
 
         The model and the random generators stay as they are. If the model communicates, all workers must ask.
         """
-        arguments, self._arguments = self._arguments, None
+        arguments = self._arguments
+        self._arguments = None
         if arguments is None:
             return False
         try:

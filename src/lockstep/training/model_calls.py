@@ -67,7 +67,8 @@ class ModelCalls:
     ) -> None:
         self.samples = samples
         self.inputs: list[torch.Tensor] = []
-        self._models, self._before = models, before
+        self._models = models
+        self._before = before
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(data) if tensor.numel()}
         self._compares = compares and samples >= _FEWEST_SAMPLES
         self._unchanged = {model: UnchangedParameters(model) for model in models} if refuses_changes else {}
@@ -157,7 +158,8 @@ class ModelCalls:
     def close(self) -> None:
         """Remove the hooks, and forget the outputs."""
         self._unwatch()
-        self._outputs, self._numbers = [], []
+        self._outputs = []
+        self._numbers = []
 
 
 def _call(model: nn.Module, arguments: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -23,7 +23,8 @@ class _Registrations:
     """
 
     def __init__(self) -> None:
-        self.count, self._is_watching = 0, False
+        self.count = 0
+        self._is_watching = False
 
     def watch(self) -> None:
         """Begin to count, once in a process: torch calls the hooks for all modules."""
@@ -58,7 +59,8 @@ class ModelChanges:
 
     def note(self) -> None:
         """Note the parameters that the model has now."""
-        self._seen, self.parameters = _registrations.count, list(self._model.parameters())
+        self._seen = _registrations.count
+        self.parameters = list(self._model.parameters())
 
     def found(self, looks: bool = False) -> bool:
         """Return whether the model has other parameters than those noted.

@@ -26,13 +26,15 @@ _log = logging.getLogger(__name__)
 
 # A comparison calls the model twice with these samples, so they are few of many: at most one of 16, and at most 8. The
 # first ones have 8 in any case: of two samples that choose the same expert, a term that balances experts is a mean.
-_ONE_OF, _MAX_SAMPLES = 16, 8
+_ONE_OF = 16
+_MAX_SAMPLES = 8
 # Elements of a model (256 MiB in float64) that is copied for the comparison.
 _MAX_COPIED = 1 << 25
 # Tolerated relative differences of values and gradients. A copy in float64 still computes in float32 here and there, as
 # models do for normalisation and for the loss. Rounding in float32 was 2e-7 and 4e-7 with 24 layers of transformers.
 # Terms that balance experts, with a coefficient of 0.001, made values differ by 1e-7 to 1e-5, gradients by 5e-4 to 1%.
-_COPY, _FLOAT32 = (2e-6, 2e-5), (1e-5, 1e-4)
+_COPY = (2e-6, 2e-5)
+_FLOAT32 = (1e-5, 1e-4)
 # Kernels of lower precision than the tensors have, such as TF32, differ by that much with the number of samples.
 _REDUCED = (1e-3, 1e-3)
 DRAWING_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)

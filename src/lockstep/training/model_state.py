@@ -43,7 +43,9 @@ class ModelState:
     result: Any = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
-        self.model, self.optimizer, self.comm = model, optimizer, comm
+        self.model = model
+        self.optimizer = optimizer
+        self.comm = comm
         self._left: list[dict[str, Any]] = []  # the hyperparameters, as the last operation has left them
         self._versions: list[int] = []  # of parameters and buffers, when they were last looked at
         self._has_changed = False  # whether the program has changed them since the last operation
@@ -75,7 +77,8 @@ class ModelState:
 
     def commit(self, result: Any) -> None:
         """See `TrainingState`."""
-        self._left, self._versions = self._hyperparameters(), self._current_versions()
+        self._left = self._hyperparameters()
+        self._versions = self._current_versions()
         self._has_changed = self.has_changed_parameters = False
         self._generators = self._generator_states()
 
@@ -156,7 +159,8 @@ class ModelState:
         set_generator_states((*states[:3], generator, states[3]))
 
     def _look_for_changes(self) -> None:
-        before, self._versions = self._versions, self._current_versions()
+        before = self._versions
+        self._versions = self._current_versions()
         parameters = sum(1 for _ in self.model.parameters())
         self.has_changed_parameters |= before[:parameters] != self._versions[:parameters]
         self._has_changed |= before != self._versions

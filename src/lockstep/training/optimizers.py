@@ -75,13 +75,15 @@ class LARS(_LayerwiseOptimizer):
         super().__init__(params, {**defaults, "adapt_vectors": adapt_vectors})
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any], adapts: bool) -> None:
-        gradients, decay = [_gradient(p) for p in parameters], group["weight_decay"]
+        gradients = [_gradient(p) for p in parameters]
+        decay = group["weight_decay"]
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         momenta = [self.state[p]["momentum_buffer"] for p in parameters]
         if adapts:
-            weights, slopes = _norms(parameters), _norms(gradients)
+            weights = _norms(parameters)
+            slopes = _norms(gradients)
             gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
             sums = torch._foreach_add(slopes, weights, alpha=decay)
             rates = _ratios(torch._foreach_mul(weights, group["trust"]), list(sums), slopes)
@@ -139,7 +141,8 @@ class LAMB(_LayerwiseOptimizer):
         super().__init__(params, {**defaults, "adapt_vectors": adapt_vectors})
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any], adapts: bool) -> None:
-        states, (beta1, beta2) = [self._begun(p) for p in parameters], group["betas"]
+        states = [self._begun(p) for p in parameters]
+        (beta1, beta2) = group["betas"]
         gradients = [_gradient(p) for p in parameters]
         means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         torch._foreach_mul_(means, beta1)
@@ -152,7 +155,8 @@ class LAMB(_LayerwiseOptimizer):
         updates = torch._foreach_div(torch._foreach_div(means, [1 - beta1**step for step in steps]), roots)
         if adapts:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
-            norms, weights = _norms(list(updates)), _norms(parameters)
+            norms = _norms(list(updates))
+            weights = _norms(parameters)
             limited = [weight.clamp(*group["limits"]) for weight in weights]
             updates = torch._foreach_mul(updates, _ratios(limited, norms, weights))
         torch._foreach_sub_(parameters, torch._foreach_mul(updates, group["lr"]))

@@ -61,9 +61,12 @@ class Precision:
         arguments.choice("precision", name, PRECISIONS, elsewhere=other_names.PRECISIONS)
         if name == "bf16" and not devices.supports_bf16(device):
             raise ConfigError("precision", "fp32 or fp16 on this device, which has no bf16", name)
-        self.name, self._device, self._dtype = name, device, _AUTOCAST.get(name)
+        self.name = name
+        self._device = device
+        self._dtype = _AUTOCAST.get(name)
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
-        self.is_new, self.cast = self._scaler is not None, frozenset[int]()
+        self.is_new = self._scaler is not None
+        self.cast = frozenset[int]()
         self._first_gradients = FirstGradients()
         # On the device, where passes read it and nothing waits for it; always the same tensor, as graphs of passes
         # refer to it. A power of two: the division changes no digit.
@@ -134,7 +137,8 @@ class Precision:
 
     def forget_cast(self) -> None:
         """Find out anew what is computed in float16: the model has other parameters."""
-        self.is_new, self.cast = self._scaler is not None, frozenset[int]()
+        self.is_new = self._scaler is not None
+        self.cast = frozenset[int]()
 
     def mark_overflows(self, gradients: list[torch.Tensor], workers: int) -> None:
         """Make those elements of reduced gradients infinite that float16 could not have held in a single pass.

@@ -80,7 +80,8 @@ class PreparedOptimizer:
         refuse_closure(optimizer)
         self.optimizer = optimizer
         self._loop = loop
-        self._original_step, self._original_zero_grad = optimizer.step, optimizer.zero_grad
+        self._original_step = optimizer.step
+        self._original_zero_grad = optimizer.zero_grad
         self._replicas = ReplicaCheck(loop.comm, loop.model, optimizer, exact=loop.parts.exact)
         self._gradients = loop.gradients.add()
         self._reducer = Reducer(loop.comm, loop.parts.virtual_workers, one_pass=False)
@@ -109,8 +110,11 @@ class PreparedOptimizer:
             self.zero_grad()
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers of torch look for it
-        optimizer.step, optimizer.zero_grad = MethodType(step, optimizer), MethodType(zero_grad, optimizer)
-        optimizer.shards, optimizer.grad_norm, optimizer.stepped = self._loop.shards, None, False
+        optimizer.step = MethodType(step, optimizer)
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)
+        optimizer.shards = self._loop.shards
+        optimizer.grad_norm = None
+        optimizer.stepped = False
 
     def _refresh(self) -> None:
         """Find out which parameters are trained now."""
@@ -138,7 +142,10 @@ class PreparedOptimizer:
         self._begin(empty)
 
     def _begin(self, empty: list[int]) -> None:
-        self._empty, self._stepped, self._counted, self._accumulates = empty, [], False, False
+        self._empty = empty
+        self._stepped = []
+        self._counted = False
+        self._accumulates = False
         self._waiting = list(empty)
         self._reducer.begin(self._gradients.trained)
 
@@ -288,7 +295,8 @@ class PreparedOptimizer:
         if shard.number in self._stepped:
             raise ConfigError("step", "one step of an optimizer in each batch", found="two")
         if isinstance(count, torch.Tensor) and count.requires_grad:
-            found, hint = "one that requires a gradient", "It is the number of tokens, labels or weights that count."
+            found = "one that requires a gradient"
+            hint = "It is the number of tokens, labels or weights that count."
             raise ConfigError("count", "a number", found=found, hint=hint)
         if count is not None and self._gradients.any_carried():
             hint = "Accumulate within one batch, or use means over samples."

@@ -50,7 +50,10 @@ class Rank0Changes:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loss_modules: nn.Module, roots: Mapping[str, Any]
     ) -> None:
-        self._model, self._optimizer, self._loss, self._roots = model, optimizer, loss_modules, roots
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss_modules
+        self._roots = roots
         self._looked_at = _LookedAt([])
         self._modes: Holder | None = None
         self._known: dict[tuple[str, Any], Any] = {}  # the settings when all were last looked at
@@ -219,7 +222,8 @@ def _of_batch(batch: Batch) -> Holder:
 
 def _flags(name: str, objects: Mapping[str, Any]) -> Holder:
     """Return what holds an attribute, True or False, of each of the model's layers or parameters."""
-    read, values = operator.attrgetter(name), list(objects.values())
+    read = operator.attrgetter(name)
+    values = list(objects.values())
     names = tuple(f"{path}.{name}".lstrip(".") for path in objects)
     return Holder("model", lambda: list(map(read, values)), nn.Module, is_set_in_training=True, names=names)
 

@@ -50,7 +50,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-STOP, REGROUP = 1.0, 65536.0
+STOP = 1.0
+REGROUP = 65536.0
 """What a worker adds to the sum of a step's requests if it requests a stop, or to regroup; no job has more workers."""
 
 
@@ -245,12 +246,14 @@ class ElasticRecovery(Recovery):
     has_fixed_workers = False
 
     def __init__(self, comm: ElasticCommunicator) -> None:
-        self._comm, self._client = comm, comm.client
+        self._comm = comm
+        self._client = comm.client
         self._state: TrainingState | None = None  # of the training that runs
         self._signals = StopSignals()
         self._given_signals: StopSignals | None = None
         self._held = ExitStack()  # the signals, while operations are repeated
-        self._most, self._folder = 1, ""
+        self._most = 1
+        self._folder = ""
         self._is_suspended = False
         self._training = -1
         self._done = 0
@@ -302,10 +305,18 @@ class ElasticRecovery(Recovery):
     ) -> Iterator[bool]:
         """See `Recovery.training`."""
         comm = self._comm
-        self._training, comm.trainings = comm.trainings, comm.trainings + 1
-        self._state, self._done, self._last, self._has_state = state, 0, None, not comm.is_joining
-        self._most, self._folder, self._given_signals, self._is_suspended = most, folder, signals, True
-        self._has_joined, self._kept_results = comm.is_joining, []
+        self._training = comm.trainings
+        comm.trainings = comm.trainings + 1
+        self._state = state
+        self._done = 0
+        self._last = None
+        self._has_state = not comm.is_joining
+        self._most = most
+        self._folder = folder
+        self._given_signals = signals
+        self._is_suspended = True
+        self._has_joined = comm.is_joining
+        self._kept_results = []
         comm.keeps_values = False
         try:
             with self._held:
@@ -315,7 +326,8 @@ class ElasticRecovery(Recovery):
                 yield takes_part
                 leave_later(self._signals, self._client)
         finally:
-            self._state, comm.keeps_values = None, True
+            self._state = None
+            comm.keeps_values = True
         if takes_part:
             comm.note_result(state.result)
 
@@ -399,7 +411,8 @@ class ElasticRecovery(Recovery):
     @contextmanager
     def beginning(self) -> Iterator[None]:
         """See `Recovery.beginning`."""
-        self._is_beginning, self._first_results = True, iter(self._kept_results)
+        self._is_beginning = True
+        self._first_results = iter(self._kept_results)
         try:
             yield
         finally:
@@ -503,8 +516,10 @@ class ElasticRecovery(Recovery):
 
     def _share(self, state: TrainingState, view: View, best: Commit) -> None:
         """Give the state of the most advanced worker to those behind it."""
-        comm, source = self._comm, view.members.index(view.source)
-        is_behind, is_new = self._commit() != best, not self._has_state
+        comm = self._comm
+        source = view.members.index(view.source)
+        is_behind = self._commit() != best
+        is_new = not self._has_state
         sent: dict[str, Any] | None = None
         if comm.rank == source:
             sent = {"operations": state.of_operations(), "program": {}}
@@ -522,7 +537,8 @@ class ElasticRecovery(Recovery):
             state.load_program(received["program"])
             self._kept_results = from_bytes(received["program"]["beginning"], torch.device("cpu"))
         self._last = state.from_others(result)
-        self._done, self._has_state = best[1], True
+        self._done = best[1]
+        self._has_state = True
         state.commit(None if is_new else self._last)
 
 
@@ -602,7 +618,8 @@ def leave_later(signals: StopSignals, client: MembershipClient) -> None:
     The signal would end the program around the training, while the other workers may need this one.
     """
     if signals.received is not None:
-        client.leaving, signals.received = True, None
+        client.leaving = True
+        signals.received = None
 
 
 # --- State for workers that are behind --------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ __all__ = ["ReplicaCheck", "compare_weights"]
 _log = logging.getLogger(__name__)
 
 _NOT_COMPARED = ("params", "param_names", "initial_lr")
-_ON_DEVICE, _MISSING = "on the device", "missing"
+_ON_DEVICE = "on the device"
+_MISSING = "missing"
 
 # Relative difference of hyperparameters that rounding may cause, in optimizers that adapt their learning rate.
 _TOLERANCE = 1e-4
@@ -70,10 +71,13 @@ class ReplicaCheck:
         weights: bool = True,
         exact: bool = False,
     ) -> None:
-        self._comm, self._model, self._optimizer = comm, model, optimizer
+        self._comm = comm
+        self._model = model
+        self._optimizer = optimizer
         self.every = arguments.whole("replica_check", every, least=0, hint="0 compares nothing.")
         self._on = self.every > 0 and comm.size > 1
-        self._weights, self._exact = weights, exact
+        self._weights = weights
+        self._exact = exact
         self._dtype = accumulation_dtype(comm.device)
         self._bits = 9 if self._dtype is torch.float32 else 20  # sums of squares are exact up to 4096 workers
         self._names: list[list[str]] = []
@@ -82,12 +86,14 @@ class ReplicaCheck:
         self._marks = torch.zeros(4 if self._on else 0, dtype=self._dtype, device=comm.device)
         self._warned = False
         self._steps = 0  # number of steps, for the bound on rounding
-        self._latest_step, self._compared_until = -1, -1
+        self._latest_step = -1
+        self._compared_until = -1
 
     def regroup(self) -> None:
         """Adapt to the communicator's new workers."""
         self._on = self.every > 0 and self._comm.size > 1
-        self._values, self._compared_until = None, -1
+        self._values = None
+        self._compared_until = -1
         self._marks = torch.zeros(4 if self._on else 0, dtype=self._dtype, device=self._comm.device)
 
     # --- every step ---------------------------------------------------------------------------------------------------
@@ -99,7 +105,8 @@ class ReplicaCheck:
         """
         if not self._on:
             return self._marks
-        self._steps, self._latest_step = self._steps + 1, step
+        self._steps = self._steps + 1
+        self._latest_step = step
         on_device = self._update_hyperparameters()
         samples = [] if step % self.every or not self._weights or self._warned else list(self._sample_weights(step))
         if not samples and not on_device:
@@ -134,7 +141,8 @@ class ReplicaCheck:
             digest = zlib.crc32(repr(values).encode()) & ((1 << self._bits) - 1)
             # Filled, because copying numbers to the device would wait for it.
             self._marks = torch.zeros_like(self._marks)
-            self._marks[0], self._marks[1] = digest, digest * digest
+            self._marks[0] = digest
+            self._marks[1] = digest * digest
         return on_device
 
     def _read_hyperparameters(self) -> tuple[list[list[Any]], list[torch.Tensor]]:
@@ -156,7 +164,8 @@ class ReplicaCheck:
     def _sample_weights(self, step: int) -> Iterator[torch.Tensor]:
         """Yield one value of each parameter, at another index at each step: shape (1,)."""
         for number, (_, p) in enumerate(_compared_tensors(self._comm, self._model)):
-            index, offset = mix((step, number)) % p.numel(), p.storage_offset()
+            index = mix((step, number)) % p.numel()
+            offset = p.storage_offset()
             for size, stride in zip(reversed(p.shape), reversed(p.stride()), strict=True):
                 offset += index % size * stride
                 index //= size
@@ -196,7 +205,8 @@ class ReplicaCheck:
         local, named = self._checksums(model) if self._on else (torch.zeros(0, dtype=torch.int64), [])
         facts = torch.tensor([int(each) for each in found], dtype=torch.int64)
         message = torch.cat([part.to(self._comm.device) for part in (local, -local, facts)])
-        reduced, count = self._comm.allreduce(message, "max"), len(local)
+        reduced = self._comm.allreduce(message, "max")
+        count = len(local)
         differ: list[bool] = (reduced[:count] != -reduced[count : 2 * count]).tolist()
         of_any: list[bool] = reduced[2 * count :].bool().tolist()
         if any(of_any) or not self._on:
@@ -235,7 +245,8 @@ class ReplicaCheck:
             by_rank = self._comm.allgather_object(local)
         for rank, theirs in enumerate(by_rank):
             for key in [*by_rank[0], *(key for key in theirs if key not in by_rank[0])]:
-                first, other = by_rank[0].get(key, _MISSING), theirs.get(key, _MISSING)
+                first = by_rank[0].get(key, _MISSING)
+                other = theirs.get(key, _MISSING)
                 if first == other or key in self._ignored:
                     continue
                 group, name = key

@@ -143,7 +143,8 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, patience_s: float | None = None) -> None:
-        self._path, self._run_dir = run_dir / ".lock", run_dir
+        self._path = run_dir / ".lock"
+        self._run_dir = run_dir
         self._descriptor: int | None = None
         deadline = time.monotonic() + (patience_s or 0.0)
         try:

@@ -77,7 +77,9 @@ class RunState:
         Args:
             full: whether to gather sharded tensors, for which every worker must call this.
         """
-        strategy, model, optimizer = self.step.strategy, self.step.model, self.step.optimizer
+        strategy = self.step.strategy
+        model = self.step.model
+        optimizer = self.step.optimizer
         added = named_param_groups(model, optimizer)[len(self.hyperparameters) :]
         saved = strategy.model_state(model) if full else model.state_dict()
         frozen = {} if self.saves_frozen else self.left_out()
@@ -111,7 +113,9 @@ class RunState:
             CheckpointError: before anything is changed, if it is of another model or optimizer; later, if a stored
                 tensor cannot be read.
         """
-        strategy, model, optimizer = self.step.strategy, self.step.model, self.step.optimizer
+        strategy = self.step.strategy
+        model = self.step.model
+        optimizer = self.step.optimizer
         state = with_names_of(model, state)
         check_fits(state, model, self.hyperparameters)
         converted = other_dtypes(state["model"], model)
@@ -153,7 +157,8 @@ class RunState:
         state = with_names_of(self.step.model, state)
         check_fits(state, self.step.model, self.hyperparameters)
         other_dtypes(state["model"], self.step.model)
-        saved, logs = state.get("determinism_settings", {}), self.step.comm.rank == 0
+        saved = state.get("determinism_settings", {})
+        logs = self.step.comm.rank == 0
         check_determinism(saved, self.determinism_settings(), self._allow_different, logs)
 
 

@@ -102,7 +102,8 @@ def _check_same_model(saved: Any, model: nn.Module, left_out: Collection[str]) -
     ours = {name: _shape(value) for name, value in model.state_dict().items()}
     theirs = {str(name): _shape(value) for name, value in saved.items()}
     for name in [*(name for name in ours if name in theirs or name not in left_out), *theirs]:
-        our_shape, saved_shape = ours.get(name, "missing"), theirs.get(name, "missing")
+        our_shape = ours.get(name, "missing")
+        saved_shape = theirs.get(name, "missing")
         if our_shape != saved_shape:
             difference = f"{name}: here {our_shape}, in the checkpoint {saved_shape}"
             raise CheckpointError(f"a checkpoint of another model. The first difference is {difference}.")
@@ -140,7 +141,8 @@ def other_dtypes(saved: Mapping[str, Any], model: nn.Module) -> dict[str, tuple[
     """
     found = {}
     for name, value in model.state_dict().items():
-        ours, theirs = _dtype(value), _dtype(saved.get(name))
+        ours = _dtype(value)
+        theirs = _dtype(saved.get(name))
         if ours is None or theirs is None or ours == theirs:
             continue
         if not torch.can_cast(theirs, ours):

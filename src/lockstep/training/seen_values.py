@@ -12,7 +12,8 @@ from ..parallel.nested import tensors_of
 __all__ = ["SeenValues"]
 
 # Whole numbers that are told apart: among them usual labels to ignore, and the classes. Those beyond are as the ends.
-_LOWEST, _HIGHEST = -256, 4095
+_LOWEST = -256
+_HIGHEST = 4095
 _MOST_TENSORS = 8
 _FEW = 256  # so many numbers are looked up one by one: an operation on tensors costs more
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -88,7 +88,10 @@ class ShardGradients:
             return
         for hook in self._hooks:
             hook.remove()
-        self.trained, self._own, self._shown, self._problems = trained, {}, [], []
+        self.trained = trained
+        self._own = {}
+        self._shown = []
+        self._problems = []
         self._ids = frozenset(map(id, trained))
         self.note_step()
         me = weakref.ref(self)  # a cycle through a hook would never be freed
@@ -104,7 +107,8 @@ class ShardGradients:
         self._passes[number] += 1
         if self._due and gradient.layout is torch.strided:
             self._norms[number] = _norm(gradient)
-        version, before = self.trained[number]._version, self._weights[number]
+        version = self.trained[number]._version
+        before = self._weights[number]
         if before is None:
             self._weights[number] = version
             if self._due:
@@ -114,7 +118,8 @@ class ShardGradients:
 
     def note_step(self) -> None:
         """Note that a step has changed the parameters, on every worker alike."""
-        self._weights, self._moved = [None] * len(self.trained), []
+        self._weights = [None] * len(self.trained)
+        self._moved = []
 
     def note_used(self, by: ShardGradients) -> None:
         """Note that a step has used the gradients of another optimizer, and changed them where they are these."""
@@ -165,7 +170,8 @@ class ShardGradients:
             if p.grad is shown and bool(shown.any()):
                 raise _changed()
             for shard, kept in self._own.items():
-                kept.gradients[number], kept.of_step[number] = p.grad if shard == self._first else None, False
+                kept.gradients[number] = p.grad if shard == self._first else None
+                kept.of_step[number] = False
         self._shown = []
 
     def open(self, shard: Shard, first: bool) -> None:
@@ -174,7 +180,8 @@ class ShardGradients:
         self.note_step()
         kept = self._own.pop(shard.number, None)
         of_step = [False] * len(self.trained)
-        self._aside, self.carried = None, kept is not None
+        self._aside = None
+        self.carried = kept is not None
         if kept is not None:
             of_step = kept.of_step
             if not shard.samples:
@@ -196,14 +203,18 @@ class ShardGradients:
 
     def _begin(self, opened: list[Seen]) -> None:
         count = len(opened)
-        self._opened, self._after = opened, [(None, -1)] * count
-        self._passes, self._norms, self._of_step = [0] * count, [None] * count, [False] * count
+        self._opened = opened
+        self._after = [(None, -1)] * count
+        self._passes = [0] * count
+        self._norms = [None] * count
+        self._of_step = [False] * count
         self._problems = []
 
     def keep(self, shard: Shard) -> bool:
         """End a shard without a step: keep its gradients for a later batch; returns whether there are any."""
         self.check_unchanged()
-        gradients, weight = self.current(), shard.weight
+        gradients = self.current()
+        weight = shard.weight
         of_step = [is_of_step and self._is_kept(number) for number, is_of_step in enumerate(self._of_step)]
         if not shard.samples:
             gradients, weight = self.aside()
@@ -227,7 +238,9 @@ class ShardGradients:
 
     def zero(self, everywhere: bool) -> None:
         """Forget the gradients of the running shard, which the loop has set to None; `everywhere`: of all shards."""
-        self._aside, self._shown, self._zeroed = None, [], True
+        self._aside = None
+        self._shown = []
+        self._zeroed = True
         if everywhere:
             self._own.clear()
         self.release()
@@ -239,7 +252,8 @@ class ShardGradients:
         for kept in (self._own[shard] for shard in shards if shard in self._own):
             for number, (opened, _) in enumerate(self._opened):
                 if dropped[number] or (any_dropped and opened is None):
-                    kept.gradients[number], kept.of_step[number] = None, False
+                    kept.gradients[number] = None
+                    kept.of_step[number] = False
 
     def aside(self) -> tuple[Gradients, float]:
         """Return what a shard without samples keeps of what it began with, and the weight of the shard then."""
@@ -258,7 +272,8 @@ class ShardGradients:
 
         A pass adds to it in place, which its version counts. Zeros in place are one change more.
         """
-        (opened, version), gradient = self._opened[number], self.trained[number].grad
+        (opened, version) = self._opened[number]
+        gradient = self.trained[number].grad
         return opened is not None and gradient is opened and opened._version - version == self._passes[number]
 
     # --- what is noticed ----------------------------------------------------------------------------------------------
@@ -293,7 +308,8 @@ class ShardGradients:
         """
         norms: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, p in enumerate(self.trained):
-            gradient, (after, version) = p.grad, self._after[number]
+            gradient = p.grad
+            (after, version) = self._after[number]
             if gradient is None:
                 continue
             if after is None:  # reached by no pass; a loop may set what torch.autograd.grad() has given
@@ -329,7 +345,8 @@ class ShardGradients:
         """
         for number, p in enumerate(self.trained):
             if id(p) in reached and p.grad is not None and self._passes[number]:
-                version, passes = p.grad._version, self._passes[number]
+                version = p.grad._version
+                passes = self._passes[number]
                 self._problems.append(_Problem(error, number, p.grad, version, passes, unless_counted, ignored))
                 return
 
@@ -369,7 +386,8 @@ def _is(left: object, right: object) -> bool:
 
 def _recorder(owner: Callable[[], ShardGradients | None], number: int) -> Callable[[nn.Parameter], None]:
     def record(parameter: nn.Parameter) -> None:
-        gradients, gradient = owner(), parameter.grad
+        gradients = owner()
+        gradient = parameter.grad
         if gradients is not None and gradient is not None:
             gradients.record(number, gradient)
 

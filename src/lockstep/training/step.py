@@ -180,7 +180,8 @@ class AccumulatedPasses:
     gives_means = False
 
     def __init__(self, strategy: Strategy, gradient_accumulation_steps: int) -> None:
-        self._strategy, self._accumulation_steps = strategy, gradient_accumulation_steps
+        self._strategy = strategy
+        self._accumulation_steps = gradient_accumulation_steps
 
     @property
     def averaged_over(self) -> int:
@@ -195,7 +196,8 @@ class AccumulatedPasses:
         self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
     ) -> Sums:
         """See `Passes`."""
-        strategy, parts = self._strategy, self.parts(batch)
+        strategy = self._strategy
+        parts = self.parts(batch)
         # The reduction averages over workers; the mean over samples needs the sum.
         factor = precision.pass_scale(batch.global_size, self.averaged_over)
         totals = make_totals(marks)
@@ -431,7 +433,8 @@ class TrainStep:
             self.scheduler.end_step()
         note_samples(batch.size)
         if self.measured:
-            result, self.measured = result.replaced(measured=self.measured), {}
+            result = result.replaced(measured=self.measured)
+            self.measured = {}
         return result if norm is None else result.replaced(grad_norm=norm)
 
     def _checked_result(self, lr: Number, totals: Sums, problem: Any) -> StepResult:
@@ -449,9 +452,12 @@ class TrainStep:
 
     def _unchecked_result(self, lr: Number, totals: Sums, batch: Batch) -> StepResult:
         """Return the result of a step on a device, which nothing waits for; it is checked later."""
-        marks, replicas = None, None  # of a single worker
+        # of a single worker
+        marks = None
+        replicas = None
         if isinstance(totals, torch.Tensor):
-            marks, replicas = totals[3:], self._replicas
+            marks = totals[3:]
+            replicas = self._replicas
         loss_sum, count, stops = totals[:3]
         # Reading the count would wait for the device, so a loss that counts samples here is assumed to count them on
         # all workers. `StepResult.check` detects a wrong assumption.
@@ -460,7 +466,8 @@ class TrainStep:
 
     def _first_batch(self, batch: Batch) -> FirstBatch | None:
         """Return what watches the passes of the first step, if they divide a global batch; virtual workers do not."""
-        passes, devices = self._accumulation_steps, len(self.strategy.devices)
+        passes = self._accumulation_steps
+        devices = len(self.strategy.devices)
         is_divided = self.comm.size * passes * devices > 1
         if self._has_described or self.strategy.virtual_workers is not None or not is_divided:
             return None
@@ -563,7 +570,8 @@ class TrainStep:
         self.finite_weights.note()
         if (trained := [p.requires_grad for p in self._changes.parameters]) != self._trained:
             # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
-            self._module, self._trained = self.strategy.wrap(self._loss), trained
+            self._module = self.strategy.wrap(self._loss)
+            self._trained = trained
         seed_torch(mix((self.comm.rank,), key) & 0xFFFFFFFF, self.comm.device)
         clear_gradients(self.optimizer, self._parameters)
         if self.schedule is not None:

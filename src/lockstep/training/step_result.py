@@ -167,7 +167,8 @@ class StepResult:
         """
         if self.marks is not None and self.replicas is not None:
             self.replicas.settle(self.step, self.marks.tolist())
-        loss, count = float(self._loss), float(self._count)
+        loss = float(self._loss)
+        count = float(self._count)
         if not math.isfinite(loss):
             if count == 0:
                 raise DataError(

@@ -33,7 +33,8 @@ class StopRequests:
     """
 
     def __init__(self, comm: Communicator, signals: StopSignals) -> None:
-        self._comm, self._signals = comm, signals
+        self._comm = comm
+        self._signals = signals
         self._pending_polls: deque[Callable[[], bool]] = deque()
         self.reason = ""
 
@@ -93,9 +94,13 @@ class StoppableLoader:
     """
 
     def __init__(self, loader: Loader, stop_requests: StopRequests, stop: Callable[[], NoReturn]) -> None:
-        self.comm, self.virtual_workers = loader.comm, loader.virtual_workers
-        self.global_batch_size, self.steps = loader.global_batch_size, loader.steps
-        self._loader, self._stop_requests, self._stop = loader, stop_requests, stop
+        self.comm = loader.comm
+        self.virtual_workers = loader.virtual_workers
+        self.global_batch_size = loader.global_batch_size
+        self.steps = loader.steps
+        self._loader = loader
+        self._stop_requests = stop_requests
+        self._stop = stop
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Yield the batches of `epoch` until a worker requests a stop."""

@@ -18,7 +18,8 @@ from torch.overrides import has_torch_function
 
 __all__ = ["FirstGradients", "clear_gradients", "run_backward", "take_step"]
 
-_zero_grad, _backward = Optimizer.zero_grad, torch.autograd.backward
+_zero_grad = Optimizer.zero_grad
+_backward = torch.autograd.backward
 _profiler_runs: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 

@@ -30,9 +30,11 @@ def refuse_bare_sum(loss_fn: Any) -> None:
     Raises:
         ConfigError: if it has.
     """
-    fn, reduction = loss_fn, getattr(loss_fn, "reduction", None) if isinstance(loss_fn, nn.Module) else None
+    fn = loss_fn
+    reduction = getattr(loss_fn, "reduction", None) if isinstance(loss_fn, nn.Module) else None
     while isinstance(fn, partial):
-        reduction, fn = reduction or fn.keywords.get("reduction"), fn.func
+        reduction = reduction or fn.keywords.get("reduction")
+        fn = fn.func
     of_torch = isinstance(fn, nn.Module) or getattr(fn, "__module__", None) == F.__name__
     if reduction == "sum" and of_torch:
         got = describe_function(loss_fn) + (" with reduction='sum'" if isinstance(loss_fn, nn.Module) else "")
@@ -47,9 +49,11 @@ def classification_loss(loss_fn: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None
     """Return `loss_fn` as a loss module of torch for classification; None for other losses."""
     if isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return loss_fn
-    fn, keywords = loss_fn, {}
+    fn = loss_fn
+    keywords = {}
     if isinstance(loss_fn, partial) and not loss_fn.args:
-        fn, keywords = loss_fn.func, loss_fn.keywords
+        fn = loss_fn.func
+        keywords = loss_fn.keywords
     module = nn.CrossEntropyLoss if fn is F.cross_entropy else nn.NLLLoss if fn is F.nll_loss else None
     # With a bound output or target it is another function.
     return None if module is None or keywords.keys() & {"input", "target"} else module(**keywords)
@@ -214,9 +218,11 @@ _ELEMENTWISE = {
 
 def is_elementwise(loss_fn: Any) -> bool:
     """Return whether `loss_fn` is a loss of torch that is a mean over the elements of the output, or their losses."""
-    fn, keywords = loss_fn, {}
+    fn = loss_fn
+    keywords = {}
     if isinstance(loss_fn, partial) and not loss_fn.args:
-        fn, keywords = loss_fn.func, loss_fn.keywords
+        fn = loss_fn.func
+        keywords = loss_fn.keywords
     return type(fn) in _ELEMENTWISE or (fn in _ELEMENTWISE.values() and not keywords.keys() & {"input", "target"})
 
 

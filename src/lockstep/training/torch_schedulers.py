@@ -108,7 +108,8 @@ class SchedulerOfTorch:
         scheduler's factor of it.
         """
         rates = [float(group["initial_lr"]) for group in self._optimizer.param_groups]
-        before, last = _base_rates(state), state.get("_last_lr")
+        before = _base_rates(state)
+        last = state.get("_last_lr")
         kinds = {name: type(value) for name, value in vars(self._scheduler).items() if isinstance(value, Counter)}
         restored = {name: kinds[name](value) if name in kinds else value for name, value in state.items()}
         self._scheduler.load_state_dict(copy.deepcopy(restored))

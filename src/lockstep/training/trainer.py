@@ -294,8 +294,12 @@ class Trainer:
         if found is not None:
             self._load_checkpoint(found)
         self.step.finite_weights.forget()
-        self._begun, self.stop_reason, self.steps_in_flight = True, "", self._new_steps_in_flight()
-        self.epochs, self.steps_per_epoch, self.total_steps = epochs, loader.steps, max_steps
+        self._begun = True
+        self.stop_reason = ""
+        self.steps_in_flight = self._new_steps_in_flight()
+        self.epochs = epochs
+        self.steps_per_epoch = loader.steps
+        self.total_steps = max_steps
         if epochs is not None and not loader.is_iterable:  # epochs of an iterable data set may have other lengths
             before = self.step.steps_done - self.position.step
             steps = before + (epochs - self.position.epoch) * len(loader)

@@ -149,7 +149,8 @@ def build_model(options: TrainOptions, dataset: Any) -> nn.Module:
     """
     with _running("data", "a data set with known classes and shape", options.data):
         vocabulary = _vocabulary(dataset)
-        classes, shape = vocabulary or _classes(dataset), _shape(dataset)
+        classes = vocabulary or _classes(dataset)
+        shape = _shape(dataset)
     _check_kind(options, vocabulary)
     if classes is None and options.model in MODELS.targets:
         raise ConfigError(
@@ -221,7 +222,8 @@ class RunDirectory(Callback):
     """
 
     def __init__(self, options: TrainOptions) -> None:
-        self._options, self._run_dir = options, Path(str(options.run_dir))
+        self._options = options
+        self._run_dir = Path(str(options.run_dir))
         self._epochs_before: int | None = None  # epochs done when this process started
 
     def on_train_start(self, trainer: TrainingContext) -> None:
@@ -461,7 +463,9 @@ def make_callbacks(options: TrainOptions) -> list[Callback]:
     return chosen
 
 
-_SAMPLES, _PROMPT = 3, 16  # texts to continue after each epoch, and the tokens that are given of each
+# texts to continue after each epoch, and the tokens that are given of each
+_SAMPLES = 3
+_PROMPT = 16
 
 
 def _language_callbacks(options: TrainOptions, train: Any, test: Any) -> list[Callback]:
@@ -476,6 +480,7 @@ def _language_callbacks(options: TrainOptions, train: Any, test: Any) -> list[Ca
 
 def _samples_of_text(options: TrainOptions, blocks: TextBlocks) -> TextSamples:
     """Return a callback that continues the beginnings of some blocks."""
-    count, length = min(_SAMPLES, len(blocks)), min(_PROMPT, blocks.context)
+    count = min(_SAMPLES, len(blocks))
+    length = min(_PROMPT, blocks.context)
     prompts = [blocks[number * len(blocks) // count][0][:length].tolist() for number in range(count)]
     return TextSamples(prompts, blocks.decode, blocks.context, seed=options.seed, show=not options.quiet)

@@ -52,7 +52,8 @@ class ShardPasses:
     """
 
     def __init__(self, strategy: Invariant, seed: int) -> None:
-        self._strategy, self._seed = strategy, seed
+        self._strategy = strategy
+        self._seed = seed
 
     averaged_over = 1
     gives_means = False
@@ -65,7 +66,8 @@ class ShardPasses:
         Raises:
             ConfigError: for a batch with another number of virtual workers.
         """
-        strategy, reducer = self._strategy, self._strategy.reducer
+        strategy = self._strategy
+        reducer = self._strategy.reducer
         current = _Step(loss, precision, self.parts(batch), batch.global_size, step, requests, marks)
         strategy.begin()
         if strategy.joint_layers:
@@ -82,8 +84,10 @@ class ShardPasses:
 
     def _run_in_sequence(self, step: _Step) -> None:
         """Run one shard after the other; each backward pass adds to the gradients."""
-        strategy, device = self._strategy, self._strategy.comm.device
-        reducer, buffers = strategy.reducer, strategy.buffers
+        strategy = self._strategy
+        device = self._strategy.comm.device
+        reducer = strategy.reducer
+        buffers = strategy.buffers
         scale = step.precision.pass_scale(step.global_size)
         for shard, part in zip(reducer.shards(strategy.trained()), step.parts, strict=True):
             if shard > reducer.local_shards.start:
@@ -105,8 +109,11 @@ class ShardPasses:
 
     def _run_jointly(self, step: _Step) -> None:
         """Run all shards with barriers at the layers that use all shards, and sum their results in order."""
-        strategy, comm = self._strategy, self._strategy.comm
-        reducer, buffers, trained = strategy.reducer, strategy.buffers, strategy.trained()
+        strategy = self._strategy
+        comm = self._strategy.comm
+        reducer = strategy.reducer
+        buffers = strategy.buffers
+        trained = strategy.trained()
         self._check_joint(step.precision, step.global_size)
         shards = [shard for shard, (_, size) in zip(reducer.local_shards, step.parts, strict=True) if size]
 
@@ -115,7 +122,8 @@ class ShardPasses:
 
         def passes(shard: int) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
             seed_shard(self._seed, step.number, shard, comm.device)
-            part, totals = step.parts[shard - reducer.local_shards.start], make_totals(step.marks)
+            part = step.parts[shard - reducer.local_shards.start]
+            totals = make_totals(step.marks)
             total, count = step.precision.run_forward(step.loss, *part)
             totals.add(total, count)
             of_buffers = buffers.of_shard(part[1], first=shard == 0, last=False)
@@ -139,7 +147,8 @@ class ShardPasses:
                 numbers, gradients = by_shard[shard]
             else:  # it has no samples
                 totals = make_totals(step.marks).tensor(requests_of(shard), 0)
-                numbers, gradients = torch.cat([totals, no_buffers]), [None] * len(trained)
+                numbers = torch.cat([totals, no_buffers])
+                gradients = [None] * len(trained)
             reducer.add(numbers)
             for p, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
@@ -147,7 +156,8 @@ class ShardPasses:
 
     def _check_joint(self, precision: Precision, global_size: int) -> None:
         """Check that joint passes support the precision and the size of the global batch."""
-        virtual_workers, size = self._strategy.virtual_workers, self._strategy.comm.size
+        virtual_workers = self._strategy.virtual_workers
+        size = self._strategy.comm.size
         if precision.name == "fp16":
             raise ConfigError("precision", "fp32 or bf16, with sync_batchnorm and virtual workers", precision.name)
         if (least := bounds(virtual_workers, size, size - 1)[0] + 1) > global_size:
@@ -159,7 +169,8 @@ class ShardPasses:
 
     def parts(self, batch: Batch) -> Parts:
         """Return (data, samples) of each of this worker's shards."""
-        reducer, comm = self._strategy.reducer, self._strategy.comm
+        reducer = self._strategy.reducer
+        comm = self._strategy.comm
         if batch.virtual_workers != reducer.virtual_workers and (batch.virtual_workers is not None or comm.size > 1):
             hint = "Make the Loader with the same virtual_workers= as the training."
             raise ConfigError(
@@ -174,7 +185,8 @@ class ShardPasses:
         cuts = [bounds(samples, reducer.virtual_workers, shard) for shard in reducer.local_shards]
         sizes: Sequence[int] = [stop - start for start, stop in cuts]
         if batch.virtual_workers:
-            data, sizes = batch.data, batch.collated or sizes
+            data = batch.data
+            sizes = batch.collated or sizes
         else:
             data = [narrow(batch.data, *cut, samples) for cut in cuts]
         return [(map_tensors(_aligned, part), size) for part, size in zip(data, sizes, strict=True)]

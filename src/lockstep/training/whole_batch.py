@@ -81,7 +81,9 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, sizes: list[int], comm: Communicator) -> torch.Tensor:
-        ctx.sizes, ctx.comm, ctx.shape = sizes, comm, output.shape
+        ctx.sizes = sizes
+        ctx.comm = comm
+        ctx.shape = output.shape
         own = output.detach()[: sizes[comm.rank]]
         padded = own.new_zeros(max(sizes), *own.shape[1:])
         padded[: len(own)] = own
@@ -92,8 +94,10 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        sizes, comm = ctx.sizes, ctx.comm
-        size, total = sizes[comm.rank], sum(sizes)
+        sizes = ctx.sizes
+        comm = ctx.comm
+        size = sizes[comm.rank]
+        total = sum(sizes)
         weighted = gradient * (size / total) if size else torch.zeros_like(gradient)
         with named("gradients of the rows of the whole batch"):
             summed = comm.allreduce(weighted.contiguous())

@@ -54,7 +54,8 @@ def _coalescing(c10d: Any, original: Callable[[Any], Any]) -> Callable[[Any], An
     @functools.wraps(original)
     def batch_isend_irecv(p2p_op_list: Any) -> Any:
         c10d._check_p2p_op_list(p2p_op_list)
-        group, device = p2p_op_list[0].group or c10d._get_default_group(), p2p_op_list[0].tensor.device
+        group = p2p_op_list[0].group or c10d._get_default_group()
+        device = p2p_op_list[0].tensor.device
         coalesces = getattr(group, "coalesces", None)
         if coalesces is None or not coalesces(device):
             return original(p2p_op_list)
@@ -115,7 +116,8 @@ class _NotifyingLoader(Loader):
     """Wraps another loader, and calls `then` when the module has been executed."""
 
     def __init__(self, loader: Loader, then: Callable[[ModuleType], None]) -> None:
-        self._loader, self._then = loader, then
+        self._loader = loader
+        self._then = then
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

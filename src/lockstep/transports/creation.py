@@ -71,7 +71,8 @@ def _make(given: Any, size: int | None) -> TransportGroup:
     hosts = find_hosts(given.store, given.group_rank, given.group_size, size)
     own = next(i for i, host in enumerate(hosts) if given.group_rank in host.ranks)
     layouts = [_layout_of(host) for host in hosts]  # of all hosts, so that all ranks refuse what one refuses
-    ranks, store = hosts[own].ranks, PrefixStore(f"on-host/{own}", given.store)
+    ranks = hosts[own].ranks
+    store = PrefixStore(f"on-host/{own}", given.store)
     context = ShmContext(store, ranks.index(given.group_rank), layouts[own], given.timeout.total_seconds(), ranks)
     if len(hosts) == 1:
         return ShmGroup(context, given.store)

@@ -116,7 +116,8 @@ def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str | No
 def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     made: dict[str, dist.ProcessGroup] = group.__dict__.setdefault("_device_backends", {})
     if device.type not in made:
-        name, own = _name_of_backend(group, device), getattr(group, "backend", "shm")
+        name = _name_of_backend(group, device)
+        own = getattr(group, "backend", "shm")
         if name is None:
             raise ConfigError(
                 "tensor",
@@ -141,13 +142,15 @@ def device_options(options: Any, own: str) -> Any:
 
 
 def _make(group: Any, name: str, device: torch.device) -> dist.ProcessGroup:
-    store, rank_and_size = PrefixStore(f"device/{device.type}", group.store), (group.rank(), group.size())
+    store = PrefixStore(f"device/{device.type}", group.store)
+    rank_and_size = (group.rank(), group.size())
     plugin = dist.Backend._plugins.get(name.upper())
     backend: Any
     if name == "nccl":
         options = getattr(group, "device_options", None) or dist.ProcessGroupNCCL.Options()
         # as torch sets them for a group of its own
-        options._timeout, options.group_name = group.timeout, group.group_name
+        options._timeout = group.timeout
+        options.group_name = group.group_name
         options.global_ranks_in_group = dist.get_process_group_ranks(group)
         backend = dist.ProcessGroupNCCL(store, *rank_and_size, options)
     elif name == "gloo":

@@ -81,7 +81,10 @@ class TransportGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int, context: TransportContext, store: Store) -> None:
         super().__init__(rank, size)
-        self._rank, self._size, self._context, self.store = rank, size, context, store
+        self._rank = rank
+        self._size = size
+        self._context = context
+        self.store = store
 
     # --- What a transport defines -------------------------------------------------------------------------------------
 
@@ -149,7 +152,8 @@ class TransportGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> CPUWork | dist.Work:
         """Reduce each tensor over all ranks, in place; also sparse ones, and half types in float32."""
         opts = opts or dist.AllreduceOptions()
-        op, first = opts.reduceOp, tensors[0]
+        op = opts.reduceOp
+        first = tensors[0]
         if self._is_native and len(tensors) == 1:
             done = self._try_native("all_reduce", opts, tensors, tensors, op=op)
             if done is not None:
@@ -183,7 +187,8 @@ class TransportGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any) -> CPUWork:
         """Reduce each tensor over all ranks into the root's."""
-        root, op = self._root(opts), opts.reduceOp
+        root = self._root(opts)
+        op = opts.reduceOp
         if self._is_native and len(tensors) == 1:
             done = self._try_native("reduce", opts, tensors, tensors, root, op)
             if done is not None:
@@ -277,7 +282,8 @@ class TransportGroup(dist.ProcessGroup):
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> CPUWork:
         """Copy rank i's tensor to `outputs[0][i]` of the root."""
-        root, parts = self._root(opts), []
+        root = self._root(opts)
+        parts = []
         if self._rank == root:
             parts = list(outputs[0])
             self._check_parts("outputs", parts, "input", inputs[0], all_equal=True)
@@ -289,7 +295,8 @@ class TransportGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> CPUWork:
         """Copy `inputs[0][i]` of the root to rank i's tensor."""
-        root, parts = self._root(opts), []
+        root = self._root(opts)
+        parts = []
         if self._rank == root:
             parts = list(inputs[0])
             self._check_parts("inputs", parts, "output", outputs[0], all_equal=True)
@@ -432,7 +439,8 @@ class TransportGroup(dist.ProcessGroup):
         self._batch = []
 
     def _end_coalescing(self, device: torch.device | None = None) -> CPUWork:
-        works, self._batch = self._batch or [], None
+        works = self._batch or []
+        self._batch = None
         return CPUWork.all_of(works)
 
     def _coalesce(self, work: CPUWork) -> CPUWork:

@@ -80,7 +80,9 @@ class RunRecord(msgspec.Struct, frozen=True):
 
 # --- Comparison -------------------------------------------------------------------------------------------------------
 
-_GRADIENT, _PARAMETER, _BUFFER = "gradient", "parameter", "buffer"
+_GRADIENT = "gradient"
+_PARAMETER = "parameter"
+_BUFFER = "buffer"
 
 # Rounding in float32 moves the gradient of a first step by some 1e-7 to 1e-5 of its norm (convolutions, normalisation
 # in small batches), and each update about doubles the distance of two runs, at usual learning rates.
@@ -137,7 +139,8 @@ class Comparison:
 
 def compare(one: RunRecord, other: RunRecord) -> Comparison:
     """Compare two runs step by step, up to the first difference that rounding does not explain."""
-    largest, same_bits = 0.0, True
+    largest = 0.0
+    same_bits = True
     low_precision = one.low_precision or other.low_precision
     for first, second in zip(one.steps, other.steps, strict=False):
         same_bits = same_bits and _digests(first) == _digests(second)
@@ -163,7 +166,9 @@ def diverging_ranks(ranks: Sequence[RunRecord]) -> tuple[int, int, str] | None:
 
 def _compare_step(first: StepRecord, second: StepRecord, low_precision: bool) -> tuple[Difference | None, float]:
     """Return the first difference of a step that rounding does not explain, and the distance of its gradients."""
-    number, optimizer, limit = first.step, first.optimizer, tolerance(first.step, low_precision)
+    number = first.step
+    optimizer = first.optimizer
+    limit = tolerance(first.step, low_precision)
     at_first = number == 0 and any(map(_bits_differ, *_paired(first.parameters, second.parameters)))
     for name, left, right in _pairs(first.parameters, second.parameters) if at_first else ():
         if _distance(left, right) > 1e-6:

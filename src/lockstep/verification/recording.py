@@ -44,7 +44,8 @@ class StepRecorder:
     """
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self._folder, self._most = folder, steps
+        self._folder = folder
+        self._most = steps
         self._counts: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []  # keeps their ids unique
         self._records: list[StepRecord] = []

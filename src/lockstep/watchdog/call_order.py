@@ -38,7 +38,8 @@ class DeferredWork(dist.Work):
 
     def begin(self, inner: Any, check: Any) -> None:
         """Take over the work of the call, which has started, and its check; None if that has ended well."""
-        self._inner, self._check = inner, check
+        self._inner = inner
+        self._check = check
         self._has_begun.set()
 
     def fail(self, error: BaseException) -> None:
@@ -183,7 +184,8 @@ class CallOrder:
                 if the call must not start. None where it need not wait.
             start: starts the call; returns its work, and the check that goes on beside it or None.
         """
-        call, awaited = _Call(check, start), None
+        call = _Call(check, start)
+        awaited = None
         with self._changed:
             self._calls.append(call)
             if len(self._calls) == 1:
@@ -193,7 +195,8 @@ class CallOrder:
 
     def _go_on_after(self, awaited: torch.futures.Future[Any] | None) -> None:
         """Go on when the check of the first call has ended; without the lock, as what waits for a call may run here."""
-        begun, self._begun = self._begun, []
+        begun = self._begun
+        self._begun = []
         for work in begun:
             work.complete_future()
         if awaited is not None:

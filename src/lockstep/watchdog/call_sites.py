@@ -99,7 +99,8 @@ class CallSites:
 
     def lookup(self, frame: FrameType | None) -> CallSite:
         """Return the call site of the first user frame, outwards from `frame`; else that of the main thread."""
-        internal, start = self._internal, frame
+        internal = self._internal
+        start = frame
         while frame is not None:
             inside = internal.get(id(frame.f_code))
             if inside is None:
@@ -189,7 +190,8 @@ def _shown_source(line: str) -> str:
     for character in line:
         depth += (character in "([{") - (character in ")]}")
         lowest = min(lowest, depth)
-    before, after = "… " * (lowest < 0), " …" * (depth > lowest or line.endswith(("\\", ",")))
+    before = "… " * (lowest < 0)
+    after = " …" * (depth > lowest or line.endswith(("\\", ",")))
     return f"{before}{line}{after}"
 
 

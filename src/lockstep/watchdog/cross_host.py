@@ -79,7 +79,9 @@ class StateExchange:
     """
 
     def __init__(self, store: Store, host: int, hosts: int) -> None:
-        self._store, self._host, self._hosts = store, host, hosts
+        self._store = store
+        self._host = host
+        self._hosts = hosts
         self._count = 0
         self._polled: dict[int, tuple[int, float]] = {}  # the last count of each host, and when it was new
 
@@ -168,7 +170,9 @@ def find_divergence(job: JobStates, uneven: bool = False, keys: Collection[int] 
 
 def _as_record(state: GroupState, row: RecordRow) -> Record:
     """Return a record with what is published of it: its texts if it is the last one of its group."""
-    what, call_site, source = "something else", "", ""
+    what = "something else"
+    call_site = ""
+    source = ""
     if state.last == row.sequence:
         what = state.what
         call_site, _, source = state.call_site.partition("\n")
@@ -207,7 +211,8 @@ def find_deadlock(cycles: CycleSearch, job: JobStates, counts: Mapping[int, int]
 
 def _other_tag(waits: Mapping[int, Wait], rank: int) -> int | None:
     """Return the tag of the message in which the other rank waits, if it fits that of `rank` but for its tag."""
-    wait, other = waits[rank], waits.get(waits[rank].peer)
+    wait = waits[rank]
+    other = waits.get(waits[rank].peer)
     if other is None or other.peer != rank or other.is_send == wait.is_send or other.tag == wait.tag:
         return None
     return other.tag
@@ -232,7 +237,9 @@ class CrossHost:
     """
 
     def __init__(self, state: WatchdogState, monitors: Sequence[GroupMonitor]) -> None:
-        self._state, self._monitors, self._job = state, monitors, state.rendezvous
+        self._state = state
+        self._monitors = monitors
+        self._job = state.rendezvous
         self._exchange: StateExchange | None = None
         self._states: dict[int, HostState] = {}
         self._next_period = self._failing_since = self._raised_since = 0.0
@@ -256,7 +263,8 @@ class CrossHost:
         Args:
             passed_s: seconds since the last tick.
         """
-        exchange, now = self._exchange, time.monotonic()
+        exchange = self._exchange
+        now = time.monotonic()
         if exchange is None:
             return
         if passed_s > _ABSENT_S:  # this process was stopped or got no processor: others may have been, too
@@ -290,7 +298,8 @@ class CrossHost:
 
     def compare_at_exit(self) -> None:
         """Compare the last collectives at the end of a program; they may not have been published yet."""
-        exchange, state = self._exchange, self._state
+        exchange = self._exchange
+        state = self._state
         if exchange is None or state.error is not None or state.has_failed or not self._represents_host():
             return
         self._is_final = True
@@ -363,7 +372,8 @@ class CrossHost:
 
     def _has_long_wait(self) -> bool:
         """Return whether ranks of this host have long waited for others; if not, nobody need be there any more."""
-        state, before = self._state, time.monotonic() - _WAIT_S
+        state = self._state
+        before = time.monotonic() - _WAIT_S
         firsts = {monitor.key: monitor.first_pending() for monitor in self._monitors if monitor.remote_ranks}
         if any(first is not None and first.entered < before for first in firsts.values()):
             return True
@@ -434,7 +444,8 @@ class CrossHost:
         return found
 
     def _liveness(self, host: int, ranks: Sequence[int]) -> tuple[str, str] | None:
-        heartbeat, limit_s = self._heartbeat, self._state.limits.heartbeat_s
+        heartbeat = self._heartbeat
+        limit_s = self._state.limits.heartbeat_s
         lives = {rank: "unknown" if heartbeat is None else heartbeat.state(rank) for rank in ranks}
         if "lost" in lives.values():
             return "lost", f"its host has not responded for {limit_s:g} s"
@@ -447,11 +458,13 @@ class CrossHost:
 
     def _check_stragglers(self, job: JobStates) -> Finding | None:
         """Warn of stragglers on other hosts; return the finding if they have exceeded the limit."""
-        limits, states = self._state.limits, self._states.values()
+        limits = self._state.limits
+        states = self._states.values()
         activities = {rank: text for state in states for rank, text in state.activities.items()}
         own_work = {rank for state in states for rank in state.own_work}
         for key, waiting, missing in find_stragglers(job):
-            call, seconds = waiting.last_call(), waiting.seconds
+            call = waiting.last_call()
+            seconds = waiting.seconds
             limit_s = max(limits.stall_s, waiting.limit_s)
             if self._state.seconds_since_solo(seconds) >= limit_s:
                 return stall_finding(missing, call, limit_s).at(key, waiting.pending)

@@ -53,11 +53,14 @@ class CycleSearch:
             starts: ranks that wait, through one of which the cycle is to go.
             counts: for each host a number that differs from one of its publications to the next.
         """
-        now, cycle = time.monotonic(), _find_cycle(job, starts)
+        now = time.monotonic()
+        cycle = _find_cycle(job, starts)
         waits = [job.waits[rank] for rank in cycle]
         seen = [(rank, wait.record, wait.moved) for rank, wait in zip(cycle, waits, strict=True)]
         if seen != self._seen:
-            self._seen, self._since, self._counts = seen, now, counts
+            self._seen = seen
+            self._since = now
+            self._counts = counts
         stable_s = _STABLE_SEND_S if any(wait.is_send for wait in waits) else _STABLE_S
         if now - self._since < stable_s or any(self._counts.get(host) == count for host, count in counts.items()):
             return ()
@@ -98,7 +101,8 @@ def deadlock_finding(
         tags: see `explained`, for each of them.
     """
     lines = [f"rank {rank} waits in {calls[rank]} for rank {cycle[index - 1]}" for index, rank in enumerate(cycle)]
-    cause, advice = _CAUSE, _ADVICE
+    cause = _CAUSE
+    advice = _ADVICE
     if any(calls[rank].startswith("new_group(") for rank in cycle):
         cause, advice = _GROUPS
     elif all(waits[rank].is_send for rank in cycle):
@@ -130,7 +134,8 @@ def find_other_tag(own: RecorderReader, wait: Wait, readers: Mapping[int, Record
     Returns:
         None if the other rank, of this host, has no such message without a counterpart.
     """
-    raw, peer = own.raw(wait.record), readers.get(wait.peer)
+    raw = own.raw(wait.record)
+    peer = readers.get(wait.peer)
     if raw is None or peer is None:
         return None
     sent = not wait.is_send  # by the peer

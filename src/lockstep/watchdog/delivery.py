@@ -91,7 +91,8 @@ def collect_stacks(
     """
     before: dict[int, int] = {}
     for reader in readers:
-        number, path = reader.state_word(StateWords().stack_signal), _path(folder, reader.rank)
+        number = reader.state_word(StateWords().stack_signal)
+        path = _path(folder, reader.rank)
         if not number or reader.pid == os.getpid():
             continue
         with suppress(OSError):
@@ -165,7 +166,8 @@ def deliver_error(state: WatchdogState, delivery: ErrorDelivery, stop: threading
         delivery: its signal handler.
         stop: ends the delivery.
     """
-    thread, begin = state.program_thread, time.monotonic()
+    thread = state.program_thread
+    begin = time.monotonic()
     while not state.delivered.is_set() and thread.is_alive() and not state.is_exiting and not stop.is_set():
         waited = time.monotonic() - begin
         if waited > _GRACE_S:
@@ -232,7 +234,8 @@ def await_root_cause(
 @contextmanager
 def _waiting_in_last(state: WatchdogState, monitors: Sequence[GroupMonitor]) -> Iterator[None]:
     """Let other ranks see this rank wait in its last collective during the body, though the wait itself has failed."""
-    waits, last = state.current_wait(), last_collective(state, monitors)
+    waits = state.current_wait()
+    last = last_collective(state, monitors)
     if last is None or (waits is not None and waits.peer >= 0):  # it still is in a message
         yield
         return

@@ -47,13 +47,16 @@ class ObservationClock:
     """
 
     def __init__(self) -> None:
-        self._last, self._now, self._ticks = time.monotonic(), 0.0, 0
+        self._last = time.monotonic()
+        self._now = 0.0
+        self._ticks = 0
         self._seen: dict[Hashable, tuple[float, int]] = {}  # since when, and in which tick it was observed last
 
     def tick(self) -> float:
         """Begin another tick; return the seconds since the last one, by the monotonic clock."""
         now = time.monotonic()
-        passed, self._last = now - self._last, now
+        passed = now - self._last
+        self._last = now
         self._now += min(passed, _LONGEST_TICK_S)
         self._ticks += 1
         for condition in [each for each, (_, last) in self._seen.items() if last < self._ticks - 1]:
@@ -232,7 +235,8 @@ def local_finding(state: WatchdogState, rank: int, where: str, clock: Observatio
     is_gone = rank in state.health.gone
     if not (is_gone or is_frozen or reader.phase in ("ended", "left")):
         return None
-    own, other = state.own.state(), reader.state()
+    own = state.own.state()
+    other = reader.state()
     in_same_loop = reader.state_word(_WORDS.loop) == state.own.state_word(_WORDS.loop)
     ran_out = other.finished and in_same_loop and (own.finished, own.batch) != (other.finished, other.batch)
     status = rank_status(other, False, is_gone, is_frozen)

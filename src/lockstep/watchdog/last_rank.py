@@ -60,7 +60,10 @@ class LastRankWatch:
         is_silent: Callable[[], bool],
         write: Callable[[str], None],
     ) -> None:
-        self._rank, self._others, self._is_silent, self._write = rank, others, is_silent, write
+        self._rank = rank
+        self._others = others
+        self._is_silent = is_silent
+        self._write = write
         self._folder = folder
         self._peers: list[tuple[RecorderReader, ProcessStatus]] = []  # those that may still run
         for peer in peers:
@@ -72,7 +75,9 @@ class LastRankWatch:
                     reader.close()
                 else:
                     self._peers.append((reader, status))
-        self._alone_s, self._next_s, self._notes = 0.0, warning_s, 0
+        self._alone_s = 0.0
+        self._next_s = warning_s
+        self._notes = 0
         self._last = time.monotonic()
         self._is_over = False
         self._pid = os.getpid()
@@ -106,7 +111,8 @@ class LastRankWatch:
         """Write a note if it is time for one."""
         now = time.monotonic()
         # a process that was stopped, or got no processor, has not observed the others meanwhile
-        passed, self._last = min(now - self._last, 2 * _TICK_S), now
+        passed = min(now - self._last, 2 * _TICK_S)
+        self._last = now
         if self._is_any_alive():
             return
         self._alone_s += passed
@@ -136,7 +142,8 @@ class LastRankWatch:
 
 def describe_activity() -> str:
     """Return what the program does: where its main thread is, or at the end of it, which threads keep it running."""
-    main, frame = threading.main_thread(), main_frame()
+    main = threading.main_thread()
+    frame = main_frame()
     threads = [each for each in threading.enumerate() if not each.daemon and each is not main]
     if threads and _joins_threads(frame):
         frames = sys._current_frames()
@@ -172,7 +179,8 @@ _current: LastRankWatch | None = None  # that of the last default process group
 def watch(made: LastRankWatch | None) -> None:
     """Start `made` in the place of the one before."""
     global _current
-    before, _current = _current, made
+    before = _current
+    _current = made
     if before is not None:
         before.stop()
     if made is not None:

@@ -251,7 +251,8 @@ class SwapDetector:
     """
 
     def __init__(self, recorder: FlightRecorder, key: int) -> None:
-        self._recorder, self._key = recorder, key
+        self._recorder = recorder
+        self._key = key
         self.last_mismatch: LineMismatch | None = None
 
     def note_lines(self, own: RawRecord, lines: set[int]) -> None:
@@ -263,7 +264,8 @@ class SwapDetector:
 
     def announce(self, last: LineMismatch, sequence: int, line: int, frame: FrameType) -> None:
         """Announce the collective `sequence` if a loop now calls what another rank called instead of the last one."""
-        self.last_mismatch, recorder = None, self._recorder
+        self.last_mismatch = None
+        recorder = self._recorder
         same_batch = (last.batch, last.loop) == (recorder.batch, recorder.loop)
         may_swap = last.sequence + 1 == sequence and line in last.theirs and same_batch
         if may_swap and is_next_iteration(last.stack, frame):
@@ -339,7 +341,8 @@ def _iterates_over(frame: FrameType, callee: FrameType) -> bool:
 
 def _loop_variables(code: CodeType, at: int) -> list[str]:
     """Return the names that the for loops around the instruction `at` assign in each turn."""
-    names, inside = list[str](), False
+    names = list[str]()
+    inside = False
     for each in dis.get_instructions(code):
         if each.opname == "FOR_ITER":
             inside = each.offset < at < each.argval

@@ -108,7 +108,9 @@ class GroupMonitor:
     def __init__(
         self, state: WatchdogState, name: str, title: str, ranks: Sequence[int], uses: int, limit_s: float = 0.0
     ) -> None:
-        self.state, self.title, self.ranks = state, title, tuple(ranks)
+        self.state = state
+        self.title = title
+        self.ranks = tuple(ranks)
         self.key = digest(f"{name} {self.ranks} {uses}")
         self.sequence = self.rejected = 0
         self.pending: deque[PendingCall] = deque()
@@ -150,8 +152,10 @@ class GroupMonitor:
         state = self.state
         if state.error is not None:
             state.check()
-        recorder, name = state.recorder, state.current.thread.name
-        call, site = state.signatures.lookup(operation, key, name), state.call_sites.lookup(sys._getframe(1))
+        recorder = state.recorder
+        name = state.current.thread.name
+        call = state.signatures.lookup(operation, key, name)
+        site = state.call_sites.lookup(sys._getframe(1))
         if self.swaps.last_mismatch is not None and peer < 0:
             self.swaps.announce(self.swaps.last_mismatch, self.sequence + 1, site.line, sys._getframe(1))
         name_number = recorder.texts.intern(name) if name else 0
@@ -189,7 +193,8 @@ class GroupMonitor:
             *((("tag", tag),) if tag else ()),
         )
         pending = self.enter("send" if sent else "recv", key, peer if peer >= 0 else self.state.rank, tag)
-        channel, size = self._channel(sent, peer, tag), sum(tensor.nbytes for tensor in tensors)
+        channel = self._channel(sent, peer, tag)
+        size = sum(tensor.nbytes for tensor in tensors)
         pending.message = peer, sent, channel
         number = self.state.recorder.count_message(peer, sent, channel, size)
         if self.sizes_must_fit and number and peer in self.state.peers and tensors[0].device.type == "cpu":
@@ -211,7 +216,8 @@ class GroupMonitor:
         Messages of a channel are received in the order in which they were sent. The side that comes second finds it,
         before data moves.
         """
-        state, (peer, sent, _) = self.state, pending.message
+        state = self.state
+        (peer, sent, _) = pending.message
         reader = state.peers[peer]
         source, target = (state.rank, peer) if sent else (peer, state.rank)
         theirs = reader.channel(channel_key(not sent, self.key, source, target, tag))
@@ -350,9 +356,11 @@ class GroupMonitor:
 
     def _compare(self, number: int, sequence: int) -> None:
         # one rank that has called it is enough: those that called it before were compared with each other
-        mine, key = self.state.recorder.compared_bytes(number), self.key
+        mine = self.state.recorder.compared_bytes(number)
+        key = self.key
         for peer in self.peers:
-            slot, reader = peer.find_slot(key), peer.reader
+            slot = peer.find_slot(key)
+            reader = peer.reader
             theirs = reader.record_number(slot, sequence) if slot >= 0 else 0
             if not theirs:
                 continue
@@ -360,7 +368,8 @@ class GroupMonitor:
             if compared[8:] == mine:
                 return
             if _FIRST.unpack_from(compared) == (theirs, key, sequence):
-                own, raw = self.state.own.raw(number), reader.raw(theirs)
+                own = self.state.own.raw(number)
+                raw = reader.raw(theirs)
                 if own is not None:
                     if raw is not None:
                         self.swaps.note_lines(own, {raw.line})
@@ -435,7 +444,8 @@ class GroupMonitor:
         return not mismatch.is_error(kind, self.state.limits.strict) and _topic(kind, own, theirs) in self._warned
 
     def _warn(self, kind: str, own: RawRecord, peer: Peer, theirs: RawRecord) -> None:
-        topic, state = _topic(kind, own, theirs), self.state
+        topic = _topic(kind, own, theirs)
+        state = self.state
         self._warned.add(topic)
         calls = state.own.record(own), peer.reader.record(theirs)
         found = mismatch.describe_difference(kind, (state.rank, peer.rank), calls)

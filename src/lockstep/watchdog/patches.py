@@ -239,10 +239,12 @@ class _Watchdog:
     """
 
     def __init__(self, host_key: Callable[[], str], lasting: bool) -> None:
-        self._host_key, self._lasting = host_key, lasting
+        self._host_key = host_key
+        self._lasting = lasting
         self.session: Session | None = None
         self._undo: list[Replaced] = []
-        self._sockets, self._limits = SocketTracker(), Limits.read()
+        self._sockets = SocketTracker()
+        self._limits = Limits.read()
         self._hooks = [
             Replaced(c10d, "_new_process_group_helper", self._making),
             Replaced(c10d, "destroy_process_group", self._destroying),
@@ -262,7 +264,9 @@ class _Watchdog:
             if not ranks:
                 self.end()
                 last_rank.watch(None)
-                self._sockets, self._limits = SocketTracker(), Limits.read()  # an invalid variable is an error here
+                # an invalid variable is an error here
+                self._sockets = SocketTracker()
+                self._limits = Limits.read()
             elif self.session is None:
                 return original(group_size, group_rank, ranks, backend, store, *args, **kw)
             name = str(args[0] if args else kw.get("group_name", ""))
@@ -356,7 +360,8 @@ class _Watchdog:
 
     def end(self) -> None:
         """End the session."""
-        session, self.session = self.session, None
+        session = self.session
+        self.session = None
         if session is None or session.state.recorder.pid != os.getpid():
             return
         current.recorder = None
@@ -486,7 +491,8 @@ def uninstall() -> None:
     """See `watchdog.uninstall`."""
     global _watchdog
     if _watchdog is not None:
-        found, _watchdog = _watchdog, None
+        found = _watchdog
+        _watchdog = None
         found.uninstall()
 
 
@@ -548,7 +554,8 @@ def watch_wait(group: Any, operation: str) -> Iterator[Callable[[], None]]:
 def _after_fork() -> None:
     """Stop the watchdog in a forked child, which is not a rank."""
     global _watchdog
-    recorder, current.recorder = current.recorder, None
+    recorder = current.recorder
+    current.recorder = None
     if recorder is not None:
         with suppress(BufferError):  # another thread is using it
             recorder.close()  # loops over batches and groups may still use it

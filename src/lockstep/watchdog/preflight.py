@@ -40,12 +40,21 @@ _LOOP_SLOTS = 16
 _BLOOM_WORDS = 4  # a Bloom filter of the lines: each line sets a bit in each of them
 
 # Positions of the words. Each number is followed by its complement, see `encode`.
-_SEQUENCE, _FLAGS, _FINGERPRINT, _LINE, _LINES, _LOOP = 0, 2, 3, 5, 7, 7 + _BLOOM_WORDS
+_SEQUENCE = 0
+_FLAGS = 2
+_FINGERPRINT = 3
+_LINE = 5
+_LINES = 7
+_LOOP = 7 + _BLOOM_WORDS
 _BATCHES = _LOOP + 2
 _WORDS = _BATCHES + 2 * _LOOP_SLOTS
 # Bits of the flags. The last two are the first of `_LOOP_SLOTS` bits: some rank is inside a loop of that slot; some
 # rank's loop has ended.
-_UNEVEN, _NAMED, _SWAPPED, _INSIDE, _ENDED = 0, 1, 2, 8, 8 + _LOOP_SLOTS
+_UNEVEN = 0
+_NAMED = 1
+_SWAPPED = 2
+_INSIDE = 8
+_ENDED = 8 + _LOOP_SLOTS
 
 
 class CallInfo(msgspec.Struct, frozen=True):
@@ -138,7 +147,8 @@ class Digest:
 
     def _some_loops_ended(self) -> bool:
         """Return whether only some ranks of a loop have ended it, as they may where all call the same line."""
-        flags, mask = self.words[_FLAGS], (1 << _LOOP_SLOTS) - 1
+        flags = self.words[_FLAGS]
+        mask = (1 << _LOOP_SLOTS) - 1
         return self._differs(_LINE) and bool(flags >> _INSIDE & flags >> _ENDED & mask)
 
     def _differs(self, at: int) -> bool:
@@ -230,7 +240,11 @@ class PreflightCheck:
         swaps: SwapDetector,
         abandon: Callable[[Any], None],
     ) -> None:
-        self._group, self._state, self._key, self._ranks, self._swaps = group, state, key, ranks, swaps
+        self._group = group
+        self._state = state
+        self._key = key
+        self._ranks = ranks
+        self._swaps = swaps
         self._abandon = abandon
         self._warned: set[tuple[str, tuple[int, ...]]] = set()  # lines and loops that were warned about
         self._before: tuple[int, list[RawRecord]] = (0, [])  # sequence number and records of the last collective
@@ -391,7 +405,8 @@ class PreflightCheck:
         Raises:
             DesyncError: the hosts do not call the same.
         """
-        digest, hosts = Digest(words.tolist()), getattr(self._group, "hosts", None)
+        digest = Digest(words.tolist())
+        hosts = getattr(self._group, "hosts", None)
         if hosts is None or not digest.same_sequence or digest.same_fingerprint:
             return False
         own = next(number for number, ranks in enumerate(hosts) if self._ranks.index(self._state.rank) in ranks)
@@ -487,7 +502,8 @@ class PreflightCheck:
     def _exchange_records(self, pending: PendingCall, pair: tuple[int, int]) -> tuple[Record, Record]:
         """Return the records of two ranks."""
         # by way of the store: all of Gloo's threads may be busy with what does not complete
-        state, store = self._state, self._state.rendezvous.store
+        state = self._state
+        store = self._state.rendezvous.store
         topic = f"preflight/{self._key}/{pending.sequence}"
         own = state.own.raw(pending.number)
         if state.rank in pair and own is not None:
@@ -534,7 +550,8 @@ class PendingCheck:
 
 def _options(blocking: bool) -> Any:
     options: Any = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = dist.ReduceOp.BOR, not blocking
+    options.reduceOp = dist.ReduceOp.BOR
+    options.asyncOp = not blocking
     return options
 
 

@@ -80,7 +80,10 @@ class WatchedWork(dist.Work):
         self._device = device
         # a step queries no device
         self._can_poll = monitor.completes_on_host or (device is not None and device.type == "cpu")
-        self._inner, self._monitor, self._pending, self._check = inner, monitor, pending, check
+        self._inner = inner
+        self._monitor = monitor
+        self._pending = pending
+        self._check = check
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the operation has completed.
@@ -157,7 +160,8 @@ class WatchedWork(dist.Work):
             future = self._check.guard(future)
         state = self._monitor.state
         if state.keeps_log and self._monitor.completes_on_host:
-            recorder, number = state.recorder, self._pending.number
+            recorder = state.recorder
+            number = self._pending.number
             future.add_done_callback(lambda _: recorder.leave(number, time.monotonic()))
         return future
 
@@ -214,7 +218,9 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
             made = functools.partial(method, self, *args, **kwargs)
             return _start(monitor, pending, thread, made, device, given)
         # from here on what `_start` and `WatchdogState.blocking` do, inlined: this path has to be short
-        state, recorder, inside = monitor.state, monitor.state.recorder, monitor.threads_inside
+        state = monitor.state
+        recorder = monitor.state.recorder
+        inside = monitor.threads_inside
         recorder.begin_wait(pending.number, pending.entered)
         inside.add(thread)
         state.enter_wait(thread)

@@ -200,7 +200,8 @@ def _own_address(store: Any) -> str:
     """Return this host's address in the network of the store; "" if it cannot be determined."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    host, found = getattr(store, "host", ""), ""
+    host = getattr(store, "host", "")
+    found = ""
     for name in (host,) if host else (socket.gethostname(), "192.0.2.1", "localhost"):  # the second: the default route
         with suppress(OSError):
             found = address_towards(name)

@@ -245,7 +245,8 @@ def write_once(folder: Path, report: Report) -> bool:
         OSError: it cannot be written.
     """
     # two threads of a process may do so at the same moment
-    path, draft = folder / "report.json", folder / f".report-{os.getpid()}-{threading.get_ident()}"
+    path = folder / "report.json"
+    draft = folder / f".report-{os.getpid()}-{threading.get_ident()}"
     try:
         draft.write_text(report.to_json())
         os.link(draft, path)
@@ -354,7 +355,8 @@ def _columns(rows: Sequence[tuple[list[int], RankStatus]]) -> list[_Row]:
     found: list[_Row] = [(["rank", "host", "batch", "waiting"], ["where"], "")]
     for ranks, row in rows:
         waiting = "" if row.waiting_s is None else seconds(row.waiting_s)
-        host, batch = _cut(plain(row.host), _HOST), "" if row.batch is None else str(row.batch)
+        host = _cut(plain(row.host), _HOST)
+        batch = "" if row.batch is None else str(row.batch)
         text = [*_state(row), *(f"  {line}" for line in _call_lines(row))]
         found.append(([rank_list(ranks), host, batch, waiting], text, "bad" if row.state in _FAILED else ""))
     return found
@@ -404,7 +406,8 @@ def call_lines(call: Call) -> list[str]:
 
 def _fitted(line: str, width: int) -> list[str]:
     """Return `line` wrapped; the source text of a call site gets a line of its own if both do not fit in one."""
-    width, indent = max(30, width), " " * (len(line) - len(line.lstrip()) + 2)
+    width = max(30, width)
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
     call_site, colon, source = line.partition(": ")
     if len(line) > width and colon and _CALL_SITE.search(call_site):
         return [*_fitted(f"{call_site}:", width), _cut(indent + source, width)]

@@ -50,7 +50,8 @@ class Session:
     def __init__(self, rendezvous: Rendezvous, limits: Limits, sockets: SocketTracker) -> None:
         self.state = state = WatchdogState(rendezvous, limits)
         state.fail = self._fail_unless_lost if limits.expects_losses else self.fail
-        state.poll_report, state.raise_root_cause = self.poll_report, self.raise_root_cause
+        state.poll_report = self.poll_report
+        state.raise_root_cause = self.raise_root_cause
         self.monitors: list[GroupMonitor] = []
         self.groups: dict[Any, GroupMonitor] = {}
         self.cross_host = CrossHost(state, self.monitors)
@@ -92,7 +93,8 @@ class Session:
 
     def _remove_files(self) -> None:
         """Remove this rank's files, and the folder with the last of them."""
-        folder, rank = self.state.folder, self.state.rank
+        folder = self.state.folder
+        rank = self.state.rank
         with suppress(OSError):  # another rank has removed the folder
             for name in (f"rank-{rank}", f"stack-{rank}"):
                 (folder / name).unlink(missing_ok=True)
@@ -201,7 +203,8 @@ class Session:
             for rank, reader in state.readers.items()
             if rank not in gone and rank not in stopped and reader.phase == "runs"
         ]
-        stacks, rows = collect_stacks(state.folder, running), self.cross_host.rank_statuses()
+        stacks = collect_stacks(state.folder, running)
+        rows = self.cross_host.rank_statuses()
         several_hosts = len(state.rendezvous.hosts) > 1
         for rank, reader in state.readers.items():
             stack = stacks.get(rank, ())
@@ -240,8 +243,11 @@ class MonitorThread:
         delivery: ErrorDelivery,
         log: RecordLog | None = None,
     ) -> None:
-        self._state, self._monitors, self._cross_host = state, monitors, cross_host
-        self._delivery, self._log = delivery, log
+        self._state = state
+        self._monitors = monitors
+        self._cross_host = cross_host
+        self._delivery = delivery
+        self._log = log
         self._stop = threading.Event()
         self._cycles = CycleSearch()
         self._clock = ObservationClock()
@@ -283,7 +289,8 @@ class MonitorThread:
             if not transient and name not in self._reported and not self._stop.is_set():
                 self._reported.add(name)
                 with suppress(Exception):
-                    rank, text = self._state.rank, f"{type(error).__name__}: {error}"
+                    rank = self._state.rank
+                    text = f"{type(error).__name__}: {error}"
                     self._state.write_message(f"rank {rank}: {name} of the watchdog failed and is retried: {text}")
             return None
         self._failures.pop(name, None)
@@ -338,7 +345,8 @@ class MonitorThread:
 
     def _find_deadlock(self) -> Finding | None:
         """Return the cycle of ranks of this host that this rank is in."""
-        state, readers = self._state, dict[int, RecorderReader]()
+        state = self._state
+        readers = dict[int, RecorderReader]()
         own = state.current_wait()
         if own is not None and time.monotonic() - own.entered > _TICK_S:  # most waits are shorter
             readers = {rank: reader for rank, reader in state.readers.items() if current_wait(reader) is not None}
@@ -375,7 +383,8 @@ class MonitorThread:
         if raw is None or raw.peer == state.rank:
             return None
         monitor = next((each for each in self._monitors if each.key == raw.key), None)
-        wait, peer = wait_in(state.own, raw), state.peers.get(raw.peer)
+        wait = wait_in(state.own, raw)
+        peer = state.peers.get(raw.peer)
         is_matched = peer is not None and wait.is_matched_by(state.rank, peer)
         if monitor is None or (is_matched and not wait.is_send):
             return None  # the message arrives, whatever has become of its sender
@@ -399,7 +408,8 @@ class MonitorThread:
     def _check_stragglers(
         self, pending: PendingCall, missing: list[int], ranks: tuple[int, ...], key: int
     ) -> Finding | None:
-        state, limits = self._state, self._state.limits
+        state = self._state
+        limits = self._state.limits
         waited = self._clock.observed_s((key, pending.number))
         stalled = 0.0 if self._is_any_stopped(missing) else self._clock.observed_s(("stalled", key, pending.number))
         if limits.debugging or waited < limits.warning_s:

@@ -178,14 +178,19 @@ class WatchdogState:
     raise_root_cause: Callable[[BaseException, Collection[int] | None], None]
 
     def __init__(self, rendezvous: Rendezvous, limits: Limits) -> None:
-        self.rendezvous, self.limits, self.current = rendezvous, limits, current
-        self.folder, self.recorder, self.peers = rendezvous.folder, rendezvous.recorder, rendezvous.peers
+        self.rendezvous = rendezvous
+        self.limits = limits
+        self.current = current
+        self.folder = rendezvous.folder
+        self.recorder = rendezvous.recorder
+        self.peers = rendezvous.peers
         self.rank = self.recorder.rank
         self.own = RecorderReader(layout.rank_file(self.folder, self.rank))
         self.readers = dict(sorted({**self.peers, self.rank: self.own}.items()))
         self.health = ProcessLiveness({rank: reader.pid for rank, reader in self.peers.items()})
         texts = self.recorder.texts
-        self.signatures, self.call_sites = Signatures(texts.intern), CallSites(texts.intern)
+        self.signatures = Signatures(texts.intern)
+        self.call_sites = CallSites(texts.intern)
         texts.on_wraparound = self._clear_caches
         self.captures = GraphCaptures()
         self.lock = threading.RLock()
@@ -220,7 +225,8 @@ class WatchdogState:
     @contextmanager
     def blocking(self, number: int, ranks: Collection[int], is_message: bool = False) -> Iterator[None]:
         """Let this thread wait for `ranks` in the call of that record during the body; a failure is explained."""
-        thread, began = threading.get_ident(), time.monotonic()
+        thread = threading.get_ident()
+        began = time.monotonic()
         self.recorder.begin_wait(number, began)
         self.enter_wait(thread)
         try:

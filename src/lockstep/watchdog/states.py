@@ -65,15 +65,18 @@ def rank_status(
         stack: of its main thread.
     """
     now = time.monotonic()
-    kind, note = _STATES[state.phase], ""
+    kind = _STATES[state.phase]
+    note = ""
     if kind == "raised":
         note = exception_line(state.traceback)
     elif kind == "ended":
         note = DESTROYED_GROUPS if state.phase == "left" else "the program reached its end"
     elif dead:
-        kind, note = "died", f"process {state.pid} is gone, without an exception or a regular exit"
+        kind = "died"
+        note = f"process {state.pid} is gone, without an exception or a regular exit"
     elif stopped:
-        kind, note = "frozen", f"process {state.pid} is stopped by a signal"
+        kind = "frozen"
+        note = f"process {state.pid} is stopped by a signal"
     elif now - state.heartbeat > _SILENT_S:
         note = f"no heartbeat for {now - state.heartbeat:.1f} s"
     elif kind == "runs" and state.call is not None and state.call.left is None:
@@ -180,7 +183,8 @@ def current_wait(reader: RecorderReader) -> Wait | None:
 
 def wait_in(reader: RecorderReader, raw: RawRecord) -> Wait:
     """Return the wait of a rank in the collective or message of that record."""
-    rank, peer = reader.rank, raw.peer
+    rank = reader.rank
+    peer = raw.peer
     if peer < 0:
         return Wait(raw.number, -1, key=raw.key, sequence=raw.sequence)
     is_send = not is_recv(reader, raw)
@@ -426,7 +430,8 @@ class JobStates:
         groups: Mapping[int, Sequence[int]] | None = None,
         lost: Mapping[int, tuple[str, str]] | None = None,
     ) -> None:
-        groups, lost = groups or {}, lost or {}
+        groups = groups or {}
+        lost = lost or {}
         self._states = states
         self.host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
         self.waits = {rank: wait for state in states.values() for rank, wait in state.waits.items()}

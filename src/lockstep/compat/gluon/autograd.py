@@ -25,7 +25,8 @@ _STATE = _State()
 @contextmanager
 def _set(recording: bool, training: bool) -> Iterator[None]:
     previous = _STATE.recording, _STATE.training
-    _STATE.recording, _STATE.training = recording, training
+    _STATE.recording = recording
+    _STATE.training = training
     try:
         with torch.set_grad_enabled(recording):
             yield

@@ -37,7 +37,8 @@ _CALL = _CallState()
 @contextmanager
 def _layer_calls() -> Iterator[None]:
     """Return a context in which blocks are called as layers of a model."""
-    previous, _CALL.in_model = _CALL.in_model, True
+    previous = _CALL.in_model
+    _CALL.in_model = True
     try:
         yield
     finally:

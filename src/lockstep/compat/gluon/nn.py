@@ -61,7 +61,8 @@ class _TorchLayer(HybridBlock):
 
     def __init__(self, layer: torch_nn.Module, activation: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.layer, self.act = layer, _activation(activation)
+        self.layer = layer
+        self.act = _activation(activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the layer, then the activation."""

@@ -76,7 +76,9 @@ class Parameter:
     """
 
     def __init__(self, layer: nn.Module, attribute: str, name: str) -> None:
-        self._layer, self._attribute, self.name = layer, attribute, name
+        self._layer = layer
+        self._attribute = attribute
+        self.name = name
 
     @property
     def grad_req(self) -> str:

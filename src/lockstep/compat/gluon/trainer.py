@@ -53,7 +53,8 @@ class Trainer:
         try:
             self._optimizer_class([torch.zeros(1, requires_grad=True)], **self._options)
         except (TypeError, ValueError) as error:
-            expected, hint = f"options of {optimizer}", f"{error}."
+            expected = f"options of {optimizer}"
+            hint = f"{error}."
             raise ConfigError("optimizer_params", expected, found=str(self._options), hint=hint) from None
         self._parameters = list(params.values()) if isinstance(params, Mapping) else list(params)
         self._optimizers: dict[Context, torch.optim.Optimizer] = {}

@@ -19,7 +19,8 @@ class JsonLines:
 
     def blocks(self, path: Path) -> Blocks:
         """Return the blocks: runs of 1000 lines, or of 4 MiB."""
-        runs, stop = Runs(1000), 0
+        runs = Runs(1000)
+        stop = 0
         with path.open("rb") as file:
             for line in file:
                 stop += len(line)

@@ -51,7 +51,8 @@ class Mds:
 
     def blocks(self, path: Path) -> Blocks:
         """Return the blocks of all shards, from the index."""
-        sizes, places = [], []
+        sizes = []
+        places = []
         for number, shard in enumerate(_read_index(path)):
             for name, encoding, _ in shard.columns:
                 _decoder(name, encoding)
@@ -123,7 +124,8 @@ def _read_samples(path: Path, shard: _Shard, first: int, count: int) -> tuple[by
 
 def _decompress(data: bytes, shard: _Shard) -> bytes:
     """Decompress a shard, to no more than the size that the index states."""
-    kind, limit = shard.compression.partition(":")[0], shard.raw_size + 1
+    kind = shard.compression.partition(":")[0]
+    limit = shard.raw_size + 1
     if kind == "gz":
         raw = zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(data, limit)
     elif kind == "bz2":
@@ -144,7 +146,9 @@ class _Samples(Sequence[Any]):
     """Samples of a shard, each decoded when it is taken."""
 
     def __init__(self, shard: _Shard, data: bytes, offsets: NDArray[np.int64]) -> None:
-        self._shard, self._data, self._offsets = shard, data, offsets
+        self._shard = shard
+        self._data = data
+        self._offsets = offsets
         self._columns = [(name, _decoder(name, encoding), size) for name, encoding, size in shard.columns]
 
     def __len__(self) -> int:
@@ -155,12 +159,14 @@ class _Samples(Sequence[Any]):
         variable = sum(not size for _, _, size in self._columns)
         stored = iter(np.frombuffer(data[: 4 * variable], np.uint32).tolist())
         sizes = [size or next(stored, 0) for _, _, size in self._columns]
-        at, sample = 4 * variable, {}
+        at = 4 * variable
+        sample = {}
         if at + sum(sizes) != len(data):
             raise ValueError(f"shard {self._shard.name}: the sizes of its columns do not fit")
         for (name, decode, _), size in zip(self._columns, sizes, strict=True):
             try:
-                sample[name], at = decode(data[at : at + size]), at + size
+                sample[name] = decode(data[at : at + size])
+                at = at + size
             except (ArithmeticError, LookupError, OSError, ValueError) as error:
                 raise ValueError(f"shard {self._shard.name}, column {name}: {error}") from None
         return sample
@@ -201,9 +207,11 @@ def _decoder(column: str, encoding: str) -> Callable[[bytes], Any]:
 def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     at = 0
     if not dtype:
-        dtype, at = _ARRAY_TYPES[data[0]], 1
+        dtype = _ARRAY_TYPES[data[0]]
+        at = 1
     if not shape:
-        dimensions, kind = data[at] >> 2, np.dtype(f"uint{8 << data[at] % 4}")
+        dimensions = data[at] >> 2
+        kind = np.dtype(f"uint{8 << data[at] % 4}")
         shape = tuple(np.frombuffer(data, kind, dimensions, at + 1).tolist())
         at += 1 + dimensions * kind.itemsize
     values: NDArray[Any] = np.frombuffer(data, np.dtype(dtype), offset=at).reshape(shape)

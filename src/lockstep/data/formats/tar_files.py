@@ -26,13 +26,16 @@ class Tar:
 
     def blocks(self, path: Path) -> Blocks:
         """Return the blocks: runs of 100 samples, or of 4 MiB."""
-        runs, key, end = Runs(100), None, 0
+        runs = Runs(100)
+        key = None
+        end = 0
         with path.open("rb") as file:
             for member in _members(file):
                 found = _split_name(member.name)[0]
                 if key is not None and found != key:
                     runs.add(end)
-                key, end = found, _end_of(member)
+                key = found
+                end = _end_of(member)
             # A damaged header in the middle looks to `tarfile` like the end of the archive.
             if file.read(_TAR_UNIT) != bytes(_TAR_UNIT):
                 raise ValueError(f"cut off or damaged after byte {end}: it has no mark of its end there")

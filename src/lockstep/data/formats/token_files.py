@@ -53,7 +53,8 @@ class Tokens:
         """Return the samples of the block."""
         start, samples = place
         # A memory-mapped file that another program cuts would end this process with a signal; reading raises an error.
-        count, offset = samples * self.block_size + 1, start * self.block_size * self._dtype.itemsize
+        count = samples * self.block_size + 1
+        offset = start * self.block_size * self._dtype.itemsize
         tokens = np.fromfile(path, self._dtype, count, offset=offset)
         if len(tokens) != count:
             raise ValueError(f"{len(tokens)} tokens, expected {count}")

@@ -109,7 +109,8 @@ class ReplicaCopies:
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
-        self.module, self.devices = module, list(devices)
+        self.module = module
+        self.devices = list(devices)
         self._objects: list[object] = []  # layers, parameters and other attributes of the model when it was copied
         self._storage: list[object] = []  # device, dtype and address of its parameters, and versions of other tensors
         self._copies: list[nn.Module] = []
@@ -139,7 +140,8 @@ class ReplicaCopies:
         storage += [value._version for value in attributes if type(value) is torch.Tensor and not value.is_inference()]
         same = len(objects) == len(self._objects) and all(map(operator.is_, objects, self._objects))
         same = same and storage == self._storage
-        self._objects, self._storage = objects, storage
+        self._objects = objects
+        self._storage = storage
         return not same
 
     def parameters(self, replica: int) -> list[nn.Parameter]:
@@ -164,7 +166,8 @@ class ReplicaCopies:
     def _copy_settings(self) -> None:
         """Set the plain attributes of the model that have changed since the last pass, such as its mode."""
         for number, layer in enumerate(self.module.modules()):
-            before, now = self._settings[number], _settings(layer)
+            before = self._settings[number]
+            now = _settings(layer)
             if now != before:
                 changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
                 for replica in self._copies:
@@ -187,7 +190,9 @@ class ReplicaCopies:
         """
         copies = [list(replica.modules()) for replica in self._copies[: len(weights)]]
         with torch.inference_mode(False), torch.no_grad():
-            keys, values, to_average = [], [], []
+            keys = []
+            values = []
+            to_average = []
             for layer, *replicas in zip(self.module.modules(), *copies, strict=True):
                 for name in layer._buffers:
                     of_replicas = [replica._buffers[name] for replica in replicas]

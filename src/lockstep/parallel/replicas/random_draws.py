@@ -63,7 +63,9 @@ class SeparateDraws(TorchFunctionMode):
 
     def __init__(self, seed: Seed, replica: int, device: torch.device) -> None:
         super().__init__()
-        self._seed, self._replica, self._calls = seed, replica, 0
+        self._seed = seed
+        self._replica = replica
+        self._calls = 0
         own = devices.generator_of(device)
         self._generators = [torch.default_generator, *([] if own is None else [own])]
 

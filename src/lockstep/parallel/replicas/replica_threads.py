@@ -31,7 +31,9 @@ class ReplicaError(LockstepError, RuntimeError):
 
     def __init__(self, message: str, replica: int = 0, device: str = "") -> None:
         super().__init__(message, replica, device)
-        self.message, self.replica, self.device = message, replica, device
+        self.message = message
+        self.replica = replica
+        self.device = device
 
     def __str__(self) -> str:
         return self.message
@@ -117,7 +119,8 @@ class Settings:
     """The thread-local settings of torch, read in the calling thread to be applied in others."""
 
     def __init__(self, used: Sequence[torch.device]) -> None:
-        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
         kinds = sorted({"cpu", *(device.type for device in used)} - {"meta"})
         self._casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         self._streams = {each: devices.current_stream(each) for each in used if devices.has_streams(each)}

@@ -39,7 +39,9 @@ class Engine:
     def __init__(
         self, module: nn.Module, devices: Sequence[Device], dim: int = 0, output_device: Device | None = None
     ) -> None:
-        self.module, self.devices, self.dim = module, as_devices(devices), arguments.whole("dim", dim)
+        self.module = module
+        self.devices = as_devices(devices)
+        self.dim = arguments.whole("dim", dim)
         self.output_device = self.devices[0] if output_device is None else as_device(output_device, "output_device")
         self._replicas = ReplicaCopies(module, self.devices)
         self._threads: Threads | None = None
@@ -148,7 +150,8 @@ class Engine:
             return call
 
         calls = [with_own_draws(number, function) for number, function in enumerate(functions)]
-        arguments, keywords = [part[0] for part in parts], [part[1] for part in parts]
+        arguments = [part[0] for part in parts]
+        keywords = [part[1] for part in parts]
         return parallel_apply(calls, arguments, keywords, self.devices[: len(parts)], self._threads)
 
     # --- gather -------------------------------------------------------------------------------------------------------

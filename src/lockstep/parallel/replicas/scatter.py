@@ -105,7 +105,8 @@ def scatter(batch: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
         ConfigError: for a list of devices that cannot be used, a tensor without dimension `dim`, or one that cannot be
             split by samples: packed sequences, sparse and nested tensors.
     """
-    targets, dim = as_devices(devices), arguments.whole("dim", dim)
+    targets = as_devices(devices)
+    dim = arguments.whole("dim", dim)
     check_can_be_cut(batch)
     return [_part(batch, number, len(targets), target, dim) for number, target in enumerate(targets)]
 
@@ -159,7 +160,8 @@ def gather(parts: Sequence[Any], device: Device | None = None, dim: int = 0) -> 
     Raises:
         ConfigError: for parts of different structures, or shapes that do not fit.
     """
-    target, dim = None if device is None else as_device(device), arguments.whole("dim", dim)
+    target = None if device is None else as_device(device)
+    dim = arguments.whole("dim", dim)
     return join(parts, lambda _, column: concatenate(column, target or column[0].device, dim))
 
 

@@ -132,7 +132,8 @@ class AveragedWeights(Callback):
 
     def _load(self) -> None:
         if self._loaded and self._averaged is not None:
-            saved, ours = self._loaded["model"], self._averaged.module
+            saved = self._loaded["model"]
+            ours = self._averaged.module
             renamed = match_names(saved, ours.state_dict())  # the model may be compiled or wrapped in another way
             ours.load_state_dict({renamed.get(name, name): value for name, value in saved.items()})
             self._averaged.n_averaged.fill_(self._loaded["count"])

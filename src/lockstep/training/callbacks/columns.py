@@ -10,7 +10,8 @@ from .base import Callback
 
 __all__ = ["RowColumns", "check_column", "is_higher_better"]
 
-_LOWER, _HIGHER = ("loss", "error"), ("accuracy", "acc", "f1", "auc")
+_LOWER = ("loss", "error")
+_HIGHER = ("accuracy", "acc", "f1", "auc")
 
 
 def is_higher_better(column: str, given: bool | None) -> bool:

@@ -31,17 +31,21 @@ class StepLosses:
     """
 
     def __init__(self, limit: int = 1000) -> None:
-        self._limit, self.steps_per_mean = limit, 1
+        self._limit = limit
+        self.steps_per_mean = 1
         self.means: list[float] = []
-        self._sum, self._count = 0.0, 0
+        self._sum = 0.0
+        self._count = 0
 
     def add(self, loss: float) -> None:
         """Add the loss of the next step."""
-        self._sum, self._count = self._sum + loss, self._count + 1
+        self._sum = self._sum + loss
+        self._count = self._count + 1
         if self._count < self.steps_per_mean:
             return
         self.means.append(self._sum / self._count)
-        self._sum, self._count = 0.0, 0
+        self._sum = 0.0
+        self._count = 0
         if len(self.means) == self._limit:
             self.means = [(a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True)]
             self.steps_per_mean *= 2
@@ -57,8 +61,10 @@ class StepLosses:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        self.steps_per_mean, self.means = int(state["steps_per_mean"]), [float(value) for value in state["means"]]
-        self._sum, self._count = float(state["sum"]), int(state["count"])
+        self.steps_per_mean = int(state["steps_per_mean"])
+        self.means = [float(value) for value in state["means"]]
+        self._sum = float(state["sum"])
+        self._count = int(state["count"])
 
 
 class Curve(Callback):

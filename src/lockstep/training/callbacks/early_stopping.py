@@ -57,7 +57,8 @@ class EarlyStopping(Callback):
     def _inspect(self, trainer: TrainingContext) -> None:
         rows = self.rows_since_best(trainer.history)
         if rows >= self.patience:
-            name, least = self.metric, self._min_delta
+            name = self.metric
+            least = self._min_delta
             better = f"{name} that is better by more than {least:g}" if least else f"better {name}"
             trainer.stop(f"{rows} {_unit(name, trainer.history, rows)} without a {better}")
 

@@ -60,7 +60,8 @@ class GradientNoise(Callback):
 
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Check that the gradients of virtual workers can be measured."""
-        strategy, found = trainer.step.strategy, ""
+        strategy = trainer.step.strategy
+        found = ""
         if not isinstance(strategy, Invariant) or strategy.virtual_workers < 2:
             found = "none, or 1"
         elif strategy.sharded_state:
@@ -79,7 +80,8 @@ class GradientNoise(Callback):
         self._reducer = None
         if trainer.step.steps_done % self._every:
             return
-        device, strategy = trainer.comm.device, trainer.step.strategy
+        device = trainer.comm.device
+        strategy = trainer.step.strategy
         assert isinstance(strategy, Invariant)
         self._batch = batch
         self._squares = torch.zeros(strategy.virtual_workers, dtype=accumulation_dtype(device), device=device)
@@ -122,7 +124,8 @@ class GradientNoise(Callback):
         scale = (samples / counts) * (samples / result.count)
         *_, total = measured = result.measured["gradient noise"]
         squares = measured[:-1] * scale.square() * has_samples
-        small, inverse = squares.sum() / has_samples.sum(), (has_samples / counts).sum() / has_samples.sum()
+        small = squares.sum() / has_samples.sum()
+        inverse = (has_samples / counts).sum() / has_samples.sum()
         if result.grad_norm is not None:  # the gradient was clipped
             total = result.grad_norm.to(squares.dtype).square()
         noise = (small - total) / (inverse - 1 / samples)

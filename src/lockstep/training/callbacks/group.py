@@ -56,10 +56,13 @@ class CallbackGroup:
             _check_hooks(type(each))
         ordered = sorted(given, key=lambda callback: isinstance(callback, Checkpoints))
         self._members = [callback for callback in ordered if callback.every_rank or rank == 0]
-        self._by_name, self._logs = _by_name(ordered), rank == 0
+        self._by_name = _by_name(ordered)
+        self._logs = rank == 0
         self._by_hook: dict[str, list[Callback]] = {}
         self._descriptions: dict[tuple[type[Callback], str], tuple[str, bool]] = {}  # for the watchdog
-        self._recovery, self._all, self._rank = recovery or Recovery(), ordered, rank
+        self._recovery = recovery or Recovery()
+        self._all = ordered
+        self._rank = rank
         self._skipped: list[tuple[Callback, str, tuple[Any, ...]]] = []  # hooks of rank 0 since the last operation
         self._has_ended = False
         self._last_states = b""
@@ -270,11 +273,13 @@ class CallbackGroup:
             all_seen: whether the predecessor has called all hooks before and after the last operation.
             epoch_has_begun: whether their `on_train_epoch_start` was called in the epoch in progress.
         """
-        before, self._rank = self._rank, rank
+        before = self._rank
+        self._rank = rank
         if rank != 0 or before == 0:
             return
         self._logs = True
-        missed, self._skipped = [] if all_seen else self._skipped, []
+        missed = [] if all_seen else self._skipped
+        self._skipped = []
         new = [member for member in self._all if not member.every_rank]
         self._members = self._all
         if states is not None:

@@ -36,7 +36,8 @@ class Pretrained(Callback):
         if error is not None or trainer.run_dir is None:
             return
         trainer.step.strategy.sync_buffers()
-        weights, folder = trainer.step.strategy.model_state(trainer.model, trainer.comm.rank == 0), trainer.run_dir
+        weights = trainer.step.strategy.model_state(trainer.model, trainer.comm.rank == 0)
+        folder = trainer.run_dir
 
         def write() -> None:
             try:

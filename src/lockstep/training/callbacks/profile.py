@@ -49,7 +49,9 @@ class Profile(Callback):
         if not isinstance(first, int) or first < 1 or numbers != list(range(first, first + len(numbers))):
             raise ConfigError("steps", "steps from 1 that follow one another, such as range(10, 13)", steps)
         arguments.flag("memory", memory)
-        self._first, self._last, self._memory = numbers[0], numbers[-1], memory
+        self._first = numbers[0]
+        self._last = numbers[-1]
+        self._memory = memory
         self._write_guard = WriteGuard()
         self._profiler: Any = None
 
@@ -75,7 +77,8 @@ class Profile(Callback):
         self._end(trainer)
 
     def _end(self, trainer: TrainingContext) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         if profiler is None or trainer.run_dir is None:
             return
         profiler.stop()

@@ -50,7 +50,8 @@ class Progress(Callback):
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._next_update = 0.0
-        self._began, self._steps_before = 0.0, 0
+        self._began = 0.0
+        self._steps_before = 0
 
     # --- what the run is doing ---------------------------------------------------------------------------------------
 
@@ -59,7 +60,8 @@ class Progress(Callback):
         self._display = _find_display()
         self._status = _Status(epochs=trainer.epochs, steps=trainer.steps_per_epoch)
         self._display.begin(as_heading(trainer))
-        self._began, self._steps_before = time.monotonic(), trainer.step.steps_done
+        self._began = time.monotonic()
+        self._steps_before = trainer.step.steps_done
         self._next_update = self._began + self._display.interval
         self._ended.clear()
         # Refreshes while no step ends: while data is loaded, a model is compiled, evaluated or saved.
@@ -68,7 +70,8 @@ class Progress(Callback):
 
     def on_train_epoch_start(self, trainer: TrainingContext) -> None:
         """Show that the first batch is being loaded."""
-        self._status.epoch, self._status.steps = trainer.epoch + 1, trainer.steps_per_epoch
+        self._status.epoch = trainer.epoch + 1
+        self._status.steps = trainer.steps_per_epoch
         self._set_activity("loading data")
 
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
@@ -81,7 +84,8 @@ class Progress(Callback):
         now = time.monotonic()
         if now < self._next_update:
             return
-        status, done = self._status, trainer.step.steps_done
+        status = self._status
+        done = trainer.step.steps_done
         status.step = trainer.steps_in_epoch
         status.speed = f"{trainer.totals.samples_per_second * self._per_sample:,.0f} {self._unit}/s"
         rate = (now - self._began) / (done - self._steps_before)
@@ -126,7 +130,8 @@ class Progress(Callback):
     # --- the display -------------------------------------------------------------------------------------------------
 
     def _set_activity(self, activity: str) -> None:
-        self._status.activity, self._status.since = activity, time.monotonic()
+        self._status.activity = activity
+        self._status.since = time.monotonic()
 
     def _refresh(self) -> None:
         while not self._ended.wait(0.5):
@@ -293,7 +298,8 @@ class _Notebook:
     _ROWS = 10
 
     def __init__(self, open_output: Callable[[dict[str, str]], Any]) -> None:
-        self._heading, self._reason = "", ""
+        self._heading = ""
+        self._reason = ""
         self._rows: list[Row] = []
         self._line = ""  # the latest row as a line
         self._status: _Status | None = None
@@ -314,7 +320,8 @@ class _Notebook:
         self._handle.update(self._bundle(), raw=True)
 
     def end(self, reason: str) -> None:
-        self._status, self._reason = None, reason
+        self._status = None
+        self._reason = reason
         self._handle.update(self._bundle(), raw=True)
 
     def _bundle(self) -> dict[str, str]:
@@ -382,7 +389,8 @@ def as_duration(seconds: float) -> str:
 
 def as_heading(trainer: TrainingContext) -> str:
     """Return a line that describes the run, and a second one with its run directory, if any."""
-    workers, threads = trainer.comm.size, torch.get_num_threads()
+    workers = trainer.comm.size
+    threads = torch.get_num_threads()
     parts = [
         f"global batch {trainer.global_batch_size:,}",
         *([] if trainer.steps_per_epoch is None else [f"{counted(trainer.steps_per_epoch, 'step')} an epoch"]),

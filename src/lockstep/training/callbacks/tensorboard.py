@@ -55,8 +55,10 @@ class TensorBoard(Callback):
             return
         self._moves = not trainer.step.recovery.has_fixed_workers
         if self._first < 0 or not self._moves:
-            self._first, self._latest = trainer.step.steps_done + 1, []
-        folder, again = trainer.run_dir / "tensorboard", self._latest
+            self._first = trainer.step.steps_done + 1
+            self._latest = []
+        folder = trainer.run_dir / "tensorboard"
+        again = self._latest
         with self._write_guard.to(folder):
             self._writer = SummaryWriter(str(folder), purge_step=self._first)
             for tag, value, step in again:

@@ -40,7 +40,9 @@ class _Tracker(Callback):
         if config is not None:
             arguments.instance("config", config, Mapping, "a dict of values to store with the run")
         self._config = dict(config or {})
-        self._run_id, self._has_failed, self._is_open = "", False, False
+        self._run_id = ""
+        self._has_failed = False
+        self._is_open = False
 
     @property
     def run_id(self) -> str:
@@ -100,7 +102,8 @@ class _Tracker(Callback):
             raise
         except Exception as error:
             if not self._has_failed:
-                name, text = type(self).__name__, f"{type(error).__name__}: {error}"
+                name = type(self).__name__
+                text = f"{type(error).__name__}: {error}"
                 _log.warning("%s failed, and the training continues without it: %s", name, text)
             self._has_failed = True
 
@@ -195,7 +198,9 @@ class MLflow(_Tracker):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(every_steps, config)
-        self._experiment, self._name, self._uri = experiment, name, tracking_uri
+        self._experiment = experiment
+        self._name = name
+        self._uri = tracking_uri
         self._client: Any = None
         self._sent: deque[Any] = deque(maxlen=1000)  # to be waited for at the end
         self._doubtful = -1  # the step up to which another worker may have sent values before it was lost

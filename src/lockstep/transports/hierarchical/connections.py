@@ -57,7 +57,9 @@ class GlooConnection:
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, lazy: bool = False) -> None:
-        self.rank, self.size, self.is_lazy = rank, size, lazy
+        self.rank = rank
+        self.size = size
+        self.is_lazy = lazy
         self._references: list[Any] = []
         self._beside: Any = None  # a work beside that of the operation in progress
         self._found: Callable[[], object] | None = None  # called when it has completed
@@ -85,7 +87,8 @@ class GlooConnection:
             work: of an operation.
             found: called as soon as it has completed, also during a wait for the other one, which ends if it raises.
         """
-        self._beside, self._found = work, found
+        self._beside = work
+        self._found = found
 
     def wait_beside(self) -> Steps:
         """Wait until that work has completed.
@@ -103,7 +106,9 @@ class GlooConnection:
         if self._beside is None or self._found is None:
             return
         self._references.append(self._beside)
-        found, self._beside, self._found = self._found, None, None
+        found = self._found
+        self._beside = None
+        self._found = None
         self._wait_for_last()
         found()
 
@@ -142,7 +147,8 @@ class GlooConnection:
             abort_gloo(self._group)
         self._references.append(self._group)
         self._group = None
-        references, self._references = self._references, []
+        references = self._references
+        self._references = []
         thread = threading.Thread(target=references.clear, name="lockstep-gloo", daemon=True)
         thread.start()
         thread.join(_CLOSE_TIMEOUT_S)
@@ -155,7 +161,8 @@ def _remote_ranks() -> Iterable[int]:
 
 def _lazy_options(timeout: timedelta) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()
-    options._timeout, options._threads = timeout, 2
+    options._timeout = timeout
+    options._threads = 2
     options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
     return options
 
@@ -185,7 +192,11 @@ class _Message(dist.Work):
         check: Callable[[str], None],
     ) -> None:
         super().__init__()
-        self._what, self._pair, self._peer, self._begin, self._check = what, pair, peer, begin, check
+        self._what = what
+        self._pair = pair
+        self._peer = peer
+        self._begin = begin
+        self._check = check
         self._work: dist.Work | None = None
         self._started = threading.Event()
 
@@ -239,11 +250,13 @@ class _Pair:
     """
 
     def __init__(self, store: Store, own: int, timeout: timedelta) -> None:
-        self.other, self.timeout = 1 - own, timeout
+        self.other = 1 - own
+        self.timeout = timeout
         self.error: Exception | None = None
         self.connection: GlooConnection | None = None
         self._pending: deque[_Message] = deque()
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         arguments = (store, own, timeout)
         threading.Thread(target=self._connect, args=arguments, name="lockstep-pair", daemon=True).start()
 
@@ -294,7 +307,9 @@ class LazyPairs:
 
     def __init__(self, context: ShmContext, store: Store, rank: int, timeout: timedelta) -> None:
         self._context = weakref.ref(context)  # which closes this object: no cycle, so that memory is freed at once
-        self._store, self._rank, self._timeout = store, rank, timeout
+        self._store = store
+        self._rank = rank
+        self._timeout = timeout
         self._pairs: dict[int, _Pair] = {}
         self._lock = threading.Lock()
 
@@ -307,7 +322,8 @@ class LazyPairs:
         return self._message("recv", "from", tensors, peer, tag)
 
     def _message(self, name: str, preposition: str, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
-        what, pair = f"{name} {preposition} rank {peer}", self._pair(peer)
+        what = f"{name} {preposition} rank {peer}"
+        pair = self._pair(peer)
         self._check(what)
 
         def begin(group: dist.ProcessGroup) -> dist.Work:

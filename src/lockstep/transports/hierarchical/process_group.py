@@ -68,7 +68,8 @@ class Leaders:
         if not flat.numel():
             return
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = host, 0
+        options.rootRank = host
+        options.rootTensor = 0
         yield from self.connection.wait_steps(self.connection.group.broadcast([flat.view(torch.uint8)], options))
 
     def all_gather(self, parts: Sequence[torch.Tensor]) -> Steps:
@@ -102,8 +103,11 @@ class _Beside:
         op: Any,
         found: Callable[[], object],
     ) -> None:
-        self._context, self._leaders = context, leaders
-        self._tensor, self._op, self._found = tensor, op, found
+        self._context = context
+        self._leaders = leaders
+        self._tensor = tensor
+        self._op = op
+        self._found = found
 
     def begin(self) -> Steps:
         """Start it."""
@@ -162,7 +166,9 @@ class HierarchicalGroup(TransportGroup):
         hosts: list[list[int]],
     ) -> None:
         super().__init__(everyone.rank, everyone.size, context, store)
-        self._leaders, self._everyone, self._hosts = leaders, everyone, hosts
+        self._leaders = leaders
+        self._everyone = everyone
+        self._hosts = hosts
         self._next_beside: _Beside | None = None  # which the next operation takes along
         self._host = next(i for i, ranks in enumerate(hosts) if everyone.rank in ranks)
         limit = timedelta(seconds=context.timeout)
@@ -198,7 +204,8 @@ class HierarchicalGroup(TransportGroup):
         return end
 
     def _all_steps(self, steps: Iterable[Steps]) -> Iterable[Steps]:
-        beside, self._next_beside = self._next_beside, None
+        beside = self._next_beside
+        self._next_beside = None
         return steps if beside is None else [beside.begin(), *steps, beside.end()]
 
     def _reduction(self, op: Any, dtype: torch.dtype) -> Any:

@@ -84,7 +84,8 @@ def scatter(comm: Any, tensor: torch.Tensor, inputs: Tensors, root: int) -> Step
 
 def all_to_all(comm: Any, outputs: Tensors, inputs: Tensors) -> Steps:
     """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; sizes may differ everywhere."""
-    flat, own = flatten_all(inputs), flatten(inputs[comm.rank])
+    flat = flatten_all(inputs)
+    own = flatten(inputs[comm.rank])
     buffer = buffer_for(outputs, apart_from=flat)
     sent = [mpi_buffer(flat), _without(comm.rank, inputs), load_mpi().BYTE]
     received = [mpi_buffer(buffer), _without(comm.rank, outputs), load_mpi().BYTE]
@@ -105,7 +106,8 @@ def _as_bytes(flat: torch.Tensor) -> list[Any]:
 
 def _copy_own(buffer: torch.Tensor, outputs: Tensors, rank: int, tensor: torch.Tensor) -> None:
     begin = sum(output.numel() for output in outputs[:rank])
-    own, flat = buffer[begin : begin + outputs[rank].numel()], flatten(tensor)
+    own = buffer[begin : begin + outputs[rank].numel()]
+    flat = flatten(tensor)
     if own.data_ptr() != flat.data_ptr():
         own.copy_(flat)
 
@@ -186,7 +188,8 @@ def reduction_for(op: Any, dtype: torch.dtype) -> Reduction:
         ConfigError: when the operation is not defined for `dtype`.
     """
     reduce_fn_for(op, dtype)  # the same check as in shm
-    name, mpi = _NAMES[hash(op)], load_mpi()
+    name = _NAMES[hash(op)]
+    mpi = load_mpi()
     native = _BOOL_OPERATIONS.get(name, name) if dtype is torch.bool else _OPERATIONS[name]
     wide = torch.int32 if name == "SUM" and dtype in _SHORT else _WIDER.get(dtype, dtype)
     factor = premul_factor(op) if name == "PREMUL_SUM" else None
@@ -219,7 +222,8 @@ def reduce_scatter(comm: Any, output: torch.Tensor, inputs: Tensors, reduction: 
         buffer = buffer_for([output], apart_from=terms)
     else:
         buffer = terms.new_empty(output.numel())
-    given, taken = [mpi_buffer(terms), reduction.datatype], [mpi_buffer(buffer), reduction.datatype]
+    given = [mpi_buffer(terms), reduction.datatype]
+    taken = [mpi_buffer(buffer), reduction.datatype]
     yield from request_steps(lambda: comm.Ireduce_scatter(given, taken, counts, reduction.op), (terms, buffer))
     copy_back(reduction.result(buffer, comm.size), output)
 
@@ -240,7 +244,8 @@ def all_reduce_sparse(comm: Any, tensor: torch.Tensor, op: Any) -> Steps:
 
 def _sum_sparse(comm: Any, tensor: torch.Tensor) -> Steps:
     mine = tensor.detach().coalesce()
-    here, there = mine.indices(), mine.values()
+    here = mine.indices()
+    there = mine.values()
     counts = [here.new_zeros(1) for _ in range(comm.size)]
     yield from all_gather(comm, counts, here.new_full((1,), mine._nnz()))
     lengths = [int(count) for count in counts]

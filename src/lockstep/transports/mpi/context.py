@@ -41,7 +41,8 @@ def request_steps(begin: Callable[[], Any], memory: object, status: Any = None, 
     Raises:
         TransportError: MPI has refused it, or it has failed.
     """
-    mpi, request = load_mpi(), None
+    mpi = load_mpi()
+    request = None
     try:
         request = begin()
         if request.Test(status):
@@ -92,8 +93,12 @@ class MpiContext:
     """
 
     def __init__(self, comm: Any, timeout: float, oversubscribed: bool) -> None:
-        self.rank, self.size, self.timeout = comm.rank, comm.size, timeout
-        self._comm, self._oversubscribed, self._failure = comm, oversubscribed, ""
+        self.rank = comm.rank
+        self.size = comm.size
+        self.timeout = timeout
+        self._comm = comm
+        self._oversubscribed = oversubscribed
+        self._failure = ""
         self._collectives = OpQueue(self._check, self._fail_with, oversubscribed)
         self._sends: WeakSet[OpQueue] = WeakSet()
         self._receives: WeakSet[OpQueue] = WeakSet()
@@ -125,7 +130,8 @@ class MpiContext:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> CPUWork:
         """Send `tensor` to `target` in the background; completed when `tensor` may be written to again."""
-        queue, steps = self._new_queue(self._sends), _send(self.comm, tensor, target, self._check_tag(tag))
+        queue = self._new_queue(self._sends)
+        steps = _send(self.comm, tensor, target, self._check_tag(tag))
         return queue.enqueue(f"send to rank {target}", steps, None, [tensor], self.timeout)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> CPUWork:
@@ -147,7 +153,8 @@ class MpiContext:
 
     def close(self) -> None:
         """Leave the group when this rank's operations, but for receives, have completed, or the time limit is over."""
-        comm, self._comm = self._comm, None
+        comm = self._comm
+        self._comm = None
         if comm is None:
             return
         self._wait_for_pending()
@@ -159,7 +166,8 @@ class MpiContext:
 
     def _wait_for_pending(self) -> None:
         """Wait for operations that the others may still join: MPI has no way to cancel them."""
-        deadline, queues = time.monotonic() + self.timeout, [self._collectives, *self._sends]
+        deadline = time.monotonic() + self.timeout
+        queues = [self._collectives, *self._sends]
         while any(queue.pending for queue in queues):
             if self._failure or finalizer.aborting or time.monotonic() > deadline:
                 return
@@ -199,7 +207,8 @@ def _receive(comm: Any, tensor: torch.Tensor, source: int, tag: int, status: Any
     buffer = buffer_for([tensor])
     begin: Callable[[], Any] = lambda: comm.Irecv([mpi_buffer(buffer), load_mpi().BYTE], source, tag)  # noqa: E731
     yield from request_steps(begin, buffer, status, can_cancel=True)
-    sent, wanted = status.Get_count(load_mpi().BYTE), buffer.numel() * buffer.element_size()
+    sent = status.Get_count(load_mpi().BYTE)
+    wanted = buffer.numel() * buffer.element_size()
     if sent != wanted:
         raise TransportError(
             f"mpi4py: rank {status.Get_source()} sent {sent} bytes (tag {tag}), "

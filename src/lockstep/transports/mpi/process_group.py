@@ -107,7 +107,9 @@ def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
         TransportError: what is in the store is damaged.
     """
     options_of_device = device_options(options, "none, as mpi4py has no options")
-    world, rank, size = load_mpi().COMM_WORLD, given.group_rank, given.group_size
+    world = load_mpi().COMM_WORLD
+    rank = given.group_rank
+    size = given.group_size
     # a store may outlive the groups that were made with it, and c10d gives a group that is made again the same name
     given.store = PrefixStore(str(given.store.add(f"round/{rank}", 1)), given.store)
     host = socket.gethostname()

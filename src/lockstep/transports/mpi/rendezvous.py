@@ -53,7 +53,9 @@ def make_store(world: World, timeout: timedelta = _TIMEOUT) -> Store:
     Raises:
         TransportError: rank 0 cannot open it, or another cannot reach it.
     """
-    comm, store, address = load_mpi().COMM_WORLD, None, None
+    comm = load_mpi().COMM_WORLD
+    store = None
+    address = None
     finalizer.abort_on_exception()
     if world.is_first:
         host = LOOPBACK if world.nodes == 1 else socket.gethostname()

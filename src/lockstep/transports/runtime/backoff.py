@@ -40,7 +40,9 @@ class Backoff:
     """
 
     def __init__(self, what: str, timeout: float, check: Check, oversubscribed: bool) -> None:
-        self._what, self._timeout, self._check = what, timeout, check
+        self._what = what
+        self._timeout = timeout
+        self._check = check
         self._spins = self._max_spins = 0 if oversubscribed else SPINS
         self._began = self._next_check = self._waiting_since = 0.0
         self._beginnings = 0
@@ -49,7 +51,8 @@ class Backoff:
     def pause(self, awaited: Awaited | None) -> None:
         """Let a moment pass; None restarts the back-off. Raises what `check` raises."""
         if awaited is None:
-            self._spins, self._waiting_since = self._max_spins, 0.0
+            self._spins = self._max_spins
+            self._waiting_since = 0.0
             # An operation that always seems to make progress must end at its limit, too.
             self._beginnings += 1
             if self._beginnings % UNCHECKED == 0:

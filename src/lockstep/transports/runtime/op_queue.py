@@ -92,7 +92,8 @@ class ProgressThread:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            self._thread = None
         if thread is not None:
             thread.join(timeout=1.0)
         self._stopping = thread is not None and thread.is_alive()
@@ -187,7 +188,10 @@ class _Operation:
     """
 
     def __init__(self, what: str, steps: Steps, work: CPUWork, timeout: float | None) -> None:
-        self.what, self.steps, self.work, self._timeout = what, steps, work, timeout
+        self.what = what
+        self.steps = steps
+        self.work = work
+        self._timeout = timeout
         self._began = time.monotonic()
         self._next_check = self._began + CHECK_S
         self._beginnings = 0
@@ -230,7 +234,9 @@ class OpQueue:
         oversubscribed: bool,
         spin: Callable[[], None] | None = None,
     ) -> None:
-        self._check, self._fail, self._oversubscribed = check, fail, oversubscribed or spin is not None
+        self._check = check
+        self._fail = fail
+        self._oversubscribed = oversubscribed or spin is not None
         self._spin = spin
         self._lock = threading.Lock()
         self._owner = 0  # the thread that is in a synchronous operation

@@ -136,7 +136,8 @@ def _premultiplied(factor: float | torch.Tensor, dtype: torch.dtype) -> ReduceFn
 
 
 def _unsigned(binary: Callable[..., Any], dtype: torch.dtype, by_order: bool) -> ReduceFn:
-    signed, reduce_signed = _UNSIGNED[dtype], _in_rank_order(binary)
+    signed = _UNSIGNED[dtype]
+    reduce_signed = _in_rank_order(binary)
 
     def reduce_fn(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         views = [part.view(signed) for part in parts]

@@ -33,7 +33,8 @@ class CPUWork(dist.Work):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self._result, self._wait = result, wait
+        self._result = result
+        self._wait = wait
         self._devices: list[int | str | torch.device] | None = (
             None if device is None or device.type == "cpu" else [device]
         )
@@ -80,8 +81,13 @@ class CPUWork(dist.Work):
         with _lock:
             if self._completed:
                 return None
-            self._error, self._completed, self._wait, self.on_wait_error = error, True, None, None
-            signal, callbacks, self._done_callbacks = self._signal, self._done_callbacks, []
+            self._error = error
+            self._completed = True
+            self._wait = None
+            self.on_wait_error = None
+            signal = self._signal
+            callbacks = self._done_callbacks
+            self._done_callbacks = []
         return partial(self._run_callbacks, signal, callbacks) if signal is not None or callbacks else None
 
     def _run_callbacks(

@@ -26,10 +26,14 @@ class ChunkBuffers:
     """
 
     def __init__(self, segment: Segment, layout: Layout, rank_states: RankStates, spins: int) -> None:
-        self.rank_states, self.rank, self.size = rank_states, rank_states.rank, layout.ranks
+        self.rank_states = rank_states
+        self.rank = rank_states.rank
+        self.size = layout.ranks
         self.chunk = layout.chunk
-        self._segment, self._layout = segment, layout
-        self.state, self.spins = rank_states.state, spins
+        self._segment = segment
+        self._layout = layout
+        self.state = rank_states.state
+        self.spins = spins
         self.is_native = type(self.state) is not ExchangeState
         self._kind = self._dtype = self._first_tick = 0
         self._views: dict[tuple[object, ...], list[torch.Tensor]] = {}
@@ -50,12 +54,16 @@ class ChunkBuffers:
         """
         state = self.state
         state.half ^= 1
-        self._kind, self._dtype, self._first_tick = KINDS[kind], dtype_number(dtype), state.tick
+        self._kind = KINDS[kind]
+        self._dtype = dtype_number(dtype)
+        self._first_tick = state.tick
         free_again = state.tick + ticks + (not ends_reading)
         if state.half:
-            free_at, state.free_1 = state.free_1, free_again
+            free_at = state.free_1
+            state.free_1 = free_again
         else:
-            free_at, state.free_0 = state.free_0, free_again
+            free_at = state.free_0
+            state.free_0 = free_again
         if writes:
             if not self.rank_states.all_reached(free_at):
                 yield from self.rank_states.wait_for_all(free_at)

@@ -52,7 +52,8 @@ def broadcast(buffers: ChunkBuffers, tensor: torch.Tensor, root: int) -> Steps:
 
 def gather(buffers: ChunkBuffers, outputs: Tensors, tensor: torch.Tensor, root: int) -> Steps:
     """Copy rank i's `tensor` into `outputs[i]` of rank `root`; all tensors have the same number of elements."""
-    flat, flats = flatten(tensor), [flatten(output) for output in outputs]
+    flat = flatten(tensor)
+    flats = [flatten(output) for output in outputs]
     if buffers.is_native:
         yield from run_collective(buffers, "gather", [flat], flats, root)
     else:
@@ -62,7 +63,8 @@ def gather(buffers: ChunkBuffers, outputs: Tensors, tensor: torch.Tensor, root: 
 
 def scatter(buffers: ChunkBuffers, tensor: torch.Tensor, inputs: Tensors, root: int) -> Steps:
     """Copy `inputs[i]` of rank `root` into rank i's `tensor`; all tensors have the same number of elements."""
-    flat, flats = flatten(tensor), [flatten(part) for part in inputs]
+    flat = flatten(tensor)
+    flats = [flatten(part) for part in inputs]
     if buffers.is_native:
         yield from run_collective(buffers, "scatter", flats, [flat], root)
     else:
@@ -72,7 +74,8 @@ def scatter(buffers: ChunkBuffers, tensor: torch.Tensor, inputs: Tensors, root: 
 
 def all_gather(buffers: ChunkBuffers, outputs: Tensors, tensor: torch.Tensor) -> Steps:
     """Copy rank i's `tensor` into every rank's `outputs[i]`; sizes may differ between ranks."""
-    flat, flats = flatten(tensor), [flatten(output) for output in outputs]
+    flat = flatten(tensor)
+    flats = [flatten(output) for output in outputs]
     if buffers.is_native:
         yield from run_collective(buffers, "all_gather", [flat], flats)
     else:
@@ -82,7 +85,8 @@ def all_gather(buffers: ChunkBuffers, outputs: Tensors, tensor: torch.Tensor) ->
 
 def all_to_all(buffers: ChunkBuffers, outputs: Tensors, inputs: Tensors) -> Steps:
     """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; sizes may differ everywhere."""
-    sources, targets = [flatten(part) for part in inputs], [flatten(output) for output in outputs]
+    sources = [flatten(part) for part in inputs]
+    targets = [flatten(output) for output in outputs]
     if buffers.is_native:
         yield from run_collective(buffers, "all_to_all", sources, targets)
     else:
@@ -95,7 +99,8 @@ def all_to_all(buffers: ChunkBuffers, outputs: Tensors, inputs: Tensors) -> Step
 
 
 def _broadcast(buffers: ChunkBuffers, flat: torch.Tensor, root: int) -> Steps:
-    rank_states, rank = buffers.rank_states, buffers.rank
+    rank_states = buffers.rank_states
+    rank = buffers.rank
     length = buffers.chunk // flat.element_size()
     for start in range(0, flat.numel(), length):
         chunk = flat[start : start + length]
@@ -152,7 +157,8 @@ def _scatter(buffers: ChunkBuffers, flat: torch.Tensor, inputs: Tensors, root: i
 
 
 def _all_gather(buffers: ChunkBuffers, outputs: Tensors, mine: torch.Tensor) -> Steps:
-    rank_states, rank = buffers.rank_states, buffers.rank
+    rank_states = buffers.rank_states
+    rank = buffers.rank
     length = buffers.chunk // mine.element_size()
     for start in range(0, max(flat.numel() for flat in outputs), length):
         yield from buffers.claim_half("all_gather", mine.dtype, mine.nbytes, 1, ends_reading=False)
@@ -172,11 +178,14 @@ def _all_to_all(buffers: ChunkBuffers, outputs: Tensors, inputs: Tensors, dtype:
     A slot begins with a header: the most bytes that its rank sends to any rank, and then the bytes that it sends to
     each. No rank knows the sizes of all: the first chunk's headers show how many chunks there are.
     """
-    rank_states, rank, size = buffers.rank_states, buffers.rank, buffers.size
+    rank_states = buffers.rank_states
+    rank = buffers.rank
+    size = buffers.size
     sizes = [part.numel() for part in inputs]
     data_offset = -(-(size + 1) * 8 // HEADER) * HEADER
     piece_bytes = (buffers.chunk - data_offset) // size // HEADER * HEADER
-    start, most = 0, max(sizes)
+    start = 0
+    most = max(sizes)
     while start == 0 or start < most:
         yield from buffers.claim_half("all_to_all", dtype, 0, 1, ends_reading=False)
         buffers.write_sizes([max(sizes), *sizes])
@@ -255,11 +264,13 @@ def _all_reduce_whole(buffers: ChunkBuffers, tensor: torch.Tensor, reduce_fn: Re
 
 def _all_reduce_sliced(buffers: ChunkBuffers, flat: torch.Tensor, nbytes: int, reduce_fn: ReduceFn) -> Steps:
     """Let each rank reduce its own slice; its own data of that slice never goes through shared memory."""
-    rank_states, rank = buffers.rank_states, buffers.rank
+    rank_states = buffers.rank_states
+    rank = buffers.rank
     yield from buffers.claim_half("all_reduce", flat.dtype, nbytes, 2, ends_reading=False)
     slots = buffers.slots((flat.numel(),), flat.dtype)
     begin, end = _bounds(flat, buffers.size, rank)
-    mine, result = slots[rank], slots[-1]
+    mine = slots[rank]
+    result = slots[-1]
     for a, b in ((0, begin), (end, flat.numel())):
         if a < b:
             mine[a:b].copy_(flat[a:b])
@@ -316,7 +327,8 @@ def reduce_scatter(
     dtype_code: int = -1,
 ) -> Steps:
     """Reduce `inputs[i]` over all ranks into rank i's `output`; sizes may differ between i, not between ranks."""
-    result, parts = flatten(output), [flatten(part) for part in inputs]
+    result = flatten(output)
+    parts = [flatten(part) for part in inputs]
     if dtype_code >= 0:
         yield from run_collective(buffers, "reduce_scatter", parts, [result], 0, dtype_code)
     else:
@@ -343,7 +355,8 @@ def _reduce_scatter_chunk(
     nbytes: int,
     reduce_fn: ReduceFn,
 ) -> Steps:
-    rank_states, rank = buffers.rank_states, buffers.rank
+    rank_states = buffers.rank_states
+    rank = buffers.rank
     slots = buffers.slots((stride * buffers.size,), out.dtype)
     for target, part in enumerate(parts):
         if target != rank and part.numel():
@@ -352,7 +365,8 @@ def _reduce_scatter_chunk(
     yield from rank_states.wait_for_all(tick)
     buffers.check_all_signatures(nbytes)
     if out.numel():
-        begin, end = rank * stride, rank * stride + out.numel()
+        begin = rank * stride
+        end = rank * stride + out.numel()
         reduce_fn([parts[rank] if i == rank else slots[i][begin:end] for i in range(buffers.size)], out)
 
 

@@ -56,14 +56,17 @@ class ShmContext:
     def __init__(
         self, store: Store, rank: int, layout: Layout, timeout: float, display_ranks: Sequence[int] | None = None
     ) -> None:
-        self.rank, self.size, self.timeout = rank, layout.ranks, timeout
+        self.rank = rank
+        self.size = layout.ranks
+        self.timeout = timeout
         self._display_ranks = display_ranks or range(layout.ranks)
         segment = share(store, rank, layout.ranks, layout.total)
         rank_states = RankStates(segment, layout, rank, self._display_ranks)
         rank_states.announce(os.getpid())
         exchange(store, "open", rank, "", self._display_ranks, combine_nothing)
         rank_states.watch_processes()
-        self._oversubscribed, self._failure = layout.ranks > usable_cores(), ""
+        self._oversubscribed = layout.ranks > usable_cores()
+        self._failure = ""
         buffers = ChunkBuffers(segment, layout, rank_states, 0 if self._oversubscribed else NATIVE_SPINS)
         self._resources: _Resources | None = _Resources(
             rank_states,
@@ -124,7 +127,8 @@ class ShmContext:
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> CPUWork:
         """Send `tensor` to `target`, at once if there is room for it, otherwise in the background."""
         resources = self._require_open()
-        message_queues, queue = resources.message_queues, resources.sends[target]
+        message_queues = resources.message_queues
+        queue = resources.sends[target]
         if is_plain(tensor) and queue.attempt(lambda: message_queues.try_send(tensor, target, tag)):
             return CPUWork([tensor])
         steps = message_queues.send(tensor, target, tag)
@@ -142,7 +146,8 @@ class ShmContext:
         return work
 
     def _enqueue_receive(self, resources: _Resources, receive: PostedReceive) -> CPUWork:
-        message_queues, source = resources.message_queues, receive.source
+        message_queues = resources.message_queues
+        source = receive.source
         what = "recv from any rank" if source is None else f"recv from rank {self._display_ranks[source]}"
         buffers = resources.buffers
         spin = partial(message_queues.spin, receive, buffers.spins) if buffers.is_native else None
@@ -175,7 +180,8 @@ class ShmContext:
 
     def close(self) -> None:
         """Leave the group, and release the memory, even if there are still references to the group."""
-        resources, self._resources = self._resources, None
+        resources = self._resources
+        self._resources = None
         self._failure = self._failure or "the group has been destroyed"
         if resources is None:
             return

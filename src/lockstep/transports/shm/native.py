@@ -62,7 +62,8 @@ def begin(
 
 def _advance(buffers: ChunkBuffers, outcome: int, spins: int, keep_alive: object) -> Steps:
     # a large one releases the interpreter lock while it spins
-    state, rank_states = buffers.state, buffers.rank_states
+    state = buffers.state
+    rank_states = buffers.rank_states
     while outcome == _WAITING:
         if state.awaited_rank < 0:
             yield from rank_states.wait_for_all(state.awaited_tick)

@@ -37,7 +37,9 @@ class Ring:
     def __init__(self, segment: Segment, layout: Layout, state: Any, source: int, target: int) -> None:
         self._native = None if isinstance(state, ExchangeState) else state
         self._offset = offset = layout.ring(source, target)
-        self._words, self._written, self._read = segment.words, offset >> 3, (offset + LINE) >> 3
+        self._words = segment.words
+        self._written = offset >> 3
+        self._read = (offset + LINE) >> 3
         starts = [offset + 2 * LINE + i * (HEADER + layout.fragment) for i in range(RING)]
         self._headers = [start >> 3 for start in starts]
         self._payloads = [segment.bytes[start + HEADER : start + HEADER + layout.fragment] for start in starts]
@@ -69,7 +71,8 @@ class Ring:
             data: the fragment.
         """
         if self._native is not None:
-            position, nbytes = (self._offset, self._done), data.nbytes
+            position = (self._offset, self._done)
+            nbytes = data.nbytes
             if not self._native.put(*position, tag, dtype, total, offset, data.data_ptr(), nbytes):
                 return False
             self._done += 1
@@ -77,7 +80,8 @@ class Ring:
         if self.full:
             return False
         memory_fence()  # the reader's counter is read before its fragment is overwritten
-        index, flat = self._done % RING, flatten(data).view(torch.uint8)
+        index = self._done % RING
+        flat = flatten(data).view(torch.uint8)
         for word, value in enumerate((tag, dtype, total, offset, flat.numel()), self._headers[index]):
             self._words[word] = value
         self._payloads[index][: flat.numel()].copy_(flat)
@@ -138,7 +142,9 @@ class PostedReceive:
     """
 
     def __init__(self, tensor: torch.Tensor, source: int | None, tag: int) -> None:
-        self.tensor, self.source, self.tag = tensor, source, tag
+        self.tensor = tensor
+        self.source = source
+        self.tag = tag
         self.message: _Message | None = None
         self.received_directly = False
 
@@ -155,7 +161,11 @@ class _Message:
     """A message that is arriving, or has arrived before a receive was posted for it."""
 
     def __init__(self, source: int, tag: int, dtype: int, total: int, data: torch.Tensor) -> None:
-        self.source, self.tag, self.dtype, self.total, self.data = source, tag, dtype, total, data
+        self.source = source
+        self.tag = tag
+        self.dtype = dtype
+        self.total = total
+        self.data = data
         self.received = 0
         self.abandoned = False
 
@@ -172,7 +182,8 @@ class MessageQueues:
     """
 
     def __init__(self, segment: Segment, layout: Layout, rank_states: RankStates) -> None:
-        self._rank_states, self._fragment = rank_states, layout.fragment
+        self._rank_states = rank_states
+        self._fragment = layout.fragment
         self._others = [rank for rank in range(layout.ranks) if rank != rank_states.rank]
         self._send_rings = {
             rank: Ring(segment, layout, rank_states.state, rank_states.rank, rank) for rank in self._others
@@ -187,7 +198,9 @@ class MessageQueues:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Steps:
         """Write `tensor` into the ring to `target`; a message that the ring holds is sent before it is received."""
-        ring, data, dtype = self._send_rings[target], flatten(tensor).view(torch.uint8), dtype_number(tensor.dtype)
+        ring = self._send_rings[target]
+        data = flatten(tensor).view(torch.uint8)
+        dtype = dtype_number(tensor.dtype)
         for start in range(0, max(data.numel(), 1), self._fragment):
             if ring.full:
                 yield None
@@ -239,7 +252,8 @@ class MessageQueues:
             copy_back(message.data.view(receive.tensor.dtype), receive.tensor)
 
     def _check(self, message: _Message, into: torch.Tensor) -> None:
-        sent, wanted = f"shm: rank {message.source} sent", into.numel() * into.element_size()
+        sent = f"shm: rank {message.source} sent"
+        wanted = into.numel() * into.element_size()
         if message.abandoned:
             raise TransportError(f"shm: rank {message.source} gave up its message (tag {message.tag}) halfway")
         if message.dtype != dtype_number(into.dtype):
@@ -264,7 +278,8 @@ class MessageQueues:
 
     def _receive_directly(self, receive: PostedReceive) -> bool:
         """Read the message for `receive` straight from its ring, if it is there in one fragment; whether it was."""
-        source, tag = receive.source, receive.tag
+        source = receive.source
+        tag = receive.tag
         if source is None or receive.message is not None or source in self._arriving or not is_plain(receive.tensor):
             return False
         for posted in self._posted:

@@ -110,11 +110,16 @@ def _make_state(segment: Segment, layout: Layout, rank: int) -> Any:
 # Words of a control block: counter, state, process; of a rank that has failed, the length of its error text, the kind
 # of error, and the number of ranks that the error names, which follow after the signatures of the two halves.
 _TICK, _STATE, _PID, _LENGTH, _KIND, _COUNT = range(SIGNATURES)
-_RANKS, _MAX_RANKS = SIGNATURES + 2, 10
+_RANKS = SIGNATURES + 2
+_MAX_RANKS = 10
 _WORDS = BLOCK // 8
 _TEXT = (_RANKS + _MAX_RANKS) * 8  # bytes into a control block; what follows holds a failed rank's error text
-_ACTIVE, _LEFT, _FAILED = 1, 2, 3
-_OTHER, _LOST, _STALLED = 0, 1, 2
+_ACTIVE = 1
+_LEFT = 2
+_FAILED = 3
+_OTHER = 0
+_LOST = 1
+_STALLED = 2
 
 
 class RankStates:
@@ -132,8 +137,11 @@ class RankStates:
     """
 
     def __init__(self, segment: Segment, layout: Layout, rank: int, display_ranks: Sequence[int]) -> None:
-        self.rank, self.size, self._display_ranks = rank, layout.ranks, display_ranks
-        self._segment, self._words = segment, segment.words
+        self.rank = rank
+        self.size = layout.ranks
+        self._display_ranks = display_ranks
+        self._segment = segment
+        self._words = segment.words
         self._own_block = rank * _WORDS
         self._others = tuple((i, i * _WORDS) for i in range(self.size) if i != rank)
         self._peers: ProcessLiveness | None = None
@@ -247,9 +255,11 @@ class RankStates:
         kind = _OTHER
         ranks: tuple[int, ...] = ()
         if isinstance(error, RankLostError):
-            kind, ranks = _LOST, (error.rank,)
+            kind = _LOST
+            ranks = (error.rank,)
         elif isinstance(error, StallError):
-            kind, ranks = _STALLED, error.ranks[:_MAX_RANKS]
+            kind = _STALLED
+            ranks = error.ranks[:_MAX_RANKS]
         text = reason.encode()[: BLOCK - _TEXT]
         start = self.rank * BLOCK + _TEXT
         self._segment.raw[start : start + len(text)] = text
@@ -284,7 +294,8 @@ class RankStates:
     def _failure_of(self, rank: int) -> TransportError:
         """Return the error that `rank` has given up with."""
         memory_fence()
-        block, start = rank * _WORDS, rank * BLOCK + _TEXT
+        block = rank * _WORDS
+        start = rank * BLOCK + _TEXT
         length, kind, count = self._words[block + _LENGTH : block + SIGNATURES]
         ranks = tuple(self._words[block + _RANKS : block + _RANKS + count])
         reason = bytes(self._segment.raw[start : start + length]).decode(errors="replace")

@@ -167,7 +167,9 @@ def share(store: Store, rank: int, size: int, nbytes: int) -> Segment:
 
 def _attempt(make: Callable[[int], int], store: Store, rank: int, size: int, nbytes: int) -> tuple[Segment | None, str]:
     """Return this rank's mapping, or else the first problem of any rank, the same on every rank."""
-    descriptor, segment, problem = -1, None, ""
+    descriptor = -1
+    segment = None
+    problem = ""
     try:
         if rank == 0:
             try:

@@ -29,8 +29,12 @@ _OTHER_DTYPE = 63  # for all others, which are not told apart
 _numbers = {getattr(torch, name): number for number, name in enumerate(_DTYPES) if hasattr(torch, name)}
 
 # bits of a signature: 40 for a number of bytes, 13 for the position in the order, 6 for the dtype, 4 for the kind
-_BYTES, _POSITIONS, _DTYPE_MASK = (1 << 40) - 1, (1 << 13) - 1, 63
-_POSITION_SHIFT, _DTYPE_SHIFT, _KIND_SHIFT = 40, 53, 59
+_BYTES = (1 << 40) - 1
+_POSITIONS = (1 << 13) - 1
+_DTYPE_MASK = 63
+_POSITION_SHIFT = 40
+_DTYPE_SHIFT = 53
+_KIND_SHIFT = 59
 
 
 def dtype_number(dtype: torch.dtype) -> int:
@@ -59,7 +63,8 @@ def signature_of(kind: int, dtype: int, first_tick: int, nbytes: int) -> int:
 
 def mismatch_error(rank: int, other: int, found: int, expected: int, display_ranks: Sequence[int]) -> TransportError:
     """Return the error on `rank` when the signature that it `found` of rank `other` is not the `expected` one."""
-    kind, nbytes = _NAMES[expected >> _KIND_SHIFT], expected & _BYTES
+    kind = _NAMES[expected >> _KIND_SHIFT]
+    nbytes = expected & _BYTES
     theirs, mine = (word >> _DTYPE_SHIFT & _DTYPE_MASK for word in (found, expected))
     if (found ^ expected) & ~(_BYTES | _DTYPE_MASK << _DTYPE_SHIFT):
         has = f"called another collective where rank {display_ranks[rank]} has called {kind} with {nbytes} bytes"

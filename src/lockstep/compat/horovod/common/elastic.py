@@ -19,7 +19,9 @@ __all__ = ["HostUpdateResult", "ObjectState", "State", "run_fn"]
 class HostUpdateResult:
     """How the hosts of a job have changed; the values are flags."""
 
-    no_update, removed, added = 0, 1, 2
+    no_update = 0
+    removed = 1
+    added = 2
     mixed = removed | added
 
 
@@ -35,7 +37,8 @@ class State:
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
-        self._bcast_object, self._rank = bcast_object, get_rank
+        self._bcast_object = bcast_object
+        self._rank = get_rank
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], Any]] = []
@@ -76,11 +79,13 @@ class State:
         training = current_training()
         if training is not None:
             self._note_wishes(training)
-        last, update = self._last_updated_timestamp, HostUpdateResult.no_update
+        last = self._last_updated_timestamp
+        update = HostUpdateResult.no_update
         while not self._host_messages.empty():
             timestamp, result = self._host_messages.get()
             if timestamp > last:
-                last, update = timestamp, update | result
+                last = timestamp
+                update = update | result
         previous, last, update = self._bcast_object((self._last_updated_timestamp, last, update))
         self._last_updated_timestamp = last
         if training is not None and update & _STOP:
@@ -179,7 +184,9 @@ def run_fn(
 def _run_until_complete(
     func: Callable[[], Any], state: State, reset: Callable[[], None], training: ElasticTraining | None
 ) -> Any:
-    synced, was_reset, failed_at = False, False, -1
+    synced = False
+    was_reset = False
+    failed_at = -1
     while True:
         try:
             if was_reset:
@@ -196,7 +203,8 @@ def _run_until_complete(
             # a failure that repeats from the same saved state would repeat for ever
             if state._commits == failed_at:
                 raise
-            failed_at, synced = state._commits, False
+            failed_at = state._commits
+            synced = False
             state.restore()
             if training is None:
                 _reset_after(error, reset)

@@ -150,12 +150,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     job = current("add_process_set")
     _check_new(added, job)
     engine = job.engine
-    name, signature = engine.name_for("add_process_set"), (("ranks", tuple(added.ranks)),)
+    name = engine.name_for("add_process_set")
+    signature = (("ranks", tuple(added.ranks)),)
     members = engine.run(Request("add_process_set", name, options={"ranks": added.ranks}, signature=signature))
     title = f"ranks {', '.join(map(str, added.ranks))}"
     set_engine = None if members is None else Engine(members, title)
     job.process_sets[job.next_set_id] = (tuple(added.ranks), set_engine)
-    added.process_set_id, job.next_set_id = job.next_set_id, job.next_set_id + 1
+    added.process_set_id = job.next_set_id
+    job.next_set_id = job.next_set_id + 1
     _added.append(added)
     return added
 
@@ -169,10 +171,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         HorovodInternalError: ranks pass different sets.
     """
-    job, set_id = current("remove_process_set"), checked_process_set(process_set).process_set_id
+    job = current("remove_process_set")
+    set_id = checked_process_set(process_set).process_set_id
     if not set_id or set_id not in job.process_sets:
         return False
-    name, signature = job.engine.name_for("remove_process_set"), (("process set", set_id),)
+    name = job.engine.name_for("remove_process_set")
+    signature = (("process set", set_id),)
     job.engine.run(Request("remove_process_set", name, signature=signature))
     _, engine = job.process_sets.pop(set_id)
     if engine is not None:
@@ -205,7 +209,8 @@ def forget_process_sets() -> None:
 
 
 def _check_new(process_set: ProcessSet, job: Job) -> None:
-    size, ranks = job.comm.size, process_set.ranks
+    size = job.comm.size
+    ranks = process_set.ranks
     if not ranks or not 0 <= ranks[0] <= ranks[-1] < size:
         raise ConfigError("process_set", f"some of the ranks 0 to {size - 1}", ranks)
     for set_id, (existing, _) in job.process_sets.items():

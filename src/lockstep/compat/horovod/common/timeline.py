@@ -59,10 +59,13 @@ def tensor_events(folder: Path) -> Iterator[dict[str, Any]]:
     Unnamed operations share a row. The process IDs of the rows follow those of the ranks. CYCLE_START is an instant
     event at the start of each cycle of rank 0, if cycles were logged.
     """
-    size, offset, operations = 0, 0.0, dict[tuple[str, int], dict[int, Record]]()
+    size = 0
+    offset = 0.0
+    operations = dict[tuple[str, int], dict[int, Record]]()
     for path in sorted(folder.glob("rank-*.records")):
         header = read_log_header(path)
-        size, offset = header["world_size"], header["unix_offset"]
+        size = header["world_size"]
+        offset = header["unix_offset"]
         for record in read_log(path):
             operations.setdefault((record.group, record.sequence), {})[header["rank"]] = record
     in_order = sorted(operations.values(), key=_first_submission)
@@ -83,7 +86,8 @@ def tensor_events(folder: Path) -> Iterator[dict[str, Any]]:
 def _operation_events(row: _Row, records: Mapping[int, Record], zero: float) -> Iterator[dict[str, Any]]:
     """Yield the events of one operation, given the record of each rank."""
     submitted = {rank: record.entered for rank, record in records.items()}
-    first, last = min(submitted.values()), max(submitted.values())
+    first = min(submitted.values())
+    last = max(submitted.values())
     end = max(record.left or last for record in records.values())
     record = next(iter(records.values()))
     kind = record.what.partition(" ")[0].upper()
@@ -116,7 +120,8 @@ def _row_title(record: Record) -> str:
 
 def _microseconds(start: float, end: float = 0.0) -> dict[str, float]:
     """Convert seconds to microseconds in whole nanoseconds: viewers drop an event that overlaps the next one."""
-    first, last = round(start * 1e9), round(end * 1e9)
+    first = round(start * 1e9)
+    last = round(end * 1e9)
     return {"ts": first / 1e3, "dur": max(0, last - first - 1) / 1e3}
 
 
@@ -186,7 +191,8 @@ def stop_timeline() -> None:
 def close_timeline() -> None:
     """Close the log of this rank, and write the trace if all other ranks of this host have closed theirs."""
     global _timeline
-    closed, _timeline = _timeline, None
+    closed = _timeline
+    _timeline = None
     operation_log.active = None
     if closed is None:
         return
@@ -209,7 +215,8 @@ def _write_if_last(timeline: _Timeline) -> None:
     timeline.log.path.with_suffix(".ended").touch()
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        logs, ended = list(folder.glob("rank-*.records")), list(folder.glob("rank-*.ended"))
+        logs = list(folder.glob("rank-*.records"))
+        ended = list(folder.glob("rank-*.ended"))
         if len(ended) < len(logs):
             return
         try:
@@ -221,7 +228,8 @@ def _write_if_last(timeline: _Timeline) -> None:
 
 
 def _write_trace_file(folder: Path, path: Path) -> None:
-    ranks, complete = folder / "ranks.json", folder / "whole"
+    ranks = folder / "ranks.json"
+    complete = folder / "whole"
     write_trace(folder, ranks)
     with (
         ranks.open(encoding="utf-8") as source,

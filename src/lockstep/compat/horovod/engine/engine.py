@@ -48,7 +48,8 @@ _EAGER_BYTES = 1 << 20
 # ... or when they have been pending for this long.
 _IDLE_S = 0.05
 # After a cycle in which no rank has announced anything the next one is delayed, twice as long each time.
-_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.2e-3, 5e-3
+_MIN_BACKOFF_S = 0.2e-3
+_MAX_BACKOFF_S = 5e-3
 
 
 class Engine:
@@ -65,7 +66,8 @@ class Engine:
     """
 
     def __init__(self, comm: Communicator, title: str = "") -> None:
-        self.comm, self._title = comm, title
+        self.comm = comm
+        self._title = title
         self._completed = 0  # operations, including those that this rank, having joined, did not submit
         watchdog.exclude_group(comm.group)
         self._message_table = MessageTable(comm.size)
@@ -79,7 +81,8 @@ class Engine:
         self._unannounced: collections.deque[Request] = collections.deque()
         self._unnamed_counts: collections.Counter[str] = collections.Counter()
         self._in_cycle = self._urgent = False
-        self._waiters, self._pending_bytes = 0, 0
+        self._waiters = 0
+        self._pending_bytes = 0
         self._backoff_s = self._next_cycle_at = 0.0
         self._failure: BaseException | str | None = None  # why the engine no longer executes anything
         self._background = threading.Thread(target=self._run_background, name="lockstep horovod", daemon=True)
@@ -145,7 +148,8 @@ class Engine:
 
     def close(self, reason: str = "Horovod has been shut down on this rank") -> None:
         """Leave the set of ranks: pending requests of this rank fail with `reason`, those of the other ranks too."""
-        inspector, self._inspector = self._inspector, None
+        inspector = self._inspector
+        self._inspector = None
         if inspector is not None and self._in_cycle:  # another thread is in a collective, which is about to be aborted
             inspector.publish_reason(f"rank {self.comm.rank}: {reason}")
         self._abort(reason)
@@ -167,7 +171,8 @@ class Engine:
         if key in self._requests:
             expected = f"a name that no pending {request.kind} has"
             raise ConfigError("name", expected, request.name, "Call synchronize() for the pending one first.")
-        request.inputs_ready, request.submitted_at = _record_event(request.inputs), time.monotonic()
+        request.inputs_ready = _record_event(request.inputs)
+        request.submitted_at = time.monotonic()
         if (log := operation_log.active) is not None:
             log.submitted(request)
         self._requests[key] = request
@@ -216,7 +221,8 @@ class Engine:
         responses: Sequence[Response] = ()
         failure: BaseException | None = None
         try:
-            self._in_cycle, self._pending_bytes = True, 0
+            self._in_cycle = True
+            self._pending_bytes = 0
             self._lock.release()
             try:
                 if (log := operation_log.active) is not None:

@@ -46,7 +46,8 @@ def abort_waits(comm: Communicator) -> None:
 
 def destroy_group(comm: Communicator) -> None:
     """Destroy the process group of `comm` without waiting for the other ranks."""
-    group, comm.group = comm.group, None
+    group = comm.group
+    comm.group = None
     if group is not None and dist.is_initialized():
         with suppress(ValueError):  # the program has destroyed it, or all groups
             dist.destroy_process_group(group)
@@ -292,7 +293,8 @@ def matching_requests(
         if response.key not in irregular:
             matching.append(requests[response.key])
             continue
-        index, request = irregular.index(response.key), requests.get(response.key)
+        index = irregular.index(response.key)
+        request = requests.get(response.key)
         by_rank: dict[int, Any] = {rank: descriptions[rank][index] for rank in sorted(response.signatures)}
         kind, name, signature = next(iter(by_rank.values()))
         problem = ""

@@ -85,7 +85,8 @@ def start(comm: Communicator) -> None:
 def shut_down() -> None:
     """Leave the job, if there is one, without waiting for the other ranks."""
     global _job
-    job, _job = _job, None
+    job = _job
+    _job = None
     if job is not None:
         for _, engine in reversed(job.process_sets.values()):
             if engine is not None:

@@ -46,7 +46,8 @@ class RawCollectives:
 
     def __init__(self, comm: Communicator) -> None:
         self._group: Any = comm.group
-        self._sum_options, self._gather_options = dist.AllreduceOptions(), c10d.AllgatherOptions()
+        self._sum_options = dist.AllreduceOptions()
+        self._gather_options = c10d.AllgatherOptions()
         self._sum_options.asyncOp = self._gather_options.asyncOp = False
 
     def sum(self, tensor: torch.Tensor) -> None:
@@ -98,7 +99,8 @@ class NegotiationMessages:
 
     def __init__(self, comm: Communicator, device: torch.device, collectives: RawCollectives) -> None:
         on_cpu = device.type == "cpu"
-        self._comm, self._collectives = comm, collectives
+        self._comm = comm
+        self._collectives = collectives
         self._frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
         self._frame_view: Any = memoryview(self._frame.numpy())  # type: ignore[arg-type]
         self._gathered = torch.zeros(comm.size * _FRAME_BYTES, dtype=torch.uint8, device=device)

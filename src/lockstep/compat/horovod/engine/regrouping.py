@@ -67,7 +67,8 @@ class ElasticTraining(ElasticRecovery):
 
     def __init__(self, comm: ElasticCommunicator, stop: Callable[[], None], start: Callable[[], None]) -> None:
         super().__init__(comm)
-        self._stop, self._start = stop, start
+        self._stop = stop
+        self._start = start
         self._context = ExitStack()
 
     @classmethod
@@ -151,7 +152,8 @@ class ElasticTraining(ElasticRecovery):
         Raises:
             WorkerLeft: this rank leaves the job, or the job ends.
         """
-        before, was_told = self._client.members, self._client.is_over
+        before = self._client.members
+        was_told = self._client.is_over
         self._regroup(reason, at_boundary)
         return was_told or self._client.members != before
 

@@ -171,7 +171,8 @@ class Request:
 
     def fail(self, cause: BaseException | str) -> None:
         """Complete the request with a `HorovodInternalError` that states `cause`."""
-        self.error, self.done = internal_error(f"{self.kind} {self.name!r}", cause), True
+        self.error = internal_error(f"{self.kind} {self.name!r}", cause)
+        self.done = True
 
     @property
     def key(self) -> bytes:

@@ -42,7 +42,8 @@ class ResponseCache:
     """
 
     def __init__(self, collectives: RawCollectives | None, size: int) -> None:
-        self._collectives, self._size = collectives, size
+        self._collectives = collectives
+        self._size = size
         self._last: CacheEntry | None = None  # of the last cycle, if it had a single operation
         self._predicted: CacheEntry | None = None
         self._buffer: _Buffer | None = None
@@ -80,7 +81,8 @@ class ResponseCache:
         Returns:
             Whether all ranks have submitted the same request. If its data was in the buffer, it has its result.
         """
-        buffer, collectives = self._buffer, self._collectives
+        buffer = self._buffer
+        collectives = self._collectives
         assert buffer is not None and collectives is not None
         buffer.fill(_NO_KEY if request is None else key, request)
         collectives.sum(buffer.tensor)
@@ -109,7 +111,8 @@ class _Buffer:
         self.tensor = torch.zeros(count + 2 * KEY_BYTES, dtype=dtype)
         self.data = None if like is None else self.tensor[:count].view(like.shape)
         self._mark = memoryview(self.tensor[count:].numpy()).cast("B")  # type: ignore[arg-type]
-        self._byte_marks, self._byte_sums = _marks(dtype, 1), _marks(dtype, size)
+        self._byte_marks = _marks(dtype, 1)
+        self._byte_sums = _marks(dtype, size)
         self._key = self._own_mark = self._expected_sum = b""
 
     def fill(self, key: bytes, request: Request | None) -> None:
@@ -138,7 +141,8 @@ def _has_small_data(request: Request) -> bool:
     """Return whether the data of `request` fits into the buffer; the same for all requests of one signature."""
     if request.kind != "allreduce" or len(request.inputs) != 1:
         return False
-    (tensor,), options = request.inputs, request.options
+    (tensor,) = request.inputs
+    options = request.options
     is_float = tensor.is_cpu and tensor.dtype in (torch.float32, torch.float64)
     is_small = 0 < tensor.numel() * tensor.element_size() <= _MAX_DATA_BYTES
     unscaled = options["prescale_factor"] == options["postscale_factor"] == 1.0

@@ -38,7 +38,8 @@ __all__ = ["HostPeers", "StallInspector", "StallLimits", "StalledOps", "StatusBo
 # --- Ranks of this host -----------------------------------------------------------------------------------------------
 
 # A process counts as ended or stopped after so many checks in a row: this one may have been stopped itself until now.
-_ENDED_CHECKS, _STOPPED_CHECKS = 3, 10
+_ENDED_CHECKS = 3
+_STOPPED_CHECKS = 10
 
 
 class HostPeers:
@@ -99,7 +100,8 @@ class HostPeers:
 # --- Limits and stalled operations (pure) -----------------------------------------------------------------------------
 
 _MAX_NAMES = 6
-_WARN, _SHUTDOWN = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_WARN = "HOROVOD_STALL_CHECK_TIME_SECONDS"
+_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 # Set by `lockstep run --stall-timeout`, which takes precedence over Horovod's variable in the user's environment.
 _RUN_TIMEOUT = "LOCKSTEP_STALL_TIMEOUT"
 
@@ -159,7 +161,8 @@ class StalledOps:
         operations = ", ".join(self.names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
         if not self.missing:
             return f"all ranks have submitted {operations}, but no result has arrived after {self.waited_s:.0f} s"
-        missing, waiting = _ranks_have(self.missing), _ranks_have(self.waiting)
+        missing = _ranks_have(self.missing)
+        waiting = _ranks_have(self.waiting)
         return f"{missing} not submitted {operations}, for which {waiting} waited {self.waited_s:.0f} s"
 
 
@@ -213,7 +216,8 @@ class StatusBoard:
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self._rank, self._size = comm.rank, comm.size
+        self._rank = comm.rank
+        self._size = comm.size
         group: Any = comm.group
         self._prefix = f"lockstep-horovod/{group.group_name}"
         self._default_store: Any = c10d._get_default_store()
@@ -276,7 +280,9 @@ class StatusBoard:
 
     def close(self) -> None:
         """Close the connection to the store."""
-        self._failed, self._store, self._default_store = True, None, None
+        self._failed = True
+        self._store = None
+        self._default_store = None
 
 
 def _set_once(store: Any, text: str) -> str:
@@ -317,9 +323,14 @@ class StallInspector:
         missing_ranks: Callable[[bytes], list[int]],
         abort: Callable[[TransportError], None],
     ) -> None:
-        self._rank, self._size, self._limits = comm.rank, comm.size, StallLimits.from_variables(variables())
-        self._pending, self._missing_ranks, self._abort = pending, missing_ranks, abort
-        self._peers, self._board = HostPeers(comm), StatusBoard(comm)
+        self._rank = comm.rank
+        self._size = comm.size
+        self._limits = StallLimits.from_variables(variables())
+        self._pending = pending
+        self._missing_ranks = missing_ranks
+        self._abort = abort
+        self._peers = HostPeers(comm)
+        self._board = StatusBoard(comm)
         self._min_pending_s = min(_MIN_PENDING_S, self._limits.warn_s / 2, self._limits.shutdown_s / 2)
         self._checks = 0  # since the wait began
         self._warned: set[Request] = set()

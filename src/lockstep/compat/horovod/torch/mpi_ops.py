@@ -472,7 +472,8 @@ def start_sparse_allreduce(
     values_handle = handles.submit(process_set, values_request, handles.single_result)
 
     def finish() -> torch.Tensor:
-        values, indices = synchronize(values_handle), synchronize(indices_handle)
+        values = synchronize(values_handle)
+        indices = synchronize(indices_handle)
         if op == Average:
             values = values / process_set.size()
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)

@@ -85,7 +85,8 @@ def gradient_groups(
         return [[p] for p in parameters]
     if not isinstance(groups, (list, tuple)) or not all(map(_is_list_of_tensors, groups)):
         raise ConfigError("groups", expected, groups)
-    trained, group_of = set(parameters), dict[Parameter, list[Parameter]]()
+    trained = set(parameters)
+    group_of = dict[Parameter, list[Parameter]]()
     for group in groups:
         members = [p for p in group if p in trained]
         for p in members:
@@ -169,7 +170,8 @@ class _DistributedMixin:
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a state into the objects that this optimizer shares with the wrapped one, and reset the pass counts."""
         self._begin_step()
-        state, groups = self.state, self.param_groups
+        state = self.state
+        groups = self.param_groups
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()
@@ -177,7 +179,8 @@ class _DistributedMixin:
         loaded_state = dict(self.state)
         state.clear()
         state.update(loaded_state)
-        self.state, self.param_groups = state, groups
+        self.state = state
+        self.param_groups = groups
 
 
 # --- Adasum: each rank takes its own step, and the changes of the parameters are combined -----------------------------

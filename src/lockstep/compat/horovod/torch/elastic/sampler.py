@@ -36,7 +36,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
         self.epoch = self.processed_num = 0
         self._other_indices: set[int] = set()  # processed samples that `processed_num` does not count
         self.indices: list[int] = []
@@ -44,7 +46,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start epoch `epoch` with no sample processed; to be called at the end of the previous epoch."""
-        self.epoch, self.processed_num = epoch, 0
+        self.epoch = epoch
+        self.processed_num = 0
         self._other_indices = set()
         self.reset()
 
@@ -86,7 +89,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Distribute the unprocessed samples over the current ranks."""
-        self.num_replicas, self.rank = size(), rank()
+        self.num_replicas = size()
+        self.rank = rank()
         order = self._order()
         self._positions = [n for n in range(self.processed_num, len(order)) if order[n] not in self._other_indices]
         self.remaining_indices = [order[position] for position in self._positions]
